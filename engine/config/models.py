@@ -1,0 +1,97 @@
+"""The configuration as the engine uses it: validated, paths resolved, defaults filled in.
+
+`engine.config.load` makes a FlightConfig from flightdeck.toml; nothing else constructs one from user text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FineTuneType = Literal["lora", "dora", "full"]
+Strategy = Literal["data"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClusterConfig(_Section):
+    """[cluster]"""
+
+    name: str = "cluster"
+    backend: Literal["auto", "ring"] = "auto"
+    starting_port: int | None = Field(default=None, ge=1024, le=65000)
+    """First ring port; None picks fresh ports for each attempt."""
+
+
+class NodeConfig(_Section):
+    """One [[node]]: in this release one rank."""
+
+    name: str
+    ssh: str = "127.0.0.1"
+    ips: tuple[str, ...] = ("127.0.0.1",)
+    python: str
+    """Absolute path of the interpreter on the node; by default the one that runs flightdeck."""
+    workdir: str
+    """Absolute directory on the node in which the rank's program runs."""
+    model: str | None = None
+    """Where the model lies on this node, when it differs from the job's."""
+    data: str | None = None
+    share: float | None = Field(default=None, gt=0)
+    """Fixed relative share of the global batch; None is an equal share."""
+
+
+class JobConfig(_Section):
+    """[job]: either mlx-lm training (`model`, `data`, …) or the user's own `command`."""
+
+    name: str
+    command: tuple[str, ...] | None = None
+    model: str | None = None
+    data: str | None = None
+    fine_tune_type: FineTuneType = "lora"
+    strategy: Strategy = "data"
+    mlx_lm: dict[str, Any] = Field(default_factory=dict)
+    """Every key of an mlx-lm training YAML with its default filled in (batch_size, iters, learning_rate, …),
+    [job] keys winning over the YAML file's."""
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class PreflightConfig(_Section):
+    """[preflight]"""
+
+    all_sum_s: float = Field(default=2.0, gt=0, le=60)
+    """How long the real all_sum runs, seconds."""
+    skip: tuple[str, ...] = ()
+
+
+class RecoveryConfig(_Section):
+    """[recovery]: in this release the lease and the graces of a stop."""
+
+    lease_s: float = Field(default=60.0, ge=3)
+    on_lease_expiry: Literal["end", "continue"] = "end"
+    stop_grace_s: float = Field(default=2.5, ge=0)
+    save_grace_s: float = Field(default=30.0, ge=0)
+    term_grace_s: float = Field(default=0.8, ge=0)
+
+
+class UiConfig(_Section):
+    """[ui]"""
+
+    theme: str = "textual-dark"
+    ascii: bool = False
+
+
+class FlightConfig(_Section):
+    """A whole flightdeck.toml."""
+
+    file: Path | None = None
+    """Where it was read from; None for the demo."""
+    cluster: ClusterConfig
+    nodes: tuple[NodeConfig, ...] = Field(min_length=1)
+    job: JobConfig
+    preflight: PreflightConfig = PreflightConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    ui: UiConfig = UiConfig()

@@ -1,0 +1,1 @@
+"""The tiny model, corpus and local cluster of `flightdeck demo`."""

@@ -1,0 +1,82 @@
+"""The errors a person can be shown: each says what went wrong, where, why, and what to do.
+
+FlightDeckError
+├── ConfigError        one or more faults in a configuration; nothing was started
+├── InputError         a name, path or argument that is refused
+├── NodeUnreachable    a node did not answer
+├── CheckFailed        preflight blocks the launch
+├── LaunchError        the launcher or the supervisor could not be started
+├── RunNotFound        no run of that id or name
+└── StateError         the state on disk cannot be read, or is held by someone else
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class FlightDeckError(Exception):
+    """A fault with everything that a person needs to act on it, printed as one line."""
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", todo: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.todo = todo
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.what}" if self.where else self.what
+        if self.why:
+            line += f": {self.why}"
+        if self.todo:
+            line += f" ({self.todo})"
+        return line.replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class ConfigFault:
+    """One fault in a configuration: where it is, the value found, and what is accepted."""
+
+    file: str
+    key: str
+    value: str
+    accepted: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key} = {self.value}: expected {self.accepted}"
+
+
+class ConfigError(FlightDeckError):
+    """All the faults of one configuration at once; printed one line each."""
+
+    def __init__(self, faults: list[ConfigFault]) -> None:
+        super().__init__(f"{len(faults)} fault(s) in the configuration")
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+class InputError(FlightDeckError):
+    """An identifier, path or argument that is refused before anything happens."""
+
+
+class NodeUnreachable(FlightDeckError):
+    """A node did not answer in time."""
+
+
+class CheckFailed(FlightDeckError):
+    """Preflight found a failure that blocks the launch."""
+
+
+class LaunchError(FlightDeckError):
+    """The launcher or the supervisor could not be started."""
+
+
+class RunNotFound(FlightDeckError):
+    """No run has that id, name or unique prefix."""
+
+
+class StateError(FlightDeckError):
+    """The state on disk is unreadable, of a newer schema, or locked by another process."""

@@ -1,0 +1,90 @@
+"""What a face sees of a run at one moment: frozen snapshots, made by `engine.session.RunWatch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from engine.models import CheckResult, RunRecord
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank, as its own events and exit record say."""
+
+    rank: int
+    node: str
+    phase: str
+    """waiting, starting, loading, training, validating, saving, ended, stopping."""
+    iteration: int | None = None
+    step_s: float | None = None
+    """Compute time of the last step, waiting for peers left out, seconds."""
+    memory_bytes: int | None = None
+    """Peak MLX memory."""
+    seen_at: datetime | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point on the loss plot's axis: a checkpoint or a restart."""
+
+    iteration: int
+    kind: str
+    """"checkpoint" or "restart"."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Loss against iteration, as reported; x ascending."""
+
+    train: tuple[tuple[int, float], ...] = ()
+    val: tuple[tuple[int, float], ...] = ()
+    tokens_per_second: tuple[tuple[int, float], ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What went wrong first, and what to do about it."""
+
+    cause: str
+    fix: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    source: int | None = None
+    """Log source that proves it (a rank, or LAUNCHER_SOURCE)."""
+    offset: int | None = None
+    """Byte offset in that log's file."""
+
+
+@dataclass(frozen=True)
+class StopProgress:
+    """How far an abort is."""
+
+    stage: str
+    """asked, stop, term, kill, verifying, stopped, unconfirmed."""
+    since: datetime
+    acknowledged: tuple[int, ...] = ()
+    """Ranks whose keeper has written an exit record."""
+    left: tuple[str, ...] = ()
+    """Processes still alive, as "node pid command"."""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """Everything that a pane shows of a run."""
+
+    record: RunRecord
+    supervised: bool
+    """A supervisor of this run is alive."""
+    state_since: datetime
+    ranks: tuple[RankStatus, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
+    series: Series = field(default_factory=Series)
+    eta_s: float | None = None
+    learning_rate: float | None = None
+    diagnosis: Diagnosis | None = None
+    stop: StopProgress | None = None
+    taken_at: datetime | None = None

@@ -1,0 +1,94 @@
+"""Where everything of a run lies on the head, and the state directory itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_state_path
+
+LAUNCHER_SOURCE = 0xFFFF
+"""Source number of the launcher's own output in log indices; ranks are their own number."""
+
+
+def state_home() -> Path:
+    """FLIGHTDECK_HOME, else the platform's user state directory. Not created here."""
+    configured = os.environ.get("FLIGHTDECK_HOME")
+    return Path(configured).expanduser().absolute() if configured else user_state_path("flightdeck")
+
+
+def node_root() -> Path:
+    """Where this machine keeps what it holds as a *node* (bundles, run files): below FLIGHTDECK_HOME
+    when that is set, so that a test or a second instance shares nothing; else ~/.flightdeck."""
+    configured = os.environ.get("FLIGHTDECK_HOME")
+    return Path(configured).expanduser().absolute() / "node" if configured else Path.home() / ".flightdeck"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run on the head, `<home>/runs/<run id>/` (0700).
+
+    plan.json               what was launched: resolved config and ranks (written before anything starts)
+    journal.jsonl           the append-only record, the truth about the run's states; written by the supervisor
+    metrics.jsonl           mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`
+    preflight.json          PreflightReport as far as it has come
+    rank<k>.log             mirror of rank k's log, attempts one after the other
+    rank<k>.events.jsonl    mirror of rank k's events, attempts one after the other
+    launcher.log            what mlx.launch itself printed, both streams, attempts one after the other
+    rank<k>.idx, launcher.idx, merged.idx    line indices (engine.runs.line_index)
+    supervisor.json         pid, start time, boot id of the supervisor
+    supervisor.log          its own troubles
+    requests/               one JSON file per request to the supervisor
+    attempts/<n>/           hostfile.json, launcher.in (FIFO)
+    """
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def preflight(self) -> Path:
+        return self.path / "preflight.json"
+
+    @property
+    def supervisor(self) -> Path:
+        return self.path / "supervisor.json"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.path / "supervisor.log"
+
+    @property
+    def requests(self) -> Path:
+        return self.path / "requests"
+
+    @property
+    def merged_index(self) -> Path:
+        return self.path / "merged.idx"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / str(number)
+
+    def log(self, source: int) -> Path:
+        return self.path / ("launcher.log" if source == LAUNCHER_SOURCE else f"rank{source}.log")
+
+    def index(self, source: int) -> Path:
+        return self.log(source).with_suffix(".idx")
+
+    def events(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.events.jsonl"

@@ -1,0 +1,196 @@
+"""What the head and a node's processes say to each other: files, their names, and their JSON shapes.
+
+This is the one owner of the format. The worker writes it with the standard library alone; the engine reads it here.
+
+On a node, below `<node root>/runs/<run id>/attempts/<n>/` (0700):
+
+    spec.json               AttemptSpec, written by the head before launch (0600)
+    start.sh                what mlx.launch runs on every rank: execs this rank's python on the keeper
+    rank<k>.in              FIFO, the head's word to keeper k: "beat", "stop", "end" lines
+    rank<k>.identity.json   Identity of keeper and trainer, written by the keeper
+    rank<k>.log             every byte the rank's program prints, both streams
+    rank<k>.events.jsonl    the trainer's structured events, one JSON object a line
+    rank<k>.exit.json       ExitRecord, written last by the keeper
+    rank<k>.keeper.log      the keeper's own troubles
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+WIRE_VERSION = 1
+
+NONCE_ENV = "FLIGHTDECK_NONCE"
+"""In the environment of every process of an attempt: what an abort looks for when it proves that nothing is left."""
+EVENTS_ENV = "FLIGHTDECK_EVENTS"
+"""Path of the trainer's event file."""
+SPEC_ENV = "FLIGHTDECK_SPEC"
+"""Path of spec.json."""
+CONTROL_FD_ENV = "FLIGHTDECK_CONTROL_FD"
+"""File descriptor on which the trainer reads "stop" lines; its EOF means that the keeper is gone."""
+
+BEAT, STOP, END = b"beat\n", b"stop\n", b"end\n"
+"""The head's words to a keeper: the lease goes on; stop cooperatively; end the group now."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One rank: where it runs and with what."""
+
+    rank: int
+    node: str
+    host: str
+    """Address of the node, for messages."""
+    python: str
+    """Absolute path of the interpreter on the node."""
+    workdir: str
+    """Directory the rank's program runs in, on the node."""
+    model: str | None = None
+    data: str | None = None
+    share: float = 1.0
+    """Relative share of the global batch, > 0."""
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """One launch of a run, the same bytes on every node."""
+
+    run_id: str
+    attempt: int
+    nonce: str
+    backend: str
+    world_size: int
+    ranks: list[RankSpec]
+    job: dict[str, Any] | None = None
+    """mlx-lm's own keys plus `strategy`; None when `command` is given."""
+    command: list[str] | None = None
+    """The user's own program instead of the trainer."""
+    env: dict[str, str] = field(default_factory=dict)
+    lease_s: float = 60.0
+    on_lease_expiry: str = "end"
+    """"end" or "continue"."""
+    stop_grace_s: float = 3.0
+    """From "stop" to TERM, unless the trainer has said that it is saving."""
+    save_grace_s: float = 30.0
+    """From "stop" to TERM, once the trainer has begun to save."""
+    term_grace_s: float = 1.0
+    """From TERM to KILL."""
+    version: int = WIRE_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttemptSpec:
+        """Raises ValueError when the document is of another wire version."""
+        raw = json.loads(text)
+        if raw.get("version") != WIRE_VERSION:
+            raise ValueError(f"wire version {raw.get('version')}, this worker speaks {WIRE_VERSION}")
+        raw["ranks"] = [RankSpec(**rank) for rank in raw["ranks"]]
+        return cls(**raw)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a rank's processes are: pid alone is reused, pid with start time and boot id is not."""
+
+    rank: int
+    run_id: str
+    attempt: int
+    nonce: str
+    boot_id: str
+    keeper_pid: int
+    keeper_start: str
+    trainer_pid: int
+    trainer_pgid: int
+    trainer_start: str
+    started_at: float
+    """Wall clock, seconds since the epoch, on the node."""
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How a rank ended, as its own keeper saw it. Either `code` or `signal` is set."""
+
+    rank: int
+    attempt: int
+    code: int | None
+    signal: int | None
+    ended_at: float
+    """Wall clock, seconds since the epoch, on the node."""
+    log_bytes: int
+    """Size of rank<k>.log when the program's output had ended."""
+    dropped_bytes: int = 0
+    """Output that could not be stored (disk full)."""
+    stopped_by: str | None = None
+    """Why the keeper ended it: "stop", "end", "lease", "signal TERM" …; None when it ended by itself."""
+    error: str | None = None
+    """Why the program could not be started, in one line."""
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """The paths of one attempt on a node."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, node_root: Path, run_id: str, attempt: int) -> NodeFiles:
+        return cls(node_root / "runs" / run_id / "attempts" / str(attempt))
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "spec.json"
+
+    @property
+    def start(self) -> Path:
+        return self.directory / "start.sh"
+
+    def control(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.in"
+
+    def identity(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.identity.json"
+
+    def log(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.log"
+
+    def events(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.events.jsonl"
+
+    def exit(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.exit.json"
+
+    def keeper_log(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.keeper.log"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees all of it or nothing: temp file, fsync, rename; 0600."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_identity(path: Path) -> Identity | None:
+    """The identity at `path`, or None while there is none."""
+    try:
+        return Identity(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def read_exit(path: Path) -> ExitRecord | None:
+    """The exit record at `path`, or None while there is none."""
+    try:
+        return ExitRecord(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

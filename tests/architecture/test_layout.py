@@ -1,0 +1,21 @@
+"""The console process stays light: what it imports is checked in a fresh interpreter, not by reading code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def imported_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `statement`."""
+    probe = f"{statement}\nimport sys\nprint(' '.join({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_session_never_imports_mlx_or_a_face() -> None:
+    assert not imported_by("import engine.session") & {"mlx", "mlx_lm", "transformers", "textual", "rich", "tui"}
+
+
+def test_the_keepers_wire_format_needs_the_standard_library_only() -> None:
+    assert not imported_by("import engine.worker.wire") & {"mlx", "pydantic", "numpy"}
