@@ -1,0 +1,135 @@
+"""Who is running on this machine: boot, start times, groups, and what carries a run's nonce.
+
+Standard library alone, on Linux and macOS, and runnable as a single file over ssh: `python processes.py NONCE` prints
+`[{"pid": …, "command": …}, …]`, the processes of this machine that still belong to the attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NONCE_VARIABLE = "FLIGHTDECK_NONCE"
+"""As in wire.NONCE_ENV, repeated so that this file runs on its own."""
+
+_PROC = Path("/proc")
+_LINUX = sys.platform.startswith("linux")
+_TOOL_TIMEOUT_S = 10.0
+_ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running process, for people to read."""
+
+    pid: int
+    command: str
+
+
+def boot_id() -> str:
+    """What changes with every boot of this machine; "" when the system does not tell."""
+    try:
+        if _LINUX:
+            return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return _tool("sysctl", "-n", "kern.bootsessionuuid").strip()
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> str | None:
+    """When process `pid` started, comparable only for equality and within one boot; None when gone or a zombie."""
+    if pid <= 0:
+        return None
+    if _LINUX:
+        return _linux_start(pid)
+    # lstart is five words: weekday, month, day, time, year.
+    words = _tool("ps", "-o", "stat=,lstart=", "-p", str(pid)).split()
+    if len(words) < 6 or words[0].startswith("Z"):
+        return None
+    return " ".join(words[1:])
+
+
+def alive(pid: int, start: str) -> bool:
+    """Whether `pid` is still the process that started at `start`, and not a later one or a zombie."""
+    return start_time(pid) == start
+
+
+def with_nonce(nonce: str) -> list[Process]:
+    """The processes whose environment holds FLIGHTDECK_NONCE=`nonce`, without zombies and without the caller.
+
+    Sees only processes that the caller may inspect: its own user's, or all as root.
+    """
+    if not nonce:
+        raise ValueError("a nonce is needed: an empty one would match nothing and prove nothing")
+    found = _linux_with_nonce(nonce) if _LINUX else _ps_with_nonce(nonce)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def kill_group(pgid: int, sig: int) -> bool:
+    """Send `sig` to process group `pgid`; False when nobody is left in it to take the signal."""
+    if pgid <= 1:
+        raise ValueError(f"process group {pgid} is not a rank's")
+    try:
+        os.killpg(pgid, sig)
+    except (ProcessLookupError, PermissionError):
+        # macOS says EPERM for a group of zombies.
+        return False
+    return True
+
+
+def _linux_start(pid: int) -> str | None:
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The command's name may hold spaces and brackets: fields are counted from the last bracket.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X", b"x"):
+        return None
+    return fields[19].decode()
+
+
+def _linux_with_nonce(nonce: str) -> Iterator[Process]:
+    wanted = f"{NONCE_VARIABLE}={nonce}".encode()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        try:
+            if wanted not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if _linux_start(pid) is not None:
+            yield Process(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
+
+
+def _ps_with_nonce(nonce: str) -> Iterator[Process]:
+    wanted = re.compile(rf" {NONCE_VARIABLE}={re.escape(nonce)}(?= |$)")
+    for line in _tool("ps", "-axEww", "-o", "pid=,stat=,command=").splitlines():
+        words = line.split(None, 2)
+        if len(words) == 3 and not words[1].startswith("Z") and wanted.search(" " + words[2]):
+            yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0])
+
+
+def _tool(*command: str) -> str:
+    """What a system tool prints, in the C locale; "" when it fails as `ps` does for a pid that is gone."""
+    finished = subprocess.run(
+        command,
+        capture_output=True,
+        timeout=_TOOL_TIMEOUT_S,
+        env={**os.environ, "LC_ALL": "C"},
+        check=False,
+    )
+    return finished.stdout.decode(errors="replace")
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(process) for process in with_nonce(sys.argv[1])]))

@@ -1,0 +1,101 @@
+"""Who is running: identity by start time, groups, and the nonce."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.worker import processes
+from tests.unit.worker.waiting import wait_until
+
+
+@contextmanager
+def sleeper(nonce: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    environment = dict(os.environ) | ({processes.NONCE_VARIABLE: nonce} if nonce else {})
+    child = subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_boot_id_is_known_and_stays_the_same() -> None:
+    assert processes.boot_id() == processes.boot_id() != ""
+
+
+def test_a_process_is_alive_only_as_itself() -> None:
+    with sleeper() as child:
+        start = processes.start_time(child.pid)
+        assert start is not None
+        assert processes.alive(child.pid, start)
+        assert not processes.alive(child.pid, start + "1")
+
+
+def test_a_zombie_is_not_alive() -> None:
+    with sleeper() as child:
+        start = processes.start_time(child.pid)
+        assert start is not None
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert processes.start_time(child.pid) is None
+        assert not processes.alive(child.pid, start)
+
+
+def test_a_pid_that_is_gone_has_no_start_time() -> None:
+    with sleeper() as child:
+        pass
+    assert processes.start_time(child.pid) is None
+    assert processes.start_time(-1) is None
+
+
+def test_only_the_nonces_own_processes_are_listed() -> None:
+    nonce = uuid.uuid4().hex
+    with sleeper(nonce) as ours, sleeper(nonce + "0"), sleeper():
+        wait_until(lambda: [p.pid for p in processes.with_nonce(nonce)] == [ours.pid])
+        assert processes.with_nonce(nonce)[0].command == "sleep 60"
+    assert processes.with_nonce(nonce) == []
+
+
+def test_a_zombie_has_no_nonce() -> None:
+    nonce = uuid.uuid4().hex
+    with sleeper(nonce) as child:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert processes.with_nonce(nonce) == []
+
+
+def test_an_empty_nonce_is_refused() -> None:
+    with pytest.raises(ValueError, match="nonce"):
+        processes.with_nonce("")
+
+
+def test_the_file_alone_lists_as_json() -> None:
+    nonce = uuid.uuid4().hex
+    with sleeper(nonce) as child:
+        wait_until(lambda: processes.with_nonce(nonce) != [])
+        printed = subprocess.run(
+            [sys.executable, "-I", processes.__file__, nonce], capture_output=True, check=True
+        ).stdout
+        assert json.loads(printed) == [{"pid": child.pid, "command": "sleep 60"}]
+
+
+def test_a_group_takes_a_signal_while_somebody_is_in_it() -> None:
+    with sleeper() as child:
+        assert processes.kill_group(child.pid, signal.SIGKILL)
+        child.wait()
+        assert not processes.kill_group(child.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("pgid", [-1, 0, 1])
+def test_everybody_is_nobodys_group(pgid: int) -> None:
+    with pytest.raises(ValueError, match="process group"):
+        processes.kill_group(pgid, 0)

@@ -1,0 +1,14 @@
+"""Awaiting a condition of another process, with a limit that only a broken test meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Return as soon as `condition` holds; AssertionError after `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.01)
