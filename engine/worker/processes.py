@@ -67,7 +67,12 @@ def with_nonce(nonce: str) -> list[Process]:
     """
     if not nonce:
         raise ValueError("a nonce is needed: an empty one would match nothing and prove nothing")
-    found = _linux_with_nonce(nonce) if _LINUX else _ps_with_nonce(nonce)
+    return with_variables({NONCE_VARIABLE: nonce})
+
+
+def with_variables(variables: dict[str, str]) -> list[Process]:
+    """The processes whose environment holds all of `variables`, seen as by `with_nonce`."""
+    found = _linux_with(variables) if _LINUX else _ps_with(variables)
     return [process for process in found if process.pid != os.getpid()]
 
 
@@ -95,14 +100,14 @@ def _linux_start(pid: int) -> str | None:
     return fields[19].decode()
 
 
-def _linux_with_nonce(nonce: str) -> Iterator[Process]:
-    wanted = f"{NONCE_VARIABLE}={nonce}".encode()
+def _linux_with(variables: dict[str, str]) -> Iterator[Process]:
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
             continue
         pid = int(entry.name)
         try:
-            if wanted not in (entry / "environ").read_bytes().split(b"\0"):
+            if not wanted.issubset((entry / "environ").read_bytes().split(b"\0")):
                 continue
             command = (entry / "cmdline").read_bytes()
         except OSError:
@@ -111,11 +116,13 @@ def _linux_with_nonce(nonce: str) -> Iterator[Process]:
             yield Process(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
 
 
-def _ps_with_nonce(nonce: str) -> Iterator[Process]:
-    wanted = re.compile(rf" {NONCE_VARIABLE}={re.escape(nonce)}(?= |$)")
+def _ps_with(variables: dict[str, str]) -> Iterator[Process]:
+    wanted = [re.compile(rf" {re.escape(f'{name}={value}')}(?= |$)") for name, value in variables.items()]
     for line in _tool("ps", "-axEww", "-o", "pid=,stat=,command=").splitlines():
         words = line.split(None, 2)
-        if len(words) == 3 and not words[1].startswith("Z") and wanted.search(" " + words[2]):
+        if len(words) != 3 or words[1].startswith("Z"):
+            continue
+        if all(pattern.search(" " + words[2]) for pattern in wanted):
             yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0])
 
 
