@@ -87,7 +87,7 @@ def keep(
     workdir: Path | None = None,
     prefix: list[str] | None = None,
 ) -> Kept:
-    """Start a keeper on `command`, or on the stand-in `trainer`, in `directory`; `prefix` is a command that execs it."""
+    """Start a keeper on `command`, or on the stand-in `trainer`, in `directory`; `prefix` execs it."""
     bundle = stage_bundle(directory / "bundle", trainer)
     files = NodeFiles.of(directory / "node", "run", 1)
     files.directory.mkdir(parents=True)

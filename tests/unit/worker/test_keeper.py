@@ -124,7 +124,10 @@ def test_a_program_deaf_to_term_is_killed(tmp_path: Path) -> None:
 def test_a_suspended_program_is_killed(tmp_path: Path) -> None:
     kept = keep(tmp_path, python(WAIT), spec_fields=QUICK)
     kept.await_output(b"up")
-    os.kill(kept.identity().trainer_pid, signal.SIGSTOP)
+    suspended = kept.identity().trainer_pid
+    os.kill(suspended, signal.SIGSTOP)
+    status = ["ps", "-o", "stat=", "-p", str(suspended)]
+    wait_until(lambda: subprocess.run(status, capture_output=True, check=True).stdout.startswith(b"T"))
     kept.say(b"stop\n")
     assert kept.ended().signal == signal.SIGKILL
 
