@@ -1,0 +1,100 @@
+"""Bytes that a program printed, as one line that is safe to show.
+
+Text from a rank is hostile until it has been here: what comes out has no control character of any kind, no invisible
+or direction-changing character and no pile of combining marks, whatever went in. The stored bytes stay as they were.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Final
+
+TAB_COLUMNS: Final = 8
+MARKS_PER_CHARACTER: Final = 3
+"""Combining marks kept in a row: real scripts need up to three, more of them draws over the neighbouring lines."""
+
+_PLAIN: Final = re.compile(rb"[\x20-\x7e]*")
+# The payload of a control string excludes what begins or ends one, so that a hostile line is scanned at most twice.
+# One that never ends loses its introducer alone: its text is harmless then, and may be what matters.
+_SEQUENCE: Final = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-~]?"
+)
+_INVISIBLE: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0")
+_LINE_BREAKS: Final = frozenset("\n\v\f\x1c\x1d\x1e\x85\u2028\u2029")
+_CACHED_CHARACTERS: Final = 8192
+
+
+class _Visible(dict[int, str | None]):
+    """str.translate table: what stands for a code point, worked out when it is first seen."""
+
+    def __missing__(self, code: int) -> str | None:
+        if len(self) >= _CACHED_CHARACTERS:
+            self.clear()
+        shown = self[code] = _visible(chr(code))
+        return shown
+
+
+def _visible(character: str) -> str | None:
+    if character in "\t\r":
+        return character
+    if character in _LINE_BREAKS:
+        return " "
+    category = unicodedata.category(character)
+    if category == "Cs":
+        return "\ufffd"
+    if category in ("Cc", "Cf") or character in _INVISIBLE or _selects_variation(character):
+        return None
+    return " " if category == "Zs" and character != "\u3000" else character
+
+
+def _selects_variation(character: str) -> bool:
+    return "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
+
+
+_VISIBLE: Final = _Visible()
+
+
+def sanitise(data: bytes, limit: int | None = None) -> str:
+    """`data`, one line of output with or without its newline, as plain text for one line of a display.
+
+    Escape sequences, C0 and C1 controls, bidi controls and invisible characters are removed, tabs expanded, invalid
+    UTF-8 becomes U+FFFD, and of a progress bar (`\\r`) what a terminal would show last is kept. `limit` bounds the
+    result in characters; a longer line ends in "…" and how many characters are not shown. Takes any bytes, never
+    raises, in time linear in their number; its own output passes unchanged.
+    """
+    if limit is None and _PLAIN.fullmatch(data):
+        return data.decode("ascii")
+    text = data.decode("utf-8", "replace").rstrip("\r\n")
+    text = _SEQUENCE.sub("", text).translate(_VISIBLE).rstrip("\r")
+    text = text[text.rfind("\r") + 1 :]
+    if not text.isascii():
+        text = _without_piled_marks(text)
+    return text.expandtabs(TAB_COLUMNS) if limit is None else _cut(text, max(0, limit))
+
+
+def _without_piled_marks(text: str) -> str:
+    if max(text) < "\u0300":
+        return text
+    kept = []
+    marks = 0
+    for character in text:
+        marks = marks + 1 if character >= "\u0300" and unicodedata.category(character) in ("Mn", "Me") else 0
+        if marks <= MARKS_PER_CHARACTER:
+            kept.append(character)
+    return "".join(kept)
+
+
+def _cut(text: str, limit: int) -> str:
+    # Cut before the tabs are expanded: a line of tabs alone would otherwise grow eightfold first.
+    beginning = text[:limit].expandtabs(TAB_COLUMNS)
+    length = len(beginning) + max(0, len(text) - limit)
+    if length <= limit:
+        return beginning
+    for keep in range(limit, max(-1, limit - 40), -1):
+        note = f"… +{length - keep:,} characters"
+        if keep + len(note) <= limit:
+            return beginning[:keep] + note
+    return "…"[:limit]
