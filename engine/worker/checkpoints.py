@@ -1,0 +1,59 @@
+"""What a job leaves: adapters (or full weights of the trained layers) that mlx-lm loads and fuses as its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from .job import Job
+from .wire import write_atomic
+
+
+def save_config(job: Job, layers: int) -> None:
+    """Write adapter_config.json: how mlx-lm rebuilds the adapter's layers before it loads the weights."""
+    job.adapter_path.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(job).items()
+    }
+    config["num_layers"] = layers
+    if job.fine_tune_type == "full":
+        config["lora_parameters"] = None
+    write_atomic(job.adapter_path / "adapter_config.json", json.dumps(dict(sorted(config.items())), indent=4))
+
+
+def save_adapters(job: Job, model: nn.Module, iteration: int | None) -> tuple[Path, int]:
+    """Write adapters.safetensors, and the numbered file of `iteration` when there is one; the last path, and bytes.
+
+    A reader sees the whole of a file or the one before. Raises OSError when the disk does not take it.
+    """
+    weights = dict(tree_flatten(model.trainable_parameters()))
+    mx.eval(weights)
+    latest = job.adapter_path / "adapters.safetensors"
+    _save_safetensors(latest, weights)
+    if iteration is None:
+        return latest, latest.stat().st_size
+    numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
+    _save_safetensors(numbered, weights)
+    return numbered, numbered.stat().st_size
+
+
+def _save_safetensors(path: Path, weights: dict[str, mx.array]) -> None:
+    # mlx insists on the suffix.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        try:
+            mx.save_safetensors(str(temporary), weights)
+        except RuntimeError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""The group of ranks: made strictly, checked against the plan, and used on the CPU stream only."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+
+class GroupError(RuntimeError):
+    """The ranks could not come together as planned, or are not replicas of one another."""
+
+
+class PeerLost(RuntimeError):
+    """Another rank has gone: a consequence of its failure, not a cause."""
+
+
+class Collective:
+    """Sums over all ranks. Every call is made by every rank, in the same order, and is finished when it returns."""
+
+    def __init__(self, backend: str, world_size: int, rank: int) -> None:
+        """Join the group. Raises GroupError."""
+        # A lone rank has no peers to connect to, and the backends refuse it when asked strictly.
+        strict = world_size > 1
+        try:
+            self._group = mx.distributed.init(strict=strict, backend=backend if strict else "any")
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"the {backend} group could not be made: {error}") from error
+        if (self._group.size(), self._group.rank()) != (world_size, rank):
+            raise GroupError(
+                f"planned rank {rank} of {world_size}, but MLX's {backend} group says "
+                f"rank {self._group.rank()} of {self._group.size()}"
+            )
+        self.size = world_size
+        self.rank = rank
+
+    def sum(self, array: mx.array) -> mx.array:
+        """The sum of everybody's `array`, evaluated. Raises PeerLost."""
+        mx.eval(array)
+        if self.size == 1:
+            return array
+        try:
+            total = mx.distributed.all_sum(array, group=self._group, stream=mx.cpu)
+            mx.eval(total)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        return total
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here. Raises PeerLost."""
+        self.sum(mx.array(1.0))
+
+    def agree(self, facts: dict[str, int]) -> None:
+        """Check that `facts` (32 bits each) are the same on all ranks. Raises GroupError, PeerLost."""
+        mine = mx.array(list(facts.values()), dtype=mx.uint32)[None]
+        if self.size == 1:
+            return
+        try:
+            table = mx.distributed.all_gather(mine, group=self._group, stream=mx.cpu)
+            mx.eval(table)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        rows: list[list[int]] = np.asarray(table).tolist()
+        for rank, row in enumerate(rows):
+            for name, ours, theirs in zip(facts, rows[0], row, strict=True):
+                if ours != theirs:
+                    raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")

@@ -1,0 +1,117 @@
+"""What to train, as the trainer uses it: mlx-lm's own keys with mlx-lm's defaults, and a few of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+_LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
+
+
+class JobError(ValueError):
+    """The job cannot be trained as asked: one line that says what, where and what to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job. Sizes and counts are mlx-lm's: batch_size is global, iters counts micro-batches."""
+
+    model: Path
+    data: Path
+    adapter_path: Path
+    fine_tune_type: str = "lora"
+    strategy: str = "data"
+    optimizer: str = "adam"
+    optimizer_config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    num_layers: int | None = None
+    """Layers to train from the last one; -1 is all. None is 16 as in mlx-lm, or all for "full"."""
+    batch_size: int = 4
+    iters: int = 1000
+    val_batches: int = 25
+    """-1 is the whole validation set, 0 none of it."""
+    learning_rate: float = 1e-5
+    steps_per_report: int = 10
+    steps_per_eval: int = 200
+    resume_adapter_file: str | None = None
+    save_every: int = 100
+    test: bool = False
+    test_batches: int = 500
+    max_seq_length: int = 2048
+    grad_checkpoint: bool = False
+    grad_accumulation_steps: int = 1
+    clear_cache_threshold: int = 0
+    """Bytes of freed memory that MLX may keep; 0 leaves it at ours."""
+    lr_schedule: dict[str, Any] | None = None
+    lora_parameters: dict[str, Any] = field(default_factory=lambda: dict(_LORA))
+    mask_prompt: bool = False
+    prompt_feature: str = "prompt"
+    completion_feature: str = "completion"
+    chat_feature: str = "messages"
+    text_feature: str = "text"
+    report_to: str | None = None
+    project_name: str | None = None
+    trust_remote_code: bool = False
+    max_grad_norm: float | None = None
+    """Ours: clip the global gradient to this norm."""
+    optimizer_precision: str = "float32"
+    """Ours: "float32" keeps float32 master weights and moments, "parameter" the model's own type."""
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], *, model: str | None, data: str | None, workdir: Path, home: Path) -> Job:
+        """The job of one rank. `model` and `data` are this node's paths; paths are relative to `workdir`; the adapter
+        goes below `home` unless the job names a place. Raises JobError."""
+        known = {entry.name for entry in fields(cls)}
+        chosen = {key: value for key, value in raw.items() if key in known and value is not None}
+        for key, path in (("model", model or raw.get("model")), ("data", data or raw.get("data"))):
+            if not path:
+                raise JobError(f"[job] {key} is not set: name a local directory")
+            chosen[key] = workdir / Path(str(path)).expanduser()
+        adapter_path = raw.get("adapter_path")
+        chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
+        chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
+        job = cls(**chosen)
+        job.check()
+        return job
+
+    def check(self) -> None:
+        """Raises JobError for what would only come out in the middle of the training."""
+        for key, accepted in (
+            ("fine_tune_type", ("lora", "dora", "full")),
+            ("strategy", ("data",)),
+            ("optimizer", ("adam", "adamw", "muon", "sgd", "adafactor")),
+            ("optimizer_precision", ("float32", "parameter")),
+        ):
+            if str(getattr(self, key)).lower() not in accepted:
+                raise JobError(f"[job] {key} = {getattr(self, key)!r}: must be one of {', '.join(accepted)}")
+        for key in (
+            "batch_size",
+            "iters",
+            "grad_accumulation_steps",
+            "steps_per_report",
+            "steps_per_eval",
+            "save_every",
+            "max_seq_length",
+        ):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise JobError(f"[job] {key} = {value!r}: must be a whole number, at least 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise JobError(f"[job] max_grad_norm = {self.max_grad_norm!r}: must be above 0")
+        if not self.model.is_dir():
+            raise JobError(f"the model {self.model} is not a directory on this node")
+        if not self.data.is_dir():
+            raise JobError(f"the data {self.data} is not a directory on this node: it must hold train.jsonl")
+
+    def layers(self, available: int) -> int:
+        """How many layers to train of a model with `available`: -1 or at most that many."""
+        asked = self.num_layers if self.num_layers is not None else (-1 if self.fine_tune_type == "full" else 16)
+        return -1 if asked < 0 else min(asked, available)
+
+
+def config_hash(raw: dict[str, Any]) -> str:
+    """SHA-256 of the job as the head wrote it: equal on every rank of an attempt."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()

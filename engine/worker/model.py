@@ -1,0 +1,59 @@
+"""The model on this rank: loaded, its trainable part chosen, and what it must have in common with its replicas."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+
+from .job import Job, JobError
+
+
+def load_model(job: Job) -> tuple[nn.Module, Any]:
+    """The model and tokenizer of the job, with only what is to be trained unfrozen. Raises JobError."""
+    model, tokenizer = load(
+        str(job.model),
+        tokenizer_config={"trust_remote_code": job.trust_remote_code},
+        trust_remote_code=job.trust_remote_code,
+    )
+    # Every rank draws the same first adapter.
+    mx.random.seed(job.seed)
+    model.freeze()
+    layers = job.layers(len(model.layers))
+    if job.fine_tune_type == "full":
+        for layer in model.layers[-max(layers, 0) :]:
+            layer.unfreeze()
+    else:
+        linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
+    if job.resume_adapter_file is not None:
+        model.load_weights(job.resume_adapter_file, strict=False)
+    if not tree_flatten(model.trainable_parameters()):
+        raise JobError(f"[job] num_layers = {job.num_layers}: nothing is left to train")
+    if job.grad_checkpoint:
+        grad_checkpoint(model.layers[0])
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def parameter_checksum(model: nn.Module) -> str:
+    """16 hexadecimal digits that two models have in common when their parameters are the same, bit for bit."""
+    digest = hashlib.blake2b(digest_size=8)
+    words = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+    for name, parameter in tree_flatten(model.parameters()):
+        bits = parameter.reshape(-1).view(words[parameter.dtype.size])
+        place = (mx.arange(bits.size, dtype=mx.uint32) % 65_521 + 1).astype(mx.uint64)
+        total = mx.sum(bits.astype(mx.uint64) * place, stream=mx.cpu).item()
+        digest.update(f"{name} {parameter.shape} {parameter.dtype} {total}\n".encode())
+    return digest.hexdigest()
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Numbers of trainable parameters, and of all (a quantized one counts as stored)."""
+    trainable = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    return trainable, sum(value.size for _, value in tree_flatten(model.parameters()))

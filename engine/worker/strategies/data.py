@@ -1,0 +1,247 @@
+"""Strategy "data": every rank holds the whole model and computes its share of each global batch.
+
+One update is the single machine's: sums of gradients, losses and tokens go through one all_sum, then are divided. The
+stop request rides in the same sum, so that all ranks leave after the same update.
+"""
+
+# ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+
+from .. import checkpoints
+from ..arrays import floats, number
+from ..collective import Collective
+from ..control import Control
+from ..data import Examples
+from ..job import Job
+from ..optimizer import Updater
+from ..reporting import Reporter, ReportWindow
+from ..sampler import Indices, Sampler, fixed_batches, share_counts, share_slice
+from .gradients import Gradients
+
+_PIECE = 4
+"""Validation batches between two looks at the stop request."""
+_CACHE_BYTES = 2**30
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient is no number any more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the training ended."""
+
+    completed: bool
+    stopped: bool
+    iteration: int
+
+
+@dataclass
+class _Micro:
+    """One iteration as this rank saw it: a sum of cross-entropies, target tokens, seconds."""
+
+    iteration: int
+    loss_sum: float
+    tokens: int
+    data_s: float
+    compute_s: float
+
+
+class DataParallel:
+    """One rank's training loop."""
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        model: nn.Module,
+        train: Examples,
+        valid: Examples,
+        collective: Collective,
+        shares: list[float],
+        control: Control,
+        reporter: Reporter,
+    ) -> None:
+        """Raises ValueError when the batch is too small for the ranks or the data."""
+        self._job = job
+        self._model = model
+        self._train = train
+        self._valid = valid
+        self._collective = collective
+        self._control = control
+        self._reporter = reporter
+        self._counts = share_counts(job.batch_size, shares)
+        self._sampler = Sampler(train.lengths, job.batch_size, job.seed)
+        self._gradients = Gradients(model)
+        self._updater = Updater(job, model)
+        self._window = ReportWindow()
+        self._pending: list[_Micro] = []
+        self._sums: list[mx.array] | None = None
+        self._stop = False
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether any trained parameter has only 16 bits."""
+        return any(dtype.size < 4 for dtype in self._updater.dtypes.values())
+
+    def run(self) -> Outcome:
+        """Train until the last iteration or an agreed stop, and save. Raises Diverged, PeerLost, OSError."""
+        job = self._job
+        self._model.train()
+        # From here on, dropout: other numbers on every rank.
+        mx.random.seed(job.seed * 65_537 + self._collective.rank + 1)
+        for iteration in range(1, job.iters + 1):
+            if iteration in (1, job.iters) or iteration % job.steps_per_eval == 0:
+                self._validate(iteration - 1)
+                if self._stop:
+                    return self._leave(Outcome(False, True, iteration - 1))
+            self._reporter.phase("training")
+            self._accumulate(iteration)
+            if iteration % job.grad_accumulation_steps == 0 or iteration == job.iters:
+                self._update()
+            if self._stop and iteration < job.iters:
+                return self._leave(Outcome(False, True, iteration))
+            if iteration % job.save_every == 0:
+                self._save(iteration, last=False)
+            if mx.get_cache_memory() > (job.clear_cache_threshold or _CACHE_BYTES):
+                mx.clear_cache()
+        return self._leave(Outcome(True, self._stop, job.iters))
+
+    def evaluate(self, examples: Examples, limit: int) -> float | None:
+        """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
+        self._model.eval()
+        loss, tokens = 0.0, 0.0
+        batches = fixed_batches(len(examples), self._job.batch_size, self._job.seed, limit)
+        for start in range(0, len(batches), _PIECE):
+            sums = [0.0, 0.0]
+            for indices in batches[start : start + _PIECE]:
+                mine = self._mine(indices)
+                if len(mine):
+                    batch = examples.batch(mine)
+                    sums[0] += self._gradients.loss(batch)
+                    sums[1] += batch.targets
+            total = floats(self._collective.sum(mx.array([*sums, float(self._control.stop_asked)])))
+            loss, tokens = loss + total[0], tokens + total[1]
+            if total[2]:
+                self._stop = True
+                break
+        self._model.train()
+        return None if self._stop or not tokens else loss / tokens
+
+    def _mine(self, indices: Indices) -> Indices:
+        return indices[share_slice(len(indices), self._counts, self._collective.rank)]
+
+    def _validate(self, iteration: int) -> None:
+        if not len(self._valid) or self._job.val_batches == 0:
+            return
+        self._reporter.phase("validating")
+        begun = time.perf_counter()
+        loss = self.evaluate(self._valid, self._job.val_batches)
+        if loss is not None:
+            seconds = time.perf_counter() - begun
+            self._reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+
+    def _accumulate(self, iteration: int) -> None:
+        """This rank's share of one global batch, added to the sums of the update under way."""
+        begun = time.perf_counter()
+        batch = self._train.batch(self._mine(self._sampler.batch(iteration - 1)))
+        ready = time.perf_counter()
+        loss, buckets = self._gradients.of(batch)
+        if self._sums is not None:
+            buckets = [mine + before for mine, before in zip(buckets, self._sums, strict=True)]
+            mx.eval(buckets)
+        self._sums = buckets
+        compute = time.perf_counter() - ready
+        self._pending.append(_Micro(iteration, loss, batch.targets, ready - begun, compute))
+
+    def _update(self) -> None:
+        """Sum over the ranks, divide by the tokens, and take one optimizer step; then tell of the iterations."""
+        assert self._sums is not None
+        begun = time.perf_counter()
+        counters = [micro.loss_sum for micro in self._pending] + [float(micro.tokens) for micro in self._pending]
+        *buckets, last = self._sums
+        # Counters of float32 are exact up to 16 million tokens an iteration.
+        tail = mx.concatenate([last, mx.array([*counters, float(self._control.stop_asked)])])
+        totals = [self._collective.sum(bucket) for bucket in [*buckets, tail]]
+        *counted, stop = floats(totals[-1][last.size :])
+        losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
+        self._stop = stop > 0
+        summed = time.perf_counter()
+        for micro, loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {micro.iteration}")
+        norm = self._step(totals, sum(tokens))
+        updated = time.perf_counter()
+        self._tell(losses, tokens, summed - begun, updated - summed, norm)
+        self._pending, self._sums = [], None
+
+    def _step(self, totals: list[mx.array], tokens: float) -> float | None:
+        """Apply the summed gradients; their mean's norm, or None when there was no target anywhere."""
+        iteration = self._pending[-1].iteration
+        if not tokens:
+            self._reporter.warn(f"iteration {iteration}: no token is a target, so nothing was learned from it")
+            return None
+        norm = number(self._updater.update(self._gradients.unpack(totals, tokens)))
+        if not math.isfinite(norm):
+            raise Diverged(f"gradient is not finite at iteration {iteration}")
+        return norm
+
+    def _tell(
+        self, losses: list[float], tokens: list[float], communicate_s: float, update_s: float, norm: float | None
+    ) -> None:
+        for micro, loss, count in zip(self._pending, losses, tokens, strict=True):
+            boundary = micro is self._pending[-1]
+            mean = loss / count if count else None
+            self._reporter.event(
+                "step",
+                iteration=micro.iteration,
+                loss=mean,
+                tokens=int(count),
+                data_s=micro.data_s,
+                compute_s=micro.compute_s,
+                communicate_s=communicate_s if boundary else 0.0,
+                update_s=update_s if boundary else 0.0,
+                grad_norm=norm if boundary else None,
+                peak_memory_bytes=mx.get_peak_memory(),
+            )
+            seconds = micro.data_s + micro.compute_s + (communicate_s + update_s if boundary else 0.0)
+            self._window.add(mean, int(count), seconds)
+            if micro.iteration % self._job.steps_per_report == 0 or micro.iteration == self._job.iters:
+                self._reporter.report(self._job.iters, self._window.close(micro.iteration, self._updater.learning_rate))
+
+    def _leave(self, outcome: Outcome) -> Outcome:
+        self._save(outcome.iteration if outcome.iteration < self._job.iters else None, last=True)
+        return outcome
+
+    def _save(self, iteration: int | None, *, last: bool) -> None:
+        """Rank 0 writes the adapters, the others wait. A full disk is a warning, except for the last save."""
+        self._reporter.phase("saving")
+        if self._collective.rank == 0:
+            begun = time.perf_counter()
+            self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(self._job.adapter_path))
+            try:
+                path, size = checkpoints.save_adapters(self._job, self._model, iteration or None)
+            except OSError as error:
+                if last:
+                    raise
+                self._reporter.warn(f"iteration {iteration}: {error}")
+            else:
+                seconds = time.perf_counter() - begun
+                self._reporter.event(
+                    "checkpoint",
+                    phase="committed",
+                    iteration=iteration if iteration is not None else self._job.iters,
+                    path=str(path),
+                    bytes=size,
+                    seconds=seconds,
+                )
+                self._reporter.say(f"saved {path}")
+        self._collective.barrier()

@@ -1,0 +1,96 @@
+"""One rank's part of the exact gradient: sums, not means, in flat float32 buckets."""
+
+# ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
+
+# ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from ..arrays import number
+from ..data import Batch
+
+_BUCKET_FLOATS = 16 * 2**20
+"""64 MiB: large enough to use the ring both ways, small beside a model's gradients."""
+
+
+def loss_sum(model: nn.Module, tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
+    """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 when nothing is a target.
+
+    A target is a token from bounds[:, 0] to before bounds[:, 1].
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    place = mx.arange(1, targets.shape[1] + 1)
+    mask = mx.logical_and(place >= bounds[:, 0:1], place < bounds[:, 1:])
+    entropies = nn.losses.cross_entropy(model(inputs), targets)
+    return mx.where(mask, entropies, 0).astype(mx.float32).sum() * scale
+
+
+class Gradients:
+    """Forward and backward passes of this rank's examples."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        trainable = tree_flatten(model.trainable_parameters())
+        self._shapes = {name: value.shape for name, value in trainable}
+        self._buckets = _buckets({name: value.size for name, value in trainable})
+        self._half = any(value.dtype == mx.float16 for _, value in trainable)
+        state = [model.state, mx.random.state]
+        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
+        self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
+
+    def of(self, batch: Batch) -> tuple[float, list[mx.array]]:
+        """Sum of cross-entropies and of their gradients over `batch`, evaluated."""
+        loss, buckets = self._forward_backward(
+            mx.array(batch.tokens), mx.array(batch.bounds), mx.array(self._scale(batch.targets))
+        )
+        mx.eval(loss, buckets)
+        return number(loss), buckets
+
+    def loss(self, batch: Batch) -> float:
+        """Sum of cross-entropies over `batch`."""
+        return number(self._forward(mx.array(batch.tokens), mx.array(batch.bounds), mx.array(1.0)))
+
+    def unpack(self, buckets: list[mx.array], divisor: float) -> dict[str, mx.array]:
+        """The buckets as parameters' gradients, divided."""
+        gradients = {}
+        for names, bucket in zip(self._buckets, buckets, strict=True):
+            start = 0
+            for name in names:
+                end = start + math.prod(self._shapes[name])
+                gradients[name] = (bucket[start:end] / divisor).reshape(self._shapes[name])
+                start = end
+        return gradients
+
+    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        flat = dict(tree_flatten(gradients))
+        buckets = [
+            mx.concatenate([flat[name].reshape(-1).astype(mx.float32) for name in names]) / scale
+            for names in self._buckets
+        ]
+        return loss / scale, buckets
+
+    def _scale(self, targets: int) -> float:
+        # A sum over thousands of tokens leaves float16's range: a power of two near the mean loses no bit.
+        return 2.0 ** -(max(targets, 1) - 1).bit_length() if self._half else 1.0
+
+
+def _buckets(sizes: dict[str, int]) -> list[list[str]]:
+    """Parameters in order, packed into buckets."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not buckets or size > room:
+            buckets.append([])
+            room = max(_BUCKET_FLOATS, size)
+        buckets[-1].append(name)
+        room -= size
+    return buckets

@@ -1,0 +1,174 @@
+"""The trainer: one rank's training process, started by the keeper with everything it needs in its environment.
+
+It imports MLX late and mlx-lm after the group has been made: a rank that comes 15 seconds after the others fails the
+ring's start, and what loads slowly must not be in between.
+Exit codes: 0 completed, or stopped as asked; 1 an exception; 3 the group is not the planned one; 4 diverged; 5 a peer
+was lost; 6 the keeper is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .control import Control
+from .events import EventWriter
+from .wire import EVENTS_ENV, SPEC_ENV, AttemptSpec
+
+if TYPE_CHECKING:
+    from .collective import Collective
+    from .reporting import Reporter
+
+EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST = 1, 3, 4, 5
+
+_QOS_CLASS_USER_INITIATED = 0x19
+
+
+def main() -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    control = Control()
+    _raise_priority()
+    spec_path = Path(os.environ[SPEC_ENV])
+    spec = AttemptSpec.from_json(spec_path.read_text())
+    rank = int(os.environ["MLX_RANK"])
+    events_path = os.environ.get(EVENTS_ENV)
+    events = EventWriter(Path(events_path) if events_path else None, rank, spec.attempt)
+    try:
+        return _run(spec, spec_path, rank, control, events)
+    except BaseException as error:
+        code = _fail(error, events)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Past the interpreter's own end, which would wait for MLX's threads, and they for peers that are gone.
+        os._exit(code)
+
+
+def _run(spec: AttemptSpec, spec_path: Path, rank: int, control: Control, events: EventWriter) -> int:
+    import mlx.core as mx
+
+    from .collective import Collective
+    from .reporting import Reporter
+
+    here = next(entry for entry in spec.ranks if entry.rank == rank)
+    os.chdir(here.workdir)
+    reporter = Reporter(rank, events)
+    reporter.phase("loading")
+    if mx.default_device() == mx.Device(mx.cpu):
+        # On the CPU each fused kernel is built by the system's C++ compiler, which costs more than it gains.
+        mx.disable_compile()
+    collective = Collective(spec.backend, spec.world_size, rank)
+    reporter.say(f"rank {rank} of {spec.world_size} on {here.node}, backend {spec.backend}: loading")
+    return _train(spec, spec_path, collective, control, reporter)
+
+
+def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: Control, reporter: Reporter) -> int:
+    import mlx.core as mx
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+    from . import checkpoints
+    from .data import load_split
+    from .job import Job, JobError, config_hash
+    from .model import load_model, parameter_checksum, sizes
+    from .strategies.data import DataParallel
+
+    here = next(entry for entry in spec.ranks if entry.rank == collective.rank)
+    raw = spec.job or {}
+    job = Job.of(raw, model=here.model, data=here.data, workdir=Path(here.workdir), home=spec_path.parents[2])
+    maybe_set_recommended_wired_limit()
+    model, tokenizer = load_model(job)
+
+    def truncated(longest: int) -> None:
+        reporter.warn(f"examples are longer than max_seq_length = {job.max_seq_length} (one has {longest} tokens): cut")
+
+    train, valid = (load_split(job, name, tokenizer, truncated) for name in ("train", "valid"))
+    if not len(train):
+        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+    if not len(valid):
+        reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training goes on without validation")
+    test = load_split(job, "test", tokenizer, truncated) if job.test else None
+    if test is not None and not len(test):
+        raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true asks for it")
+    checksum = parameter_checksum(model)
+    collective.agree(
+        {
+            "the job's configuration": int(config_hash(raw)[:8], 16),
+            "the model or the adapter": int(checksum[:8], 16),
+            "train.jsonl": train.checksum,
+            "valid.jsonl": valid.checksum,
+        }
+    )
+    if collective.rank == 0:
+        checkpoints.save_config(job, job.layers(len(model.layers)))
+    reporter.attach_callbacks(job)
+    trainable, total = sizes(model)
+    reporter.event(
+        "start",
+        versions={
+            "python": platform.python_version(),
+            **{name.replace("-", "_"): version(name) for name in ("mlx", "mlx-lm")},
+        },
+        world_size=spec.world_size,
+        backend=spec.backend,
+        config_hash=config_hash(raw),
+        parameter_checksum=checksum,
+        iterations=job.iters,
+        trainable_parameters=trainable,
+        total_parameters=total,
+        device=str(mx.default_device()),
+    )
+    reporter.say(
+        f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
+        f"{len(train)} examples, {job.iters} iterations of {job.batch_size}"
+    )
+    training = DataParallel(
+        job=job,
+        model=model,
+        train=train,
+        valid=valid,
+        collective=collective,
+        shares=[entry.share for entry in spec.ranks],
+        control=control,
+        reporter=reporter,
+    )
+    if job.optimizer_precision == "parameter" and training.in_16_bits:
+        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
+    outcome = training.run()
+    if test is not None and not outcome.stopped:
+        loss = training.evaluate(test, job.test_batches)
+        if loss is not None:
+            reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
+            reporter.say(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+    reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
+    reporter.say(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
+    return 0
+
+
+def _fail(error: BaseException, events: EventWriter) -> int:
+    """Say what happened, in the events and on standard error; the exit code."""
+    name = type(error).__name__
+    code = {"GroupError": EXIT_GROUP, "Diverged": EXIT_DIVERGED, "PeerLost": EXIT_PEER_LOST}.get(name, EXIT_EXCEPTION)
+    text = "".join(traceback.format_exception(error))
+    events.write("failure", error_type=name, message=str(error) or name, traceback=text)
+    # What the user can mend is told in a line; what only we can, with where it happened.
+    known = code != EXIT_EXCEPTION or name == "JobError"
+    print(f"{name}: {error}" if known else text, file=sys.stderr)
+    return code
+
+
+def _raise_priority() -> None:
+    """macOS: keep this thread, and those it makes, off the efficiency cores."""
+    if sys.platform == "darwin":
+        import ctypes
+
+        ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A real launch on this machine: mlx.launch, start.sh, a keeper per rank, and the trainer, without a supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.worker import processes
+from engine.worker.wire import NONCE_ENV, AttemptSpec, ExitRecord, NodeFiles, RankSpec, read_exit, write_atomic
+from tests.unit.worker.kept import stage_bundle
+from tests.unit.worker.waiting import wait_until
+
+LAUNCHER = Path(sys.executable).with_name("mlx.launch")
+LIMIT_S = 120.0
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that are free now, below those the system gives away."""
+    for first in range(20_000 + os.getpid() % 5_000, 32_000):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for number, listener in enumerate(sockets):
+                listener.bind(("127.0.0.1", first + number))
+        except OSError:
+            continue
+        else:
+            return first
+        finally:
+            for listener in sockets:
+                listener.close()
+    raise AssertionError("no free ports")
+
+
+@dataclass
+class Launched:
+    """An attempt under way or over."""
+
+    launcher: subprocess.Popen[bytes]
+    files: NodeFiles
+    ranks: int
+    nonce: str
+
+    @property
+    def adapters(self) -> Path:
+        return self.files.directory.parents[1] / "adapters"
+
+    def events(self, rank: int = 0, kind: str | None = None) -> list[dict[str, Any]]:
+        path = self.files.events(rank)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        parsed = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in parsed if kind in (None, event["event"])]
+
+    def log(self, rank: int = 0) -> str:
+        return self.files.log(rank).read_text()
+
+    def losses(self, rank: int = 0) -> list[float]:
+        return [event["loss"] for event in self.events(rank, "step")]
+
+    def say(self, word: bytes) -> None:
+        for rank in range(self.ranks):
+            with os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb") as fifo:
+                fifo.write(word)
+
+    def ended(self) -> list[ExitRecord]:
+        """Awaits the end of all ranks, with nothing left behind."""
+        wait_until(lambda: all(read_exit(self.files.exit(rank)) is not None for rank in range(self.ranks)), LIMIT_S)
+        self.launcher.wait(LIMIT_S)
+        wait_until(lambda: processes.with_nonce(self.nonce) == [])
+        records = [read_exit(self.files.exit(rank)) for rank in range(self.ranks)]
+        return [record for record in records if record is not None]
+
+    def succeeded(self) -> Launched:
+        """Awaits a success of all ranks."""
+        records = self.ended()
+        assert [record.code for record in records] == [0] * self.ranks, [self.log(r)[-2000:] for r in range(self.ranks)]
+        return self
+
+
+def launch(
+    directory: Path,
+    job: dict[str, Any] | None,
+    *,
+    shares: tuple[float, ...] = (1.0,),
+    overrides: dict[int, dict[str, Any]] | None = None,
+    spec_fields: dict[str, Any] | None = None,
+) -> Launched:
+    """Launch `job` on one local rank per share; `overrides` changes single ranks' specs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    bundle = stage_bundle(directory / "bundle")
+    files = NodeFiles.of(directory / "node", "run", 1)
+    files.directory.mkdir(parents=True)
+    ranks = [
+        RankSpec(
+            **{
+                "rank": rank,
+                "node": f"n{rank}",
+                "host": "127.0.0.1",
+                "python": sys.executable,
+                "workdir": str(directory),
+                "share": share,
+                **(overrides or {}).get(rank, {}),
+            }
+        )
+        for rank, share in enumerate(shares)
+    ]
+    nonce = uuid.uuid4().hex
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fields = {"env": environment, "lease_s": LIMIT_S, **(spec_fields or {})}
+    spec = AttemptSpec("run", 1, nonce, "ring", len(ranks), ranks, job=job, **fields)
+    write_atomic(files.spec, spec.to_json())
+    hostfile = files.directory / "hostfile.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in ranks]))
+    keeper = f"{shlex.quote(sys.executable)} -m worker.keeper --spec {shlex.quote(str(files.spec))}"
+    troubles = shlex.quote(str(files.directory)) + "/rank$MLX_RANK.keeper.log"
+    files.start.write_text(f"cd {shlex.quote(str(bundle))} && exec {keeper} </dev/null >/dev/null 2>>{troubles}\n")
+    os.mkfifo(files.directory / "launcher.in")
+    words = os.open(files.directory / "launcher.in", os.O_RDWR)
+    with (files.directory / "launcher.log").open("ab") as log:
+        launcher = subprocess.Popen(
+            [
+                str(LAUNCHER),
+                *("--backend", "ring", "--hostfile", str(hostfile), "--starting-port", str(free_ports(len(ranks)))),
+                *("--", "/bin/sh", str(files.start)),
+            ],
+            env={**os.environ, NONCE_ENV: nonce},
+            stdin=words,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    # The launcher finds the ranks' pipes closed only when it has something to write: until then it spins.
+    os.write(words, b"\n")
+    os.close(words)
+    return Launched(launcher, files, len(ranks), nonce)
