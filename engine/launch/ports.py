@@ -1,0 +1,121 @@
+"""Ring ports: a fresh consecutive block for each attempt, and who holds a port that turned out to be busy."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.errors import LaunchError
+
+# Below both systems' ephemeral ports (Linux 32768, macOS 49152), above the registered ones in common use,
+# and away from MLX's own default of 32323.
+LOWEST, HIGHEST = 20_000, 32_000
+_TRIES = 200
+_LISTEN = "0A"
+_TOOL_TIMEOUT_S = 5.0
+
+
+def ring_ports(count: int, starting_port: int | None = None, *, rng: random.Random | None = None) -> int:
+    """The first of `count` consecutive TCP ports for one attempt.
+
+    A given `starting_port` is taken as it is: whether it is free is preflight's question. Otherwise the block is chosen
+    at random and each of its ports is really bound on all of this machine's addresses. Raises LaunchError when there
+    is no such block.
+    """
+    if starting_port is not None:
+        return starting_port
+    chooser = rng or random.SystemRandom()
+    for _ in range(_TRIES):
+        first = chooser.randrange(LOWEST, HIGHEST - count)
+        if all(bindable("", port) for port in range(first, first + count)):
+            return first
+    raise LaunchError(
+        f"no {count} consecutive free ports",
+        where="this machine",
+        why=f"tried {_TRIES} places between {LOWEST} and {HIGHEST}",
+        todo="set starting_port in [cluster]",
+    )
+
+
+def bindable(ip: str, port: int) -> bool:
+    """Whether a rank could listen on `ip` ("" is every address), the way MLX's ring does: with SO_REUSEADDR."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+            # On Linux two sockets may be bound with SO_REUSEADDR; only one may listen.
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def holder(port: int) -> str | None:
+    """Who listens on TCP `port` of this machine, as "pid 12 (command)"; None when nobody does.
+
+    A listener that the caller may not inspect is "a process of another user".
+    """
+    return _linux_holder(port) if sys.platform.startswith("linux") else _lsof_holder(port)
+
+
+def listening_inodes(table: str, port: int) -> set[str]:
+    """Socket inodes that listen on `port` in the text of a /proc/net/tcp table."""
+    found = set()
+    for row in table.splitlines()[1:]:
+        fields = row.split()
+        if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+            found.add(fields[9])
+    return found
+
+
+def lsof_pid(output: str) -> int | None:
+    """The first pid in what `lsof -F p` printed."""
+    match = re.search(r"^p(\d+)$", output, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _linux_holder(port: int) -> str | None:
+    inodes: set[str] = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            inodes |= listening_inodes((Path("/proc/net") / name).read_text(), port)
+        except OSError:
+            continue
+    if not inodes:
+        return None
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # Path.readlink would take the target for a path; it is a name like "socket:[123]".
+            if any(os.readlink(link) in targets for link in (entry / "fd").iterdir()):  # noqa: PTH115
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return _described(int(entry.name), command)
+        except OSError:
+            continue
+    return "a process of another user"
+
+
+def _lsof_holder(port: int) -> str | None:
+    pid = lsof_pid(_said("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
+    if pid is None:
+        return None
+    return _described(pid, _said("ps", "-ww", "-o", "command=", "-p", str(pid)).strip())
+
+
+def _described(pid: int, command: str) -> str:
+    return f"pid {pid} ({command[:120] or '?'})"
+
+
+def _said(*command: str) -> str:
+    try:
+        finished = subprocess.run(command, capture_output=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return finished.stdout.decode(errors="replace")

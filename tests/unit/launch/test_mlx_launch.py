@@ -1,0 +1,115 @@
+"""mlx.launch's arguments and process; the launcher is the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import NodeConfig
+from engine.errors import LaunchError
+from engine.launch import mlx_launch
+from engine.launch.hostfile import write_hostfile
+from engine.launch.ports import ring_ports
+from tests.unit.worker.waiting import wait_until
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def test_the_program_comes_after_two_dashes_and_last() -> None:
+    argv = mlx_launch.arguments(
+        hostfile=Path("/h"), starting_port=21_000, program=["/bin/sh", "--verbose"], environment={"A": "b c"}
+    )
+    assert argv[argv.index("--") + 1 :] == ["/bin/sh", "--verbose"]
+    assert argv[1:9] == ["--backend", "ring", "--hostfile", "/h", "--starting-port", "21000", "--env", "A=b c"]
+
+
+@pytest.mark.parametrize("name", ["", "A B", "A=B", "1A", "A-B"])
+def test_a_variable_that_the_launcher_would_drop_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="environment variable"):
+        mlx_launch.arguments(hostfile=Path("/h"), starting_port=1, program=["x"], environment={name: "v"})
+
+
+def test_the_launcher_is_the_one_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert mlx_launch.executable() == Path(sys.executable).parent / "mlx.launch"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match=r"mlx\.launch is missing"):
+        mlx_launch.executable()
+
+
+def test_rank_ends_are_read_through_the_launchers_colours() -> None:
+    output = "\x1b[33m[WARN] Node with rank 1 exited with code 127 \x1b[0m\nx\n"
+    output += "[WARN] Node with rank 0 exited with code -15\n"
+    assert mlx_launch.rank_ends(output) == [(1, 127), (0, -15)]
+
+
+def launch(directory: Path, script: str, ranks: int = 2) -> mlx_launch.Launcher:
+    nodes = [NodeConfig(name=f"n{k}", python=sys.executable, workdir="/") for k in range(ranks)]
+    write_hostfile(directory / "hostfile.json", nodes)
+    argv = mlx_launch.arguments(
+        hostfile=directory / "hostfile.json",
+        starting_port=ring_ports(ranks),
+        program=["/bin/sh", "-c", script],
+        environment={"GREETING": "it's $HOME"},
+    )
+    return mlx_launch.start(
+        argv,
+        stdin=directory / "launcher.in",
+        output=directory / "launcher.log",
+        environment={"TMPDIR": str(directory)},
+        directory=directory,
+    )
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) -> None:
+    (tmp_path / "launcher.log").write_text("before\n")
+    launcher = launch(tmp_path, 'echo "rank $MLX_RANK says $GREETING"; exit $MLX_RANK')
+    assert os.getpgid(launcher.pid) == launcher.pid
+    assert launcher.process.wait(30) == 0
+    said = (tmp_path / "launcher.log").read_text()
+    assert said.startswith("before\n")
+    assert "rank 0 says it's $HOME" in said
+    assert mlx_launch.rank_ends(said) == [(1, 1)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads CPU time from /proc")
+def test_a_newline_frees_the_core_once_the_ranks_have_left_the_pipes(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, 'exec </dev/null >/dev/null 2>/dev/null; : > "up$MLX_RANK"; exec sleep 60')
+    try:
+        wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)))
+        mlx_launch.drop_pipes(launcher.stdin)
+        # What is measured is a rate, so real time has to pass; the launcher takes a moment to read its stdin.
+        time.sleep(0.5)
+        before = cpu_seconds(launcher.pid)
+        time.sleep(1.5)
+        assert cpu_seconds(launcher.pid) - before < 0.15
+        assert launcher.process.poll() is None
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.process.wait(10)
+
+
+def test_a_launcher_that_cannot_be_started_is_a_launch_error(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="could not be started"):
+        mlx_launch.start(
+            ["/nowhere/mlx.launch"],
+            stdin=tmp_path / "in",
+            output=tmp_path / "out",
+            environment={},
+            directory=tmp_path,
+        )
+
+
+def test_dropping_pipes_of_a_launcher_that_is_gone_is_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in")
+    mlx_launch.drop_pipes(tmp_path / "in")
+    mlx_launch.drop_pipes(tmp_path / "never")

@@ -1,0 +1,76 @@
+"""Ring ports: fresh blocks, and who holds a busy one."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.errors import LaunchError
+from engine.launch import ports
+
+
+@contextmanager
+def listening(ip: str, port: int = 0) -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+def test_the_whole_block_can_be_bound() -> None:
+    first = ports.ring_ports(8)
+    assert all(ports.LOWEST <= port < ports.HIGHEST for port in (first, first + 7))
+    assert all(ports.bindable("127.0.0.1", port) for port in range(first, first + 8))
+
+
+def test_a_block_with_a_busy_port_is_passed_over() -> None:
+    chosen = ports.ring_ports(4, rng=random.Random(7))
+    with listening("127.0.0.1", chosen + 2):
+        another = ports.ring_ports(4, rng=random.Random(7))
+    assert chosen + 2 not in range(another, another + 4)
+
+
+def test_a_configured_port_is_taken_as_it_is() -> None:
+    with listening("127.0.0.1") as busy:
+        assert ports.ring_ports(2, busy) == busy
+
+
+def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "bindable", lambda _ip, _port: False)
+    with pytest.raises(LaunchError, match="no 2 consecutive free ports"):
+        ports.ring_ports(2)
+
+
+def test_attempts_do_not_share_their_first_port() -> None:
+    assert len({ports.ring_ports(2) for _ in range(20)}) > 1
+
+
+def test_the_holder_of_a_port_is_named_by_pid_and_command() -> None:
+    with listening("127.0.0.1") as busy:
+        said = ports.holder(busy)
+    assert said is not None and said.startswith(f"pid {os.getpid()} (") and "py" in said
+
+
+def test_nobody_holds_a_free_port() -> None:
+    assert ports.holder(ports.ring_ports(1)) is None
+
+
+def test_only_listeners_count_in_the_kernels_table() -> None:
+    table = (
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+        "   0: 0100007F:7E43 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n"
+        "   1: 0100007F:7E43 0100007F:A2F0 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n"
+        "   2: 00000000:7E44 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4713 1\n"
+    )
+    assert ports.listening_inodes(table, 0x7E43) == {"4711"}
+
+
+def test_lsofs_pid_is_read_from_its_field_output() -> None:
+    assert ports.lsof_pid("p812\nf5\nf6\n") == 812
+    assert ports.lsof_pid("") is None
