@@ -1,0 +1,96 @@
+"""Reads one JSONL file as mlx-lm would and says what it found: standard library alone, a process of its own.
+
+`python jsonl.py FILE KEYS`, KEYS being `{"prompt": …, "completion": …, "chat": …, "text": …}`, prints one JSON object:
+`lines`, `examples` (lines that are not blank: the trainer passes over those), `bytes`, `sha256`, `form`, and `faults`
+as `[[line number from 1, what is wrong], …]`, at most 50, of `fault_count`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FAULT_LIMIT = 50
+
+
+def form_of(sample: dict[str, Any], keys: dict[str, str]) -> str | None:
+    """mlx-lm's own order of recognition (tuner/datasets.py, create_dataset); None is no form it reads."""
+    if keys["prompt"] in sample and keys["completion"] in sample:
+        return "completions"
+    if keys["chat"] in sample:
+        return "chat"
+    if keys["text"] in sample:
+        return "text"
+    return None
+
+
+def fault_of(sample: Any, form: str | None, keys: dict[str, str]) -> str | None:
+    """What mlx-lm would stumble over in one line, given the form of the file's first line."""
+    if not isinstance(sample, dict):
+        return "is no JSON object"
+    if form is None:
+        return f"has none of {keys['text']}, {keys['prompt']} + {keys['completion']}, {keys['chat']}"
+    if form == "chat":
+        messages = sample.get(keys["chat"])
+        if not isinstance(messages, list) or not messages:
+            return f"{keys['chat']} is no list of messages"
+        if not all(isinstance(message, dict) and "role" in message for message in messages):
+            return f"a message in {keys['chat']} has no role"
+        return None
+    wanted = [keys["text"]] if form == "text" else [keys["prompt"], keys["completion"]]
+    for key in wanted:
+        if key not in sample:
+            return f"has no {key}, as the first line has"
+        if not isinstance(sample[key], str):
+            return f"{key} is no text"
+        if form == "text" and not sample[key]:
+            return f"{key} is empty"
+    return None
+
+
+def read(path: Path, keys: dict[str, str]) -> dict[str, Any]:
+    """Every line of `path`."""
+    digest = hashlib.sha256()
+    faults: list[tuple[int, str]] = []
+    lines = examples = size = fault_count = 0
+    form: str | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            lines, size = number, size + len(line)
+            if not line.strip():
+                continue
+            examples += 1
+            fault: str | None
+            try:
+                sample = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError:
+                fault = "is not UTF-8"
+            except RecursionError:
+                fault = "is nested too deep"
+            except ValueError as error:
+                fault = f"is no JSON: {error}"
+            else:
+                if form is None and isinstance(sample, dict):
+                    form = form_of(sample, keys)
+                fault = fault_of(sample, form, keys)
+            if fault is not None:
+                fault_count += 1
+                if len(faults) < FAULT_LIMIT:
+                    faults.append((number, fault))
+    return {
+        "lines": lines,
+        "examples": examples,
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+        "form": form,
+        "faults": faults,
+        "fault_count": fault_count,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(read(Path(sys.argv[1]), json.loads(sys.argv[2]))))

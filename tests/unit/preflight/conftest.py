@@ -1,0 +1,65 @@
+"""A cluster on this machine with a model directory and a corpus that the checks accept, to be broken by the tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Enough of a model to be found; nothing here loads it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """40 text lines to train on, 4 to validate with."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for name, count in (("train", 40), ("valid", 4)):
+        lines = [json.dumps({"text": f"line {number}"}) for number in range(count)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+@pytest.fixture
+def config(model: Path, data: Path, tmp_path: Path) -> FlightConfig:
+    """Two ranks on 127.0.0.1 with this interpreter."""
+    return flight(model, data, tmp_path)
+
+
+def flight(
+    model: Path,
+    data: Path,
+    workdir: Path,
+    *,
+    pythons: tuple[str, ...] = (sys.executable, sys.executable),
+    starting_port: int | None = None,
+    skip: tuple[str, ...] = (),
+    settings: dict[str, object] | None = None,
+) -> FlightConfig:
+    nodes = tuple(
+        NodeConfig(name=f"node{rank}", python=python, workdir=str(workdir)) for rank, python in enumerate(pythons)
+    )
+    return FlightConfig(
+        cluster=ClusterConfig(starting_port=starting_port),
+        nodes=nodes,
+        job=JobConfig(
+            name="job",
+            model=str(model),
+            data=str(data),
+            mlx_lm={"batch_size": 4, "iters": 10, "val_batches": 25, **(settings or {})},
+        ),
+        preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
+    )

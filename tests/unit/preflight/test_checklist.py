@@ -1,0 +1,137 @@
+"""The runner: all at once, in time, cancellable, and never a silent pass."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.errors import InputError
+from engine.models import CheckResult, CheckStatus
+from engine.preflight.check import Check, verdict
+from engine.preflight.checklist import check_names, run_checks
+from engine.preflight.process import run
+from engine.preflight.registry import CHECKS, NOT_YET
+from engine.worker.processes import start_time
+
+
+async def passes(_: FlightConfig) -> CheckResult:
+    return verdict("a", CheckStatus.PASS, "fine")
+
+
+async def fails(_: FlightConfig) -> CheckResult:
+    return verdict("a", CheckStatus.FAIL, "not fine")
+
+
+async def breaks(_: FlightConfig) -> CheckResult:
+    raise RuntimeError("a bug")
+
+
+async def hangs(_: FlightConfig) -> CheckResult:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def registry(*checks: Check) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+async def outcome(config: FlightConfig, *checks: Check, skip: tuple[str, ...] = ()) -> dict[str, CheckResult]:
+    report = await run_checks(config, skip=skip, on_result=lambda _: None, checks=registry(*checks))
+    return {result.name: result for result in report.checks}
+
+
+async def test_every_check_is_heard_as_running_and_again_when_it_ends(config: FlightConfig) -> None:
+    heard: list[tuple[str, CheckStatus]] = []
+    check = Check("a", "", passes, 5)
+    report = await run_checks(
+        config, on_result=lambda result: heard.append((result.name, result.status)), checks=registry(check)
+    )
+    assert heard == [("a", CheckStatus.RUNNING), ("a", CheckStatus.PASS)]
+    assert report.overall_status is CheckStatus.PASS
+    assert report.checks[0].duration_s is not None
+
+
+async def test_one_failure_fails_the_preflight_and_stops_only_what_needs_it(config: FlightConfig) -> None:
+    found = await outcome(
+        config, Check("a", "", fails, 5), Check("b", "", passes, 5, needs=("a",)), Check("c", "", passes, 5)
+    )
+    assert found["b"].status is CheckStatus.SKIP
+    assert found["b"].summary == "not run: a failed"
+    assert found["c"].status is CheckStatus.PASS
+
+
+async def test_a_check_that_breaks_is_a_failure_and_not_a_crash(config: FlightConfig) -> None:
+    found = await outcome(config, Check("a", "", breaks, 5), Check("b", "", passes, 5))
+    assert (found["a"].status, found["b"].status) == (CheckStatus.FAIL, CheckStatus.PASS)
+    assert "a bug" in found["a"].summary
+
+
+async def test_a_late_check_is_a_failure(config: FlightConfig) -> None:
+    found = await outcome(config, Check("a", "", hangs, 0.05))
+    assert (found["a"].status, "no answer" in found["a"].summary) == (CheckStatus.FAIL, True)
+
+
+async def test_an_override_by_name_is_a_skip_with_its_reason_and_lets_others_run(config: FlightConfig) -> None:
+    audited: list[tuple[str, str, dict[str, object]]] = []
+    checks = registry(Check("a", "", fails, 5), Check("b", "", passes, 5, needs=("a",)))
+    report = await run_checks(
+        config,
+        skip=["a"],
+        on_result=lambda _: None,
+        checks=checks,
+        audit=lambda event, status, context: audited.append((event, status, context)),
+    )
+    assert [result.status for result in report.checks] == [CheckStatus.SKIP, CheckStatus.PASS]
+    assert report.checks[0].summary == "overridden"
+    assert (report.overall_status, report.overridden) == (CheckStatus.PASS, ["a"])
+    assert audited == [("preflight_override", "overridden", {"check": "a"})]
+
+
+async def test_a_job_with_a_command_skips_model_and_data_with_a_reason(config: FlightConfig) -> None:
+    job = config.job.model_copy(update={"command": ("python", "-c", "pass")})
+    chosen = [CHECKS[name] for name in ("model_present", "data_matches", "program_present")]
+    found = await outcome(config.model_copy(update={"job": job}), *chosen)
+    assert [found[check.name].status for check in chosen] == [CheckStatus.SKIP, CheckStatus.SKIP, CheckStatus.PASS]
+    assert "a command of its own" in found["data_matches"].summary
+
+
+@pytest.mark.parametrize(("name", "said"), [("speling", "no such check"), ("health_check", "not checked in this")])
+def test_a_name_that_is_no_check_is_refused(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_names([name])
+
+
+def test_a_check_of_a_later_release_is_never_in_the_registry() -> None:
+    assert not set(CHECKS) & set(NOT_YET)
+
+
+async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path, config: FlightConfig) -> None:
+    pid_file = tmp_path / "pid"
+    # A child of the child too: the whole group must go.
+    script = (
+        f"import os, time; open({str(pid_file)!r} + str(os.fork() == 0), 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+
+    async def spawns(_: FlightConfig) -> CheckResult:
+        await run([sys.executable, "-c", script], time_limit_s=600)
+        return verdict("a", CheckStatus.PASS, "")
+
+    task = asyncio.create_task(outcome(config, Check("a", "", spawns, 600)))
+    files = [Path(f"{pid_file}{child}") for child in (True, False)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [start_time(int(file.read_text())) for file in files] == [None, None]
+
+
+async def test_a_program_over_its_time_limit_is_ended_and_its_output_kept() -> None:
+    script = "print('so far', flush=True); import time; time.sleep(600)"
+    finished = await run([sys.executable, "-c", script], time_limit_s=0.5)
+    assert (finished.code, finished.stdout) == (None, "so far\n")

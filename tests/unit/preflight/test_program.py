@@ -1,0 +1,42 @@
+"""program_present looks for a job's own command where the rank would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.models import CheckStatus
+from engine.preflight import program as check
+
+
+def with_command(config: FlightConfig, *command: str) -> FlightConfig:
+    return config.model_copy(update={"job": config.job.model_copy(update={"command": command})})
+
+
+async def test_the_nodes_own_python_runs_a_script_of_its_workdir(config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    result = await check.look(with_command(config, "python", "mine.py", "--fast"))
+    assert result.status is CheckStatus.PASS
+    assert result.evidence["node1"] == f"{config.nodes[1].python} {tmp_path / 'mine.py'}"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("python", "theirs.py"), "theirs.py is not there"),
+        (("no-such-program-here",), "no program no-such-program-here on PATH"),
+        (("./run.sh",), "run.sh is not there"),
+    ],
+)
+async def test_what_is_missing_is_named(config: FlightConfig, command: tuple[str, ...], said: str) -> None:
+    result = await check.look(with_command(config, *command))
+    assert result.status is CheckStatus.FAIL
+    assert said in result.summary
+
+
+async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    result = await check.look(with_command(config, "./run.sh"))
+    assert result.fix_command == f"chmod +x {tmp_path / 'run.sh'}"
