@@ -1,0 +1,316 @@
+"""The console's app: it holds the state, takes what the bridge posts, and turns actions into requests to the engine.
+
+Imports stay small here: the engine (pydantic, the store) is loaded by the bridge's thread after the first paint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from textual.app import App
+from textual.binding import Binding, BindingType
+
+from tui import clipboard
+from tui.actions import Action
+from tui.bridge import POLL_S, Bridge
+from tui.glyphs import Glyphs, utf8_terminal
+from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Trouble
+from tui.palette import Commands
+from tui.requests import abort, demo, launch, preflight, probe
+from tui.screens import confirm
+from tui.screens.deck import DeckScreen
+from tui.screens.help import Help
+from tui.screens.stopping import Stopping
+from tui.screens.welcome import Welcome
+from tui.state import ENDED, DeckState
+
+if TYPE_CHECKING:
+    from engine.config.models import FlightConfig
+    from engine.session import Engine
+
+SLOW_POLL_S: Final = 0.5
+"""Between two looks at a run over a slow link."""
+TICK_S: Final = 1.0
+"""How often ages are drawn anew."""
+NOTE_S: Final = 6.0
+
+Clock = Callable[[], datetime]
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class FlightDeckApp(App[int]):
+    """The console. `start` is launched at once; `follow` names a run to show first."""
+
+    TITLE = "MLX Flight Deck"
+    CSS_PATH = "app.tcss"
+    COMMANDS: ClassVar[set[Any]] = {Commands}
+    COMMAND_PALETTE_BINDING = "ctrl+p"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "leave", show=False, priority=True),
+        Binding("ctrl+c", "leave_hint", show=False),
+    ]
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        config: FlightConfig | Callable[[], FlightConfig | None] | None = None,
+        *,
+        start: FlightConfig | None = None,
+        follow: str | None = None,
+        slow_link: bool = False,
+        clock: Clock = utc_now,
+    ) -> None:
+        super().__init__()
+        self.clock = clock
+        self.engine: Engine | None = None
+        self._start = start
+        self._follow = follow
+        self._greeted = False
+        self._latest: SnapshotTaken | None = None
+        self._shown: str | None = None
+        self._due = False
+        wanted = start if config is None else config
+        make_config: Callable[[], FlightConfig | None] = wanted if callable(wanted) else lambda: wanted
+        self.bridge = Bridge(
+            engine if callable(engine) else lambda: engine,
+            make_config,
+            self.post_message,
+            poll_s=SLOW_POLL_S if slow_link else POLL_S,
+        )
+        if slow_link:
+            self.animation_level = "none"
+        self.state = DeckState(now=clock(), glyphs=Glyphs(ascii=not utf8_terminal()))
+
+    def get_default_screen(self) -> DeckScreen:
+        return DeckScreen()
+
+    @property
+    def deck(self) -> DeckScreen:
+        """The screen below any dialog."""
+        deck = self.screen_stack[0]
+        assert isinstance(deck, DeckScreen)
+        return deck
+
+    def on_mount(self) -> None:
+        self.set_interval(TICK_S, self._tick)
+        self.call_after_refresh(self._start_reading)
+
+    def _start_reading(self) -> None:
+        self.set_timer(0.02, self.bridge.start)
+
+    async def on_unmount(self) -> None:
+        self.bridge.stop()
+
+    def change(self, **changes: Any) -> None:
+        """Replace parts of the state; what is on the screen is drawn once, however many changes come together."""
+        if all(getattr(self.state, name) is value for name, value in changes.items()):
+            return
+        self.state = replace(self.state, **changes)
+        if not self._due:
+            self._due = True
+            self.call_next(self._show)
+
+    def _show(self) -> None:
+        self._due = False
+        if not self.screen_stack or not self.deck.is_mounted:
+            return
+        self.deck.show(self.state)
+        if isinstance(self.screen, Stopping):
+            self.screen.show(self.state)
+
+    def _tick(self) -> None:
+        if not self.state.frozen:
+            self.change(now=self.clock())
+
+    def say(self, text: str, *, severity: str = "information") -> None:
+        """One plain line in a corner, for a few seconds."""
+        self.notify(text, severity=severity, timeout=NOTE_S, markup=False)  # type: ignore[arg-type]
+
+    # What the bridge posts
+
+    def on_engine_ready(self, message: EngineReady) -> None:
+        self.engine = message.engine
+        config = message.config
+        self.change(ready=True, config=config, fault=message.fault)
+        if config is not None:
+            if config.ui.theme in self.available_themes:
+                self.theme = config.ui.theme
+            if config.ui.ascii:
+                self.change(glyphs=Glyphs(ascii=True))
+            self.set_class(self.state.glyphs.ascii, "-ascii")
+            self._request(probe(self))
+        if self._start is not None:
+            self._greeted = True
+            self._request(launch(self, self._start))
+        elif self._follow is not None:
+            self._greeted = True
+            self.open_run(self._follow)
+
+    def on_engine_failed(self, message: EngineFailed) -> None:
+        self.change(fault=message.fault)
+        self.say(f"the engine could not be loaded: {message.fault}", severity="error")
+
+    def on_snapshot_taken(self, message: SnapshotTaken) -> None:
+        self._latest = message
+        if message.run == self._shown and not self.state.frozen:
+            self.change(snapshot=message.snapshot, has_log=True, now=self.clock())
+
+    def on_runs_read(self, message: RunsRead) -> None:
+        if not self.state.frozen:
+            self.change(runs=message.runs)
+        if not self._greeted:
+            self._greeted = True
+            self._greet(message)
+
+    def _greet(self, message: RunsRead) -> None:
+        """What is shown first: the newest run that goes on, else the plan; a welcome where there is neither."""
+        active = next((run for run in message.runs if run.state not in ENDED), None)
+        if active is not None:
+            self.open_run(active.id)
+        elif self.state.config is None and self.state.fault is None:
+            self.push_screen(Welcome(), self._welcomed)
+
+    def _welcomed(self, answer: str | None) -> None:
+        if answer == "demo":
+            self._request(demo(self))
+        elif answer == "quit":
+            self.do_quit()
+
+    def on_trouble(self, message: Trouble) -> None:
+        self.say(message.text, severity="warning")
+
+    # The shown run
+
+    def open_run(self, run: str) -> None:
+        """Show a run on the dashboard, and follow it while it goes on."""
+        self._shown = run
+        self.change(snapshot=None, has_log=False)
+        self.bridge.follow(run)
+        self.deck.logs.open(run)
+        if self.deck.state.view != "run":
+            self.deck.go("dashboard")
+
+    def close_run(self) -> None:
+        """Back to the plan."""
+        self._shown = None
+        self.bridge.follow(None)
+        self.deck.logs.open(None)
+        self.change(snapshot=None, has_log=False)
+
+    # Actions
+
+    def perform(self, action: Action) -> None:
+        """Do it, or say why it cannot be done now."""
+        why = action.why_not(self.state)
+        if why is not None:
+            self.say(f"{action.label}: {why}", severity="warning")
+        elif not self.deck.do(action):
+            getattr(self, f"do_{action.id}")()
+
+    def _request(self, work: Coroutine[Any, Any, None]) -> None:
+        self.run_worker(work, group="requests", exit_on_error=True)
+
+    def do_launch(self) -> None:
+        config = self.state.config
+        assert config is not None
+
+        def answered(go: bool | None) -> None:
+            if go:
+                self._request(launch(self, config))
+
+        self.push_screen(confirm.launch(self.state), answered)
+
+    def do_abort(self) -> None:
+        assert self.state.snapshot is not None
+        run = self.state.snapshot.record.id
+
+        def answered(go: bool | None) -> None:
+            if go and self.state.active:
+                self._request(abort(self, run, now=False))
+                self.push_screen(Stopping(self.state, lambda: self._request(abort(self, run, now=True))))
+
+        if self.state.snapshot.stop is not None:
+            self.push_screen(Stopping(self.state, lambda: self._request(abort(self, run, now=True))))
+        else:
+            self.push_screen(confirm.abort(self.state), answered)
+
+    def do_recheck(self) -> None:
+        self._request(preflight(self) if self.state.pane == "preflight" else probe(self))
+
+    def do_freeze(self) -> None:
+        frozen = not self.state.frozen
+        self.change(frozen=frozen)
+        self.deck.logs.freeze(frozen)
+        if not frozen and self._latest is not None:
+            self.on_snapshot_taken(self._latest)
+
+    def do_copy(self) -> None:
+        text = self.deck.pane(self.state.pane).copy_text()
+        path = self._save(text, self.state.pane)
+        if path is not None:
+            if not clipboard.pasteboard(text):
+                self.copy_to_clipboard(text)
+            self.say(f"copied, and kept in {path}")
+
+    def do_save(self) -> None:
+        path = self._save(self.deck.pane(self.state.pane).text(), self.state.pane)
+        if path is not None:
+            self.say(f"saved to {path}")
+
+    def _save(self, text: str, name: str) -> Path | None:
+        if self.engine is None:
+            self.say("the engine is still loading", severity="warning")
+            return None
+        try:
+            return clipboard.save(text, self.engine.home / "saved", name, self.clock())
+        except OSError as error:
+            self.say(f"could not be saved: {error}", severity="error")
+            return None
+
+    def do_help(self) -> None:
+        self.push_screen(Help(self.state))
+
+    def do_palette(self) -> None:
+        self.action_command_palette()
+
+    def do_quit(self) -> None:
+        """Leave the console; runs go on, and it says so."""
+        running = [run.id for run in self.state.runs or () if run.state not in ENDED]
+        if self.state.active and self.state.snapshot is not None and self.state.snapshot.record.id not in running:
+            running.insert(0, self.state.snapshot.record.id)
+        said = (
+            f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it" if running else None
+        )
+        self.exit(0, message=said)
+
+    async def action_quit(self) -> None:
+        self.do_quit()
+
+    def action_leave(self) -> None:
+        self.do_quit()
+
+    def action_leave_hint(self) -> None:
+        self.say("q quits the console (the run goes on); ctrl+x aborts the run")
+
+
+def run_console(
+    engine: Engine | Callable[[], Engine],
+    config: FlightConfig | Callable[[], FlightConfig | None] | None,
+    *,
+    start: FlightConfig | None = None,
+    follow: str | None = None,
+    slow_link: bool = False,
+) -> int:
+    """Open the console and stay until it is left; returns the exit code.
+
+    `engine` and `config` may be given as functions: they are then called after the first paint, off the app's loop.
+    `start` is launched at once; `follow` is the run to show (else the newest that has not ended).
+    """
+    return FlightDeckApp(engine, config, start=start, follow=follow, slow_link=slow_link).run() or 0

@@ -1,0 +1,119 @@
+"""State as shape plus word plus colour, in Unicode or plain ASCII, and the bars drawn in cells.
+
+Words of the engine (run states, check results, rank phases) are looked up by their string value, so that this module
+needs nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import locale
+from dataclasses import dataclass
+from typing import Final
+
+from textual.content import Content
+
+
+@dataclass(frozen=True)
+class Glyph:
+    """One state's shape and its colour, a theme variable."""
+
+    shape: str
+    ascii: str
+    style: str
+
+
+OK: Final = Glyph("✓", "+", "$success")
+WARN: Final = Glyph("▲", "!", "$warning")
+FAIL: Final = Glyph("✗", "x", "$error")
+RUNNING: Final = Glyph("▶", ">", "$success")
+PENDING: Final = Glyph("·", ".", "$text-muted")
+UNKNOWN: Final = Glyph("?", "?", "$text-muted")
+STALE: Final = Glyph("◌", "~", "$warning")
+STOPPED: Final = Glyph("■", "#", "$warning")
+
+STATES: Final[dict[str, Glyph]] = {
+    "planned": PENDING,
+    "preflight": RUNNING,
+    "launching": RUNNING,
+    "running": RUNNING,
+    "recovering": WARN,
+    "finishing": RUNNING,
+    "succeeded": OK,
+    "failed": FAIL,
+    "aborted": STOPPED,
+    "lost": UNKNOWN,
+}
+CHECKS: Final[dict[str, Glyph]] = {
+    "pending": PENDING,
+    "running": RUNNING,
+    "pass": OK,
+    "warn": WARN,
+    "fail": FAIL,
+    "skip": PENDING,
+}
+PHASES: Final[dict[str, Glyph]] = {
+    "waiting": PENDING,
+    "starting": PENDING,
+    "loading": RUNNING,
+    "training": RUNNING,
+    "validating": RUNNING,
+    "saving": RUNNING,
+    "stopping": STOPPED,
+    "ended": OK,
+}
+
+RANK_STYLES: Final = ("$text-primary", "$text-accent", "$text-success", "$text-secondary", "$text-warning", "$text")
+"""Colours by rank number, always next to the number itself."""
+
+
+def rank_style(rank: int) -> str:
+    """The stable colour of a rank."""
+    return RANK_STYLES[rank % len(RANK_STYLES)]
+
+
+def utf8_terminal() -> bool:
+    """Whether this terminal's locale can show more than ASCII."""
+    return "utf" in locale.getpreferredencoding(False).lower()
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The shapes in the alphabet that the terminal has."""
+
+    ascii: bool = False
+
+    def shape(self, glyph: Glyph) -> str:
+        return glyph.ascii if self.ascii else glyph.shape
+
+    def mark(self, glyph: Glyph) -> Content:
+        """The shape alone, coloured."""
+        return Content.styled(self.shape(glyph), glyph.style)
+
+    def state(self, glyph: Glyph, word: str) -> Content:
+        """Shape and word, coloured: never colour alone."""
+        return Content.styled(f"{self.shape(glyph)} {word}", glyph.style)
+
+    def bar(self, fraction: float, width: int) -> str:
+        """`fraction` (clamped to 0..1) of `width` cells; the last cell begun is as high as it is full."""
+        eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+        full, rest = divmod(eighths, 8)
+        if self.ascii:
+            return ("#" * full + ("-" if rest >= 4 else "")).ljust(width, ".")
+        return ("▇" * full + ("▁▁▂▃▄▅▆"[rest - 1] if rest else "")).ljust(width, "░")
+
+    @property
+    def separator(self) -> str:
+        return " - " if self.ascii else " · "
+
+    @property
+    def down(self) -> str:
+        return "v" if self.ascii else "↓"
+
+    @property
+    def up(self) -> str:
+        return "^" if self.ascii else "↑"
+
+    @property
+    def none(self) -> str:
+        """Stands for a fact that nobody measured."""
+        return "-" if self.ascii else "–"

@@ -1,0 +1,284 @@
+"""The one screen with all the panes: the dashboard, and each pane as a full view. The panes live on across views, so a
+cursor, a search or a place in a log is where it was left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final, cast
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import DescendantFocus, Resize
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import OptionList
+
+from tui.actions import Action, action_for, keys
+from tui.state import VIEWS, DeckState
+from tui.widgets.checks_pane import ChecksPane
+from tui.widgets.history_pane import HistoryPane
+from tui.widgets.key_bar import KeyBar
+from tui.widgets.logs_pane import LogsPane
+from tui.widgets.nodes_pane import NodesPane
+from tui.widgets.pane import Pane
+from tui.widgets.row_list import RowList
+from tui.widgets.run_header import RunHeader
+from tui.widgets.run_pane import RunPane
+from tui.widgets.shares_pane import SharesPane
+from tui.widgets.tab_strip import TabStrip
+
+if TYPE_CHECKING:
+    from tui.app import FlightDeckApp
+
+NARROW: Final = (100, 30)
+"""Below this width or height the panes are tabs."""
+WIDE: Final = (160, 45)
+"""From this size on the dashboard has room for the history too."""
+
+LEFT: Final = ("nodes", "preflight", "calibration")
+RIGHT: Final = ("run", "logs")
+_ORDER: Final = ("nodes", "preflight", "calibration", "history", "run", "logs")
+_TABS: Final = (
+    ("nodes", "nodes"),
+    ("preflight", "preflight"),
+    ("calibration", "calibration"),
+    ("run", "run"),
+    ("run", "logs"),
+    ("history", "history"),
+)
+
+
+def visible(view: str, maximised: str | None, width: int, height: int) -> frozenset[str]:
+    """The panes that are on the screen."""
+    if maximised is not None:
+        return frozenset({maximised})
+    if view == "run":
+        return frozenset(RIGHT)
+    if view != "dashboard":
+        return frozenset({view})
+    if width < NARROW[0] or height < NARROW[1]:
+        return frozenset(RIGHT)
+    extra = {"history"} if width >= WIDE[0] and height >= WIDE[1] else set()
+    return frozenset({*LEFT, *RIGHT, *extra})
+
+
+class DeckScreen(Screen[None]):
+    """Lays the panes out, hands them the state, and turns keys into actions."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key, f"press('{key}')", show=False, priority=key in ("ctrl+x", "tab", "shift+tab")) for key in keys()
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="deck")
+        self.maximised_pane: str | None = None
+
+    def compose(self) -> ComposeResult:
+        yield RunHeader()
+        yield TabStrip()
+        with Horizontal(id="panes"):
+            with Vertical(id="left"):
+                yield NodesPane()
+                yield ChecksPane()
+                yield SharesPane()
+                yield HistoryPane()
+            with Vertical(id="right"):
+                yield RunPane()
+                yield LogsPane()
+        yield KeyBar()
+
+    @property
+    def deck(self) -> FlightDeckApp:
+        return cast("FlightDeckApp", self.app)
+
+    @property
+    def state(self) -> DeckState:
+        return self.deck.state
+
+    @property
+    def narrow(self) -> bool:
+        return self.size.width < NARROW[0] or self.size.height < NARROW[1]
+
+    def pane(self, name: str) -> Pane:
+        return self.query_one(f"#{name}", Pane)
+
+    @property
+    def logs(self) -> LogsPane:
+        return self.query_one(LogsPane)
+
+    def on_mount(self) -> None:
+        self.place_panes()
+        self.focus_pane(self.state.pane)
+
+    def on_resize(self, event: Resize) -> None:
+        self.place_panes()
+        self.call_after_refresh(self.show, self.state)
+
+    def place_panes(self) -> None:
+        """Put the panes of the view on the screen."""
+        shown = visible(self.state.view, self.maximised_pane, self.size.width, self.size.height)
+        for name in _ORDER:
+            self.pane(name).display = name in shown
+        self.query_one("#left").display = bool(shown - set(RIGHT))
+        self.query_one("#right").display = bool(shown & set(RIGHT))
+        self.query_one(TabStrip).display = self.narrow
+        self.set_class(self.narrow, "-narrow")
+        self.set_class(self.state.view != "dashboard" or self.maximised_pane is not None, "-full")
+        if self.state.pane not in shown:
+            self.focus_pane(next(name for name in ("run", *_ORDER) if name in shown))
+
+    def show(self, state: DeckState) -> None:
+        """Hand the state to what is on the screen."""
+        self.query_one(RunHeader).show(state)
+        self.query_one(TabStrip).show(state)
+        self.query_one(KeyBar).show(state)
+        for name in _ORDER:
+            self.pane(name).show(state)
+
+    def focus_pane(self, name: str) -> None:
+        """Give a pane the keys."""
+        pane = self.pane(name)
+        inner = next(iter(pane.query(RowList)), None)
+        target: Widget = inner if inner is not None else pane.keys_go_to
+        target.focus(scroll_visible=False)
+        self.deck.change(pane=name)
+
+    def on_descendant_focus(self, event: DescendantFocus) -> None:
+        for node in event.widget.ancestors_with_self:
+            if isinstance(node, Pane) and self.state.pane != node.NAME:
+                self.deck.change(pane=node.NAME)
+
+    def go(self, view: str, pane: str | None = None) -> None:
+        """Show a view, with the keys in its own pane unless another is named."""
+        self.maximised_pane = None
+        self.deck.change(view=view)
+        self.place_panes()
+        self.focus_pane(pane or ("run" if view in ("run", "dashboard") else view))
+        self.call_after_refresh(lambda: self.show(self.state))
+
+    def action_press(self, key: str) -> None:
+        action = action_for(key, self.state)
+        if action is not None:
+            self.deck.perform(action)
+
+    def on_key_bar_pressed(self, event: KeyBar.Pressed) -> None:
+        self.deck.perform(event.action)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.do_enter()
+
+    def do(self, action: Action) -> bool:
+        """Do what is a matter of this screen; False when it is not."""
+        if action.group == "logs":
+            self.logs.do(action.id)
+            return True
+        done = getattr(self, f"do_{action.id}", None)
+        if done is None:
+            return False
+        done()
+        return True
+
+    def _toggle_view(self, view: str) -> None:
+        again = self.state.view == view and self.maximised_pane is None and not self.narrow
+        self.go("dashboard" if again else view, view if again else None)
+
+    def do_view_nodes(self) -> None:
+        self._toggle_view("nodes")
+
+    def do_view_preflight(self) -> None:
+        self._toggle_view("preflight")
+
+    def do_view_calibration(self) -> None:
+        self._toggle_view("calibration")
+
+    def do_view_run(self) -> None:
+        self._toggle_view("run")
+
+    def do_view_history(self) -> None:
+        again = self.state.view == "history"
+        self.go("dashboard" if again and not self.narrow else "history")
+
+    def do_next_pane(self) -> None:
+        self._step(1)
+
+    def do_previous_pane(self) -> None:
+        self._step(-1)
+
+    def _step(self, direction: int) -> None:
+        if self.narrow and self.maximised_pane is None:
+            view = "run" if self.state.view == "dashboard" else self.state.view
+            here = next((i for i, tab in enumerate(_TABS) if tab == (view, self.state.pane)), 0)
+            self.go(*_TABS[(here + direction) % len(_TABS)])
+            return
+        shown = [name for name in _ORDER if self.pane(name).display]
+        here = shown.index(self.state.pane) if self.state.pane in shown else 0
+        self.focus_pane(shown[(here + direction) % len(shown)])
+
+    def _move(self, name: str) -> None:
+        """Hand a movement to what has the keys: a list's cursor, a log, or a scrolled text."""
+        pane = self.pane(self.state.pane)
+        if pane.move(name):
+            return
+        if name in ("left", "right"):
+            self._step(1 if name == "right" else -1)
+
+    def do_down(self) -> None:
+        self._move("down")
+
+    def do_up(self) -> None:
+        self._move("up")
+
+    def do_left(self) -> None:
+        self._move("left")
+
+    def do_right(self) -> None:
+        self._move("right")
+
+    def do_page_down(self) -> None:
+        self._move("page_down")
+
+    def do_page_up(self) -> None:
+        self._move("page_up")
+
+    def do_top(self) -> None:
+        self._move("top")
+
+    def do_bottom(self) -> None:
+        self._move("bottom")
+
+    def do_enter(self) -> None:
+        """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view."""
+        pane = self.state.pane
+        snapshot = self.state.snapshot
+        if pane == "history":
+            run = self.query_one(HistoryPane).selected
+            if run is not None:
+                self.deck.open_run(run)
+        elif pane == "run" and snapshot and snapshot.diagnosis and snapshot.diagnosis.offset is not None:
+            self.focus_pane("logs")
+            self.logs.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
+        elif pane == "logs":
+            self.do_maximise()
+        elif self.state.view != pane and pane in VIEWS:
+            self.go(pane)
+
+    def do_back(self) -> None:
+        """One step back: the log's own bars, the maximised pane, the view, the shown run that has ended."""
+        if self.logs.back():
+            return
+        if self.maximised_pane is not None:
+            self.do_maximise()
+        elif self.state.view != "dashboard":
+            self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
+        elif self.state.snapshot is not None and not self.state.active:
+            self.deck.close_run()
+
+    def do_maximise(self) -> None:
+        pane = self.state.pane
+        self.maximised_pane = None if self.maximised_pane else pane
+        self.place_panes()
+        self.focus_pane(pane)
+        self.call_after_refresh(lambda: self.show(self.state))
+
+    def do_log_axis(self) -> None:
+        self.query_one(RunPane).plot.toggle_log_axis()

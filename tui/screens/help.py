@@ -1,0 +1,68 @@
+"""Every key with what it does, from the action table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from tui.actions import ACTIONS, GROUPS, Action, shown_key
+from tui.state import DeckState
+
+
+class Help(ModalScreen[None]):
+    """Scrolls; any of `?`, `esc`, `q` leaves it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,q", "leave", show=False),
+        Binding("j,down", "scroll(1)", show=False),
+        Binding("k,up", "scroll(-1)", show=False),
+        Binding("space,pagedown", "page(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+    ]
+
+    def __init__(self, state: DeckState) -> None:
+        super().__init__()
+        self._state = state
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="help") as box:
+            box.border_title = "keys"
+            box.border_subtitle = "esc back"
+            yield Static(Content("\n").join(lines(self._state)), markup=False)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_scroll(self, direction: int) -> None:
+        self.query_one("#help").scroll_relative(y=direction, animate=False)
+
+    def action_page(self, direction: int) -> None:
+        box = self.query_one("#help")
+        box.scroll_relative(y=direction * max(1, box.size.height - 2), animate=False)
+
+
+def lines(state: DeckState) -> list[Content]:
+    """A heading a group, a line an action; one that cannot be done now says why."""
+    found: list[Content] = []
+    for group, title in GROUPS.items():
+        found.append(Content.styled(title, "bold"))
+        found += [_line(action, state) for action in ACTIONS if action.group == group]
+        found.append(Content(""))
+    return found[:-1]
+
+
+def _line(action: Action, state: DeckState) -> Content:
+    keys = " ".join(shown_key(key) for key in action.keys)
+    why = action.why_not(state)
+    return Content.assemble(
+        "  ",
+        (f"{keys:<18}", "$text-disabled" if why else "bold $text-primary"),
+        (action.help, "$text-muted" if why else ""),
+        (f"  (now: {why})" if why else "", "$warning"),
+    )

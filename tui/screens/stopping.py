@@ -1,0 +1,130 @@
+"""An abort under way: the stages with their clock, an acknowledgement per rank, and what is left alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from textual.content import Content
+from textual.widgets import Button
+
+from tui.formatting import duration
+from tui.glyphs import FAIL, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
+from tui.screens.dialog import Dialog
+from tui.state import DeckState
+from tui.widgets.run_story import labelled
+
+if TYPE_CHECKING:
+    from engine.events import StopProgress
+
+STAGES: Final = (
+    ("stop", "INT", "asks the ranks to finish their step and save"),
+    ("term", "TERM", "to what has not left"),
+    ("kill", "KILL", "to what is left"),
+    ("verifying", "proof", "that no process of the run is alive"),
+)
+
+
+class Stopping(Dialog[None]):
+    """Shows the run's own StopProgress; leaving it does not stop the abort."""
+
+    def __init__(self, state: DeckState, now: Callable[[], None]) -> None:
+        self._now = now
+        super().__init__(f"aborting {_run(state)}", progress(state))
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Close, the abort goes on", id="close", compact=True),
+            Button("Skip the save, end it now", id="now", compact=True, variant="error"),
+        ]
+
+    def show(self, state: DeckState) -> None:
+        """Take a newer state; called while the dialog is open."""
+        self.say(progress(state))
+        if not state.active:
+            for button in self.query("#now").results(Button):
+                button.display = False
+            for button in self.query("#close").results(Button):
+                button.label = "Close"
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "now":
+            self._now()
+            event.button.disabled = True
+            self.query_one("#close", Button).focus()
+        else:
+            self.dismiss(None)
+
+
+def _run(state: DeckState) -> str:
+    return state.snapshot.record.id if state.snapshot is not None else "the run"
+
+
+def graces(state: DeckState) -> dict[str, float]:
+    """How long INT and TERM are given, seconds, where the configuration says so."""
+    if state.config is None:
+        return {}
+    return {"stop": state.config.recovery.stop_grace_s, "term": state.config.recovery.term_grace_s}
+
+
+def progress(state: DeckState) -> list[Content]:
+    """The stages, the ranks, and the verdict, as lines."""
+    snapshot = state.snapshot
+    if snapshot is None:
+        return [Content("no run is shown")]
+    stop = snapshot.stop
+    reached = _reached(stop, ended=not state.active)
+    lines = []
+    for index, (stage, word, text) in enumerate(STAGES):
+        clock = ""
+        if index < reached:
+            glyph: Glyph = OK
+        elif index == reached and stop is not None:
+            glyph = RUNNING
+            clock = _clock(state, stop, stage)
+        else:
+            glyph = PENDING
+        lines.append(
+            Content.assemble(state.glyphs.state(glyph, f"{word:<6}"), (f" {text}", "$text-muted"), (clock, "bold"))
+        )
+    lines.append(Content(""))
+    acknowledged = set(stop.acknowledged) if stop else set()
+    for rank in snapshot.ranks:
+        left = rank.rank in acknowledged or rank.phase == "ended"
+        mark = state.glyphs.state(OK, "has left") if left else state.glyphs.state(PENDING, "has not answered yet")
+        lines.append(Content.assemble((f"rank {rank.rank} {rank.node:<12}", ""), mark))
+    for process in stop.left if stop else ():
+        lines.append(Content.assemble(("alive ", "$warning"), process))
+    lines += [Content(""), *_verdict(state)]
+    return lines
+
+
+def _reached(stop: StopProgress | None, *, ended: bool) -> int:
+    if ended or (stop is not None and stop.stage == "stopped"):
+        return len(STAGES)
+    names = [stage for stage, _, _ in STAGES]
+    if stop is None or stop.stage not in names:
+        return len(STAGES) - 1 if stop is not None and stop.stage == "unconfirmed" else 0
+    return names.index(stop.stage)
+
+
+def _clock(state: DeckState, stop: StopProgress, stage: str) -> str:
+    passed = state.age_s(stop.since)
+    grace = graces(state).get(stage)
+    if grace is None or passed > grace:
+        return f"  {duration(passed)}"
+    return f"  {grace - passed:.0f} s left"
+
+
+def _verdict(state: DeckState) -> list[Content]:
+    assert state.snapshot is not None
+    record, stop = state.snapshot.record, state.snapshot.stop
+    if record.unconfirmed or (stop is not None and stop.stage == "unconfirmed"):
+        nodes = ", ".join(record.unconfirmed) or "a node"
+        text = f"stop unconfirmed on {nodes}: the lease ends what is left there"
+        return [Content.assemble(state.glyphs.state(FAIL, text))]
+    if record.state == "aborted":
+        return [state.glyphs.state(STOPPED, "aborted: no process of the run is left")]
+    if not state.active:
+        return [state.glyphs.state(UNKNOWN, f"the run has ended: {record.state}")]
+    return [labelled("", "asked; esc closes this, the abort goes on")]

@@ -1,0 +1,55 @@
+"""What is shown when there is no flightdeck.toml: what this is, the demo, and the shortest configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from textual.content import Content
+from textual.widgets import Button
+
+from tui.screens.dialog import Dialog
+
+EXAMPLE: Final = """\
+[cluster]
+name = "studio"
+
+[[node]]
+name = "local-0"
+ssh = "127.0.0.1"
+
+[[node]]
+name = "local-1"
+ssh = "127.0.0.1"
+
+[job]
+model = "~/models/Qwen3-0.6B"
+data = "~/data/support"
+iters = 200"""
+
+
+class Welcome(Dialog[str]):
+    """Answers "demo", "look" or "quit"."""
+
+    def __init__(self) -> None:
+        lines = [
+            Content("There is no flightdeck.toml in this directory."),
+            Content(""),
+            Content.assemble(("The demo ", "bold"), "makes a tiny model and trains it on two local ranks, for real:"),
+            Content("no network, GPU or SSH server is needed. It takes about a minute."),
+            Content(""),
+            Content.assemble(("Your own run ", "bold"), "needs a flightdeck.toml like this:"),
+            Content(""),
+            *[Content.styled("  " + line, "$text-muted") for line in EXAMPLE.splitlines()],
+        ]
+        super().__init__("MLX Flight Deck", lines)
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Look around", id="look", compact=True),
+            Button("Run the demo", id="demo", compact=True, variant="success"),
+            Button("Quit", id="quit", compact=True),
+        ]
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id)

@@ -1,0 +1,87 @@
+"""What the deck shows at one moment: everything the panes and the actions' conditions look at, and nothing else.
+
+A frozen value, replaced as a whole; so a pane is a function of it, and a test can make any situation by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from tui.glyphs import Glyphs
+
+if TYPE_CHECKING:
+    from engine.config.models import FlightConfig
+    from engine.events import RunSnapshot
+    from engine.models import CheckResult, NodeFacts, RunRecord
+
+VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
+"""The dashboard and the full views, in the order of their number keys (0 has none)."""
+
+ENDED: Final = frozenset({"succeeded", "failed", "aborted", "lost"})
+
+FACTS_LIMIT_S: Final = 300.0
+"""A node's facts are shown stale when they are older than this."""
+RANK_LIMIT_S: Final = 15.0
+"""A training rank is shown stale when it has said nothing for longer than this."""
+
+
+@dataclass(frozen=True)
+class DeckState:
+    """One moment of the console."""
+
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    glyphs: Glyphs = field(default_factory=Glyphs)
+    ready: bool = False
+    """The engine is loaded."""
+    config: FlightConfig | None = None
+    fault: str | None = None
+    """Why there is no usable configuration, or what could not be done last; one line each."""
+    facts: tuple[NodeFacts, ...] = ()
+    probing: bool = False
+    checks: tuple[CheckResult, ...] = ()
+    """Of a preflight started from here, without a launch."""
+    checks_at: datetime | None = None
+    """When that preflight ended; None while it runs."""
+    snapshot: RunSnapshot | None = None
+    runs: tuple[RunRecord, ...] | None = None
+    """Newest first; None until they have been read."""
+    busy: str | None = None
+    """A request to the engine that has not been answered: "launching", "checking"."""
+    view: str = "dashboard"
+    pane: str = "run"
+    frozen: bool = False
+    has_log: bool = False
+    searching: bool = False
+    """A search of the log has matches to go through."""
+
+    @property
+    def active(self) -> bool:
+        """The shown run has not ended."""
+        return self.snapshot is not None and self.snapshot.record.state not in ENDED
+
+    @property
+    def running(self) -> RunRecord | None:
+        """A run that has not ended, the shown one first."""
+        if self.snapshot is not None and self.active:
+            return self.snapshot.record
+        return next((run for run in self.runs or () if run.state not in ENDED and not self._shown(run)), None)
+
+    def _shown(self, run: RunRecord) -> bool:
+        return self.snapshot is not None and run.id == self.snapshot.record.id
+
+    @property
+    def shown_checks(self) -> tuple[CheckResult, ...]:
+        """The newest preflight: one started from here, else the shown run's."""
+        if self.checks:
+            return self.checks
+        return self.snapshot.checks if self.snapshot is not None else ()
+
+    def failures(self) -> int:
+        """Failed checks of a preflight started from here: those block a launch."""
+        return sum(check.status == "fail" for check in self.checks)
+
+    def age_s(self, moment: datetime) -> float:
+        """Seconds from `moment` to now, never below 0."""
+        return max(0.0, (self.now - moment).total_seconds())

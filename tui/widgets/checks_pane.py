@@ -1,0 +1,133 @@
+"""Pane 2: the preflight checks, live while they run; one opens to its cause, the evidence per node, and the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from tui.formatting import age, plural
+from tui.glyphs import CHECKS, Glyphs
+from tui.state import DeckState
+from tui.widgets.columns import Column, lay_out
+from tui.widgets.pane import Pane
+from tui.widgets.row_list import RowList
+
+if TYPE_CHECKING:
+    from engine.models import CheckResult
+
+WORDS: Final = {name: "ok" if name == "pass" else name for name in CHECKS}
+
+
+class ChecksPane(Pane):
+    """The newest preflight: one started from here, else the shown run's."""
+
+    NAME = "preflight"
+    NUMBER = "2"
+    HINTS = ("enter", "recheck")
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="checks-note", markup=False)
+        yield RowList(id="checks-rows")
+        with VerticalScroll(classes="detail", can_focus=False):
+            yield Static("", id="checks-detail", markup=False)
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._detail()
+
+    def title(self, state: DeckState) -> str:
+        return f"preflight{state.glyphs.separator}{verdict(state)}"
+
+    def draw(self, state: DeckState) -> None:
+        note = self.query_one("#checks-note", Static)
+        note.display = not state.shown_checks
+        note.update(_note(state))
+        self.query_one(RowList).set_rows(_rows(state, self.room))
+        self._detail()
+
+    def _selected(self) -> CheckResult | None:
+        name = self.query_one(RowList).selected
+        return next((check for check in self.state.shown_checks if check.name == name), None)
+
+    def _detail(self) -> None:
+        check = self._selected()
+        if self.full:
+            detail = _detail(check, self.state.glyphs) if check is not None else Content("")
+            self.query_one("#checks-detail", Static).update(detail)
+
+    def copy_text(self) -> str:
+        """The selected check's fix command, where it has one."""
+        check = self._selected()
+        if check is None:
+            return self.text()
+        return check.fix_command or _detail(check, self.state.glyphs).plain
+
+    def text(self) -> str:
+        checks = self.state.shown_checks
+        return "\n\n".join(_detail(check, self.state.glyphs).plain for check in checks) or _note(self.state).plain
+
+
+def verdict(state: DeckState) -> str:
+    """The whole preflight in a few words."""
+    checks = state.shown_checks
+    if not checks:
+        return "not run"
+    statuses = [check.status for check in checks]
+    if failures := sum(status == "fail" for status in statuses):
+        return plural(failures, "failure")
+    if any(status in ("pending", "running") for status in statuses):
+        done = sum(status not in ("pending", "running") for status in statuses)
+        return f"running {done}/{len(statuses)}"
+    warnings = sum(status == "warn" for status in statuses)
+    word = "passed" if not warnings else f"passed with {plural(warnings, 'warning')}"
+    return f"{word} {age(state.checks_at, state.now)} ago" if state.checks and state.checks_at else word
+
+
+def _note(state: DeckState) -> Content:
+    if state.config is None:
+        return Content.styled("no checks: there is no configuration", "$text-muted")
+    return Content.styled("not run yet: r runs the checks; a launch runs them first by itself", "$text-muted")
+
+
+def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
+    checks = state.shown_checks
+    if not checks:
+        return []
+    glyphs = [CHECKS[check.status] for check in checks]
+    took = [f"{check.duration_s:.1f} s" if check.duration_s is not None else "" for check in checks]
+    words = [Content.styled(WORDS[check.status], glyph.style) for check, glyph in zip(checks, glyphs, strict=True)]
+    columns = [
+        Column("", [state.glyphs.mark(glyph) for glyph in glyphs], 9),
+        Column("", words, 8),
+        Column("", [check.name for check in checks], 9),
+        Column("", [check.summary.replace("\n", " ") for check in checks], 5, grows=True, minimum=16),
+        Column("", [Content.styled(text, "$text-muted") for text in took], 4, right=True),
+    ]
+    _, lines = lay_out(columns, width)
+    return [(check.name, line) for check, line in zip(checks, lines, strict=True)]
+
+
+def _detail(check: CheckResult, glyphs: Glyphs) -> Content:
+    """Cause, evidence per node, and the fix."""
+    glyph = CHECKS[check.status]
+    lines = [Content.assemble((check.name, "bold"), "  ", glyphs.state(glyph, WORDS[check.status]))]
+    if check.summary:
+        lines.append(Content(check.summary))
+    if check.blames is not None:
+        rank, node = check.blames
+        lines.append(_pair("first failing", f"rank {rank} on {node}"))
+    lines += [_pair(node, seen) for node, seen in check.evidence.items()]
+    if check.fix_command:
+        lines += [Content(""), Content.assemble(("fix (y copies)  ", "$text-muted"), (check.fix_command, "bold"))]
+    if len(check.fixes) > 1:
+        lines += [_pair(f"fix {node}", command) for node, command in check.fixes.items()]
+    if check.status == "fail" and not check.fix_command:
+        lines += [Content(""), Content("no command mends this: a person must act")]
+    return Content("\n").join(lines)
+
+
+def _pair(label: str, value: str) -> Content:
+    return Content.assemble((f"{label:<14}  ", "$text-muted"), value)

@@ -1,0 +1,125 @@
+"""Pane 5: every run with its state, why it ended, how long it took and its losses; enter opens one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from tui.formatting import age, duration, loss, plural, rate
+from tui.glyphs import STATES
+from tui.state import DeckState
+from tui.widgets.columns import Column, lay_out
+from tui.widgets.pane import Pane
+from tui.widgets.row_list import RowList
+
+if TYPE_CHECKING:
+    from engine.models import RunRecord
+
+
+class HistoryPane(Pane):
+    """All runs, newest first."""
+
+    NAME = "history"
+    NUMBER = "5"
+    HINTS = ("enter",)
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="history-head", classes="head", markup=False)
+        yield RowList(id="history-rows")
+        with VerticalScroll(classes="detail", can_focus=False):
+            yield Static("", id="history-detail", markup=False)
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._detail()
+
+    @property
+    def selected(self) -> str | None:
+        """Id of the run under the cursor."""
+        return self.query_one(RowList).selected
+
+    def title(self, state: DeckState) -> str:
+        return "history" if state.runs is None else f"history{state.glyphs.separator}{plural(len(state.runs), 'run')}"
+
+    def draw(self, state: DeckState) -> None:
+        runs = state.runs or ()
+        head = self.query_one("#history-head", Static)
+        if not runs:
+            said = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
+            head.update(Content.styled(said, "$text-muted"))
+            self.query_one(RowList).set_rows([])
+            return
+        line, rows = lay_out(_columns(state, runs), self.room - 1)
+        head.update(line)
+        self.query_one(RowList).set_rows([(run.id, row) for run, row in zip(runs, rows, strict=True)])
+        self._detail()
+
+    def _detail(self) -> None:
+        run = next((run for run in self.state.runs or () if run.id == self.selected), None)
+        if self.full and run is not None:
+            self.query_one("#history-detail", Static).update(_detail(self.state, run))
+
+    def text(self) -> str:
+        runs = self.state.runs or ()
+        head, rows = lay_out(_columns(self.state, runs), 400)
+        return "\n".join(line.plain.rstrip() for line in (head, *rows))
+
+    def copy_text(self) -> str:
+        return self.selected or self.text()
+
+
+def _took(state: DeckState, run: RunRecord) -> str:
+    if run.started_at is None:
+        return state.glyphs.none
+    return duration(((run.ended_at or state.now) - run.started_at).total_seconds())
+
+
+def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
+    none = state.glyphs.none
+    steps = [f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else none for run in runs]
+    where = [
+        " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip() or none for run in runs
+    ]
+    return [
+        Column("state", [state.glyphs.state(STATES[run.state], run.state) for run in runs], 9),
+        Column("run", [run.id for run in runs], 9),
+        Column("name", [run.name for run in runs], 1),
+        Column("why it ended", [run.reason or none for run in runs], 6),
+        Column("where", where, 3),
+        Column("started", [f"{age(run.created_at, state.now)} ago" for run in runs], 5, right=True),
+        Column("took", [_took(state, run) for run in runs], 7, right=True),
+        Column("step", steps, 4, right=True),
+        Column("loss", [loss(run.train_loss) if run.train_loss is not None else none for run in runs], 8, right=True),
+        Column("val", [loss(run.val_loss) if run.val_loss is not None else none for run in runs], 7, right=True),
+        Column(
+            "speed",
+            [rate(run.tokens_per_second) if run.tokens_per_second is not None else none for run in runs],
+            2,
+            right=True,
+        ),
+        Column("ranks", [str(run.world_size) for run in runs], 2, right=True),
+    ]
+
+
+def _detail(state: DeckState, run: RunRecord) -> Content:
+    separator = state.glyphs.separator
+    attempts = f"{separator}{plural(run.attempts, 'attempt')}" if run.attempts else ""
+    lines = [
+        Content.assemble((run.id, "bold"), "  ", state.glyphs.state(STATES[run.state], run.state)),
+        _pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}"),
+        _pair("created", f"{run.created_at:%Y-%m-%d %H:%M:%S} UTC"),
+    ]
+    if run.cause:
+        lines.append(_pair("first cause", run.cause))
+    if run.fix:
+        lines.append(_pair("fix", run.fix))
+    if run.unconfirmed:
+        lines.append(_pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}"))
+    return Content("\n").join(lines)
+
+
+def _pair(label: str, value: str) -> Content:
+    return Content.assemble((f"{label:<14}", "$text-muted"), value)

@@ -1,0 +1,56 @@
+"""The line at the bottom: the keys that work here and now; a disabled one is greyed and says why when pressed."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.events import Click
+from textual.message import Message
+from textual.widgets import Static
+
+from tui.actions import Action, bar, label
+from tui.state import DeckState
+
+GAP = 3
+
+
+class KeyBar(Static):
+    """Made from the action table; a click does what its key does."""
+
+    class Pressed(Message):
+        """An action of the bar was clicked."""
+
+        def __init__(self, action: Action) -> None:
+            super().__init__()
+            self.action = action
+
+    def __init__(self) -> None:
+        super().__init__("", id="keys", markup=False)
+        self._spans: list[tuple[int, int, Action]] = []
+
+    def show(self, state: DeckState) -> None:
+        actions = bar(state)
+        gap = GAP
+        while gap > 1 and _width(actions, state, gap) > self.content_size.width:
+            gap -= 1
+        parts: list[Content] = []
+        self._spans, place = [], 0
+        for action in actions:
+            words = label(action, state)
+            possible = action.why_not(state) is None
+            key_style, style = ("bold $text-primary", "") if possible else ("$text-disabled", "$text-disabled")
+            part = Content.assemble((action.shown_key, key_style), (f" {words}", style))
+            if place + part.cell_length > self.content_size.width:
+                break
+            self._spans.append((place, place + part.cell_length, action))
+            place += part.cell_length + gap
+            parts.append(part)
+        self.update(Content(" " * gap).join(parts))
+
+    def on_click(self, event: Click) -> None:
+        for start, stop, action in self._spans:
+            if start <= event.x - self.gutter.left < stop:
+                self.post_message(self.Pressed(action))
+
+
+def _width(actions: list[Action], state: DeckState, gap: int) -> int:
+    return sum(len(action.shown_key) + 1 + len(label(action, state)) + gap for action in actions) - gap

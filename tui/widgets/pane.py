@@ -1,0 +1,94 @@
+"""The frame all panes share: a title, a hint of its keys, and one `show` that makes it a function of the state."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.containers import Vertical
+from textual.content import Content
+from textual.events import Resize
+from textual.widget import Widget
+
+from tui.actions import hint
+from tui.state import DeckState
+from tui.widgets.row_list import RowList
+
+
+class Pane(Vertical):
+    """A bordered part of the deck. Subclasses fill `draw`; it is called only while the pane is on the screen."""
+
+    NAME: ClassVar[str]
+    """The pane's id in DeckState.pane and in the action table."""
+    NUMBER: ClassVar[str] = ""
+    HINTS: ClassVar[tuple[str, ...]] = ()
+    """Actions named on the lower border."""
+
+    def __init__(self) -> None:
+        super().__init__(id=self.NAME)
+        self.state = DeckState()
+
+    def show(self, state: DeckState) -> None:
+        """Take the state; drawn at once when the pane can be seen."""
+        self.state = state
+        if self.display and self.size.width:
+            self.refresh_pane()
+
+    def refresh_pane(self) -> None:
+        """Draw the last state again."""
+        self.set_class(self.full, "-full")
+        separator = self.state.glyphs.separator
+        self.border_title = Content(f"{self.NUMBER} {self.title(self.state)}".strip())
+        focused = self.state.pane == self.NAME
+        self.border_subtitle = Content(hint(self.state, separator, *self.HINTS)) if focused else None
+        self.draw(self.state)
+
+    @property
+    def full(self) -> bool:
+        """The pane has the screen (nearly) to itself: it shows details."""
+        return self.state.view == self.NAME
+
+    @property
+    def room(self) -> int:
+        """Cells in a line of the pane."""
+        return self.content_size.width
+
+    def title(self, state: DeckState) -> str:
+        return self.NAME
+
+    def draw(self, state: DeckState) -> None:
+        raise NotImplementedError
+
+    @property
+    def keys_go_to(self) -> Widget:
+        """What is focused with the pane, when it has no list of its own."""
+        return self
+
+    def move(self, name: str) -> bool:
+        """Move the list's cursor, or scroll the details; False when there is nothing to move in that direction."""
+        rows = next(iter(self.query(RowList)), None)
+        if rows is not None:
+            return rows.move(name)
+        scrolled = self if self.max_scroll_y else None
+        if scrolled is None or name in ("left", "right"):
+            return False
+        scroll = {
+            "down": scrolled.scroll_down,
+            "up": scrolled.scroll_up,
+            "page_down": scrolled.scroll_page_down,
+            "page_up": scrolled.scroll_page_up,
+            "top": scrolled.scroll_home,
+            "bottom": scrolled.scroll_end,
+        }[name]
+        scroll(animate=False)
+        return True
+
+    def copy_text(self) -> str:
+        """What `y` copies: what is selected, else everything."""
+        return self.text()
+
+    def text(self) -> str:
+        """What ctrl+s saves: the whole pane as plain text."""
+        raise NotImplementedError
+
+    def on_resize(self, event: Resize) -> None:
+        self.call_after_refresh(self.refresh_pane)

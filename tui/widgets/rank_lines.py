@@ -1,0 +1,89 @@
+"""The ranks of a run side by side: compute time of the last step as bars, who is slowest, memory, phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+
+from tui.formatting import age, duration, rate, size
+from tui.glyphs import FAIL, PHASES, STALE, STOPPED, Glyph, rank_style
+from tui.state import RANK_LIMIT_S, DeckState
+from tui.widgets.columns import Column, lay_out
+
+if TYPE_CHECKING:
+    from engine.events import RankStatus, RunSnapshot
+
+MARKED_SKEW = 0.05
+"""A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
+
+
+def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
+    """The rank's phase as it is to be believed: an old word is stale, an exit is told by its code."""
+    if rank.signal is not None:
+        return (STOPPED if _aborted(state) else FAIL), f"signal {rank.signal}"
+    if rank.exit_code is not None and rank.exit_code != 0:
+        return FAIL, f"exit {rank.exit_code}"
+    working = state.active and rank.phase in ("training", "validating", "saving")
+    if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
+        return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"
+    if rank.phase == "ended" and rank.exit_code is None:
+        return STOPPED, "ended"
+    return PHASES.get(rank.phase, STALE), rank.phase
+
+
+def _aborted(state: DeckState) -> bool:
+    return state.snapshot is not None and state.snapshot.record.state == "aborted"
+
+
+def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
+    """The straggler: the rank with the longest compute time, where it matters."""
+    timed = [(rank.step_s, rank.rank) for rank in ranks if rank.step_s is not None]
+    if len(timed) < 2:
+        return None
+    (longest, number), (shortest, _) = max(timed), min(timed)
+    return number if shortest > 0 and longest / shortest - 1 > MARKED_SKEW else None
+
+
+def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
+    """A line a rank, with a header line when `headed`."""
+    ranks, none = snapshot.ranks, state.glyphs.none
+    if not ranks:
+        return [Content.styled("no rank has started yet", "$text-muted")]
+    longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
+    straggler = slowest(ranks)
+    arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
+    found = [rank_glyph(state, rank) for rank in ranks]
+    bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
+    columns = [
+        Column("rank", [Content.styled(f"rank {rank.rank}", rank_style(rank.rank)) for rank in ranks], 9),
+        Column("node", [rank.node for rank in ranks], 4),
+        Column("state", [state.glyphs.state(glyph, word) for glyph, word in found], 8),
+        Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
+        Column("", [f"{rank.step_s:.3f} s" if rank.step_s is not None else none for rank in ranks], 7, right=True),
+        Column("step", [f"{r.iteration:,}" if r.iteration is not None else none for r in ranks], 5, right=True),
+        Column("peak", [size(r.memory_bytes) if r.memory_bytes else none for r in ranks], 6, right=True),
+        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 3),
+    ]
+    if straggler is None:
+        columns.pop()
+    if headed:
+        columns.insert(-1, Column("heard", [age(rank.seen_at, state.now) for rank in ranks], 4, right=True))
+    head, rows = lay_out(columns, width)
+    return [head, *rows] if headed else rows
+
+
+def figures(state: DeckState, snapshot: RunSnapshot) -> Content:
+    """The run's own figures on one line; "–" for what is not there."""
+    record, none = snapshot.record, state.glyphs.none
+    parts = [
+        ("loss", f"{record.train_loss:.3f}" if record.train_loss is not None else none),
+        ("val", f"{record.val_loss:.3f}" if record.val_loss is not None else none),
+        ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
+    ]
+    if snapshot.learning_rate is not None:
+        parts.append(("lr", f"{snapshot.learning_rate:.3g}"))
+    if state.active:
+        parts.append(("ETA", duration(snapshot.eta_s) if snapshot.eta_s is not None else none))
+    parts.append(("predicted", "not measured"))
+    return Content("   ").join([Content.assemble((f"{label} ", "$text-muted"), value) for label, value in parts])

@@ -1,0 +1,116 @@
+"""The line at the top: cluster, backend, nodes; run state with its age, step, loss, speed, ETA; what is stale."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+from textual.widgets import Static
+
+from tui.formatting import age, duration, loss, plural, rate
+from tui.glyphs import STALE, STATES, UNKNOWN
+from tui.state import RANK_LIMIT_S, DeckState
+from tui.widgets.columns import justify
+from tui.widgets.nodes_pane import node_names
+
+if TYPE_CHECKING:
+    from engine.events import RunSnapshot
+
+GAP = "   "
+
+
+class RunHeader(Static):
+    """One line; the least important parts go first when it is short."""
+
+    def __init__(self) -> None:
+        super().__init__("MLX Flight Deck", id="header", markup=False)
+
+    def show(self, state: DeckState) -> None:
+        self.update(header(state, max(20, self.content_size.width)))
+
+
+def header(state: DeckState, width: int) -> Content:
+    """The line, at most `width` cells."""
+    left, right = _place(state), _warnings(state)
+    parts = _run(state)
+    while parts and _length(left, parts, right) > width:
+        parts.pop(min(range(len(parts)), key=lambda index: (parts[index][0], -index)))
+    middle = Content(GAP).join([part for _, part in parts])
+    return justify(Content(GAP).join([left, middle]) if parts else left, right, width)
+
+
+def _length(left: Content, parts: list[tuple[int, Content]], right: Content) -> int:
+    return left.cell_length + sum(part.cell_length + len(GAP) for _, part in parts) + right.cell_length + 1
+
+
+def _place(state: DeckState) -> Content:
+    record, config = state.snapshot.record if state.snapshot else None, state.config
+    name = config.cluster.name if config else (record.name if record else "MLX Flight Deck")
+    parts = []
+    if record is not None:
+        parts.append(record.backend)
+    elif config is not None:
+        parts.append("ring" if config.cluster.backend == "auto" else config.cluster.backend)
+    if nodes := node_names(state):
+        parts.append(plural(len(nodes), "node"))
+    separator = state.glyphs.separator
+    return Content.assemble((name, "bold"), *[(separator + part, "$text-muted") for part in parts])
+
+
+def _run(state: DeckState) -> list[tuple[int, Content]]:
+    """The run's facts with how dear each is, in the order shown."""
+    snapshot = state.snapshot
+    if snapshot is None:
+        word = "loading" if not state.ready else ("no configuration" if state.config is None else "idle")
+        return [(9, Content.styled(f"{state.glyphs.shape(UNKNOWN) if not state.ready else ''} {word}".strip()))]
+    record = snapshot.record
+    glyph = STATES[record.state]
+    if state.active:
+        word = f"{record.state} {duration(state.age_s(snapshot.state_since))}"
+    else:
+        word = f"{record.state} {age(record.ended_at or snapshot.state_since, state.now)} ago"
+    parts: list[tuple[int, Content]] = [(9, state.glyphs.state(glyph, word))]
+    if record.iteration is not None:
+        total = f"/{record.iterations:,}" if record.iterations else ""
+        parts.append((8, _pair("step", f"{record.iteration:,}{total}")))
+    if record.train_loss is not None:
+        parts.append((7, _pair("loss", f"{loss(record.train_loss)}{_trend(state, snapshot)}")))
+    if state.active and record.tokens_per_second is not None:
+        parts.append((4, Content(rate(record.tokens_per_second))))
+    if state.active and snapshot.eta_s is not None:
+        parts.append((6, _pair("ETA", duration(snapshot.eta_s))))
+    return parts
+
+
+def _trend(state: DeckState, snapshot: RunSnapshot) -> str:
+    """Whether the last report's loss went down or up."""
+    train = snapshot.series.train
+    if len(train) < 2 or train[-1][1] == train[-2][1]:
+        return ""
+    return " " + (state.glyphs.down if train[-1][1] < train[-2][1] else state.glyphs.up)
+
+
+def _warnings(state: DeckState) -> Content:
+    if state.frozen:
+        return Content.styled(" FROZEN, data keeps arriving ", "reverse $warning")
+    if state.busy:
+        return Content.styled(state.busy, "$text-muted")
+    snapshot = state.snapshot
+    if snapshot is None or not state.active:
+        return Content("")
+    if not snapshot.supervised:
+        return state.glyphs.state(UNKNOWN, "supervisor gone")
+    silent = [
+        (state.age_s(rank.seen_at), rank)
+        for rank in snapshot.ranks
+        if rank.seen_at is not None and rank.phase in ("training", "validating", "saving")
+    ]
+    if silent:
+        oldest, rank = max(silent, key=lambda pair: pair[0])
+        if oldest > RANK_LIMIT_S:
+            return state.glyphs.state(STALE, f"{rank.node} {age(rank.seen_at, state.now)}")
+    return Content("")
+
+
+def _pair(label: str, value: str) -> Content:
+    return Content.assemble((f"{label} ", "$text-muted"), value)

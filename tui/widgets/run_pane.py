@@ -1,0 +1,103 @@
+"""Pane 4: the plan while nothing runs; then the loss plot, the ranks and the run's figures; and, when something is
+wrong, the first cause and its fix above the log that proves it."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import Static
+
+from tui.glyphs import STATES
+from tui.state import DeckState
+from tui.widgets import run_story
+from tui.widgets.loss_plot import LossPlot
+from tui.widgets.pane import Pane
+from tui.widgets.rank_lines import figures, table
+
+
+class RunPane(Pane, can_focus=True):
+    """The shown run."""
+
+    NAME = "run"
+    NUMBER = "4"
+    HINTS = ("log_axis", "maximise", "enter")
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="story", markup=False)
+        yield LossPlot(id="loss")
+        yield Static("", id="ranks", markup=False)
+        yield Static("", id="figures", markup=False)
+
+    @property
+    def full(self) -> bool:
+        return self.state.view == "run"
+
+    @property
+    def plot(self) -> LossPlot:
+        return self.query_one(LossPlot)
+
+    def title(self, state: DeckState) -> str:
+        if state.snapshot is None:
+            return "run"
+        record, separator = state.snapshot.record, state.glyphs.separator
+        attempt = f"{separator}attempt {record.attempts}" if record.attempts > 1 else ""
+        return f"run{separator}{record.id}{attempt}"
+
+    def draw(self, state: DeckState) -> None:
+        snapshot = state.snapshot
+        story = run_story.plan(state) if snapshot is None else run_story.end(state, snapshot)
+        self._put("#story", story)
+        if snapshot is None:
+            self.plot.display = False
+            self._put("#ranks", [])
+            self._put("#figures", [])
+            return
+        has_loss = bool(snapshot.series.train or snapshot.series.val)
+        self.plot.display = has_loss
+        if has_loss:
+            self.plot.show(snapshot.series, state.glyphs)
+        elif not story:
+            self._put("#story", [_waiting(state)])
+        tall = self.content_size.height >= 12
+        self._put("#ranks", table(state, snapshot, self.room, headed=self.full) if tall or not has_loss else [])
+        self._put("#figures", [figures(state, snapshot)])
+
+    def _put(self, selector: str, lines: list[Content]) -> None:
+        static = self.query_one(selector, Static)
+        static.display = bool(lines)
+        static.update(Content("\n").join(lines))
+
+    def text(self) -> str:
+        state, snapshot = self.state, self.state.snapshot
+        if snapshot is None:
+            return "\n".join(line.plain for line in run_story.plan(state))
+        lines = [
+            Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
+            *run_story.end(state, snapshot),
+            figures(state, snapshot),
+            *table(state, snapshot, 200, headed=True),
+            Content("iteration  train loss"),
+            *(Content(f"{iteration:>9}  {loss:.6f}") for iteration, loss in snapshot.series.train),
+        ]
+        return "\n".join(line.plain.rstrip() for line in lines)
+
+    def copy_text(self) -> str:
+        """The fix when the run failed (that is what one pastes), else everything."""
+        snapshot = self.state.snapshot
+        if snapshot is not None and snapshot.diagnosis is not None and snapshot.diagnosis.fix:
+            return snapshot.diagnosis.fix
+        return self.text()
+
+
+def _waiting(state: DeckState) -> Content:
+    """While a run has no loss yet: what it is at."""
+    assert state.snapshot is not None
+    record = state.snapshot.record
+    words = {
+        "planned": "waiting for its supervisor",
+        "preflight": "preflight checks run first (pane 2)",
+        "launching": "mlx.launch starts the ranks",
+        "running": "the ranks load the model; the first loss comes with the first report",
+    }
+    mark = state.glyphs.state(STATES[record.state], record.state)
+    return Content.assemble(mark, "  ", (words.get(record.state, ""), "$text-muted"))

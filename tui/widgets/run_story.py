@@ -1,0 +1,155 @@
+"""What the run pane says in words: the plan while nothing runs, a failure's first cause and fix, how a run ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+
+from tui.formatting import age, duration, plural
+from tui.glyphs import STATES
+from tui.state import DeckState
+from tui.widgets.shares_pane import shares
+
+if TYPE_CHECKING:
+    from engine.config.models import FlightConfig
+    from engine.events import RunSnapshot
+
+LABEL = 12
+"""Cells of a label before its text."""
+
+
+def plan(state: DeckState) -> list[Content]:
+    """What would be launched, on what, what it needs, and the one key that goes on."""
+    if not state.ready:
+        return [Content.styled("loading the engine", "$text-muted")]
+    config = state.config
+    if config is None:
+        reason = state.fault or "there is no flightdeck.toml here"
+        return [
+            Content.styled("nothing to launch", "bold"),
+            *[Content.styled(line, "$warning") for line in reason.splitlines()],
+            Content.styled("5 shows earlier runs; n says what is missing", "$text-muted"),
+        ]
+    lines = [
+        Content.assemble(("ready to launch  ", "$text-muted"), (config.job.name, "bold")),
+        Content(""),
+        *(labelled(label, text) for label, text in what(config, state)),
+        labelled("needs", _needs(state)),
+        Content(""),
+    ]
+    if state.fault:
+        lines += [Content.styled(line, "$error") for line in state.fault.splitlines()]
+    from tui.actions import BY_ID
+
+    blocked = BY_ID["launch"].why_not(state)
+    if blocked:
+        lines.append(Content.assemble(("n cannot launch now: ", "$warning"), blocked))
+    else:
+        lines.append(Content.assemble(("n", "bold $text-primary"), "  launches it, after you confirm"))
+    return lines
+
+
+def what(config: FlightConfig, state: DeckState) -> list[tuple[str, str]]:
+    """The job and where it runs, as label and text."""
+    separator = state.glyphs.separator
+    job, settings = config.job, config.job.mlx_lm
+    if job.command is not None:
+        rows = [("command", " ".join(job.command))]
+    else:
+        rows = [("model", tail(job.model)), ("data", tail(job.data))]
+        sizes = [f"{settings['iters']:,} iterations"] if "iters" in settings else []
+        if "batch_size" in settings:
+            sizes.append(f"global batch {settings['batch_size']}")
+        if "learning_rate" in settings:
+            sizes.append(f"learning rate {settings['learning_rate']:g}")
+        kind = {"full": "full fine-tuning"}.get(job.fine_tune_type, job.fine_tune_type)
+        rows.append(("training", separator.join([kind, *sizes])))
+    parts = shares(state) or []
+    names = [f"{node.name} {part:.0%}" for node, part in zip(config.nodes, parts, strict=False)]
+    backend = "ring" if config.cluster.backend == "auto" else config.cluster.backend
+    rows.append(("on", separator.join([plural(len(config.nodes), "rank"), backend, ", ".join(names)])))
+    rows.append(("why", _why_shares(config)))
+    return rows
+
+
+def _why_shares(config: FlightConfig) -> str:
+    if len(config.nodes) == 1:
+        return "one node: no link to wait for"
+    if any(node.share is not None for node in config.nodes):
+        return "shares as fixed in the configuration; not calibrated"
+    return "equal shares: hardware calibration missing, assuming equal performance"
+
+
+def _needs(state: DeckState) -> str:
+    if failures := state.failures():
+        return f"preflight has {plural(failures, 'failure')}"
+    if state.checks and state.checks_at is not None:
+        return f"preflight, passed {age(state.checks_at, state.now)} ago; it runs again before the ranks start"
+    return "a passed preflight: it runs first, and stops the launch where a check fails"
+
+
+def tail(path: str | None, keep: int = 3) -> str:
+    """The end of a path, which tells one from another; the whole is in the plan."""
+    if not path:
+        return "none"
+    parts = path.rstrip("/").split("/")
+    return path if len(parts) <= keep + 1 else "…/" + "/".join(parts[-keep:])
+
+
+def end(state: DeckState, snapshot: RunSnapshot) -> list[Content]:
+    """How the shown run ended and why; the first cause and its fix when it failed. Empty while all is well."""
+    record, glyphs = snapshot.record, state.glyphs
+    if record.state == "succeeded":
+        lasted = record.ended_at - record.started_at if record.ended_at and record.started_at else None
+        took = duration(lasted.total_seconds() if lasted is not None else None)
+        steps = plural(record.iterations, "iteration") if record.iterations else "all ranks"
+        return [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
+    diagnosis = snapshot.diagnosis
+    if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
+        return [] if snapshot.supervised or snapshot.record.ended_at else _unsupervised(state)
+    word = " ".join(part for part in (record.state, record.reason and f"({record.reason})") if part)
+    place = _place(snapshot)
+    lines = [Content.assemble(glyphs.state(STATES[record.state], word), (f"  {place}" if place else "", "bold"))]
+    cause = diagnosis.cause if diagnosis else record.cause
+    fix = diagnosis.fix if diagnosis and diagnosis.fix else record.fix
+    if cause:
+        lines.append(labelled("first cause" if record.state == "failed" else "cause", cause))
+    if fix:
+        lines.append(labelled("fix", fix, "bold"))
+    if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
+        lines.append(labelled("kept", f"the checkpoint of iteration {kept:,}"))
+    if record.unconfirmed:
+        nodes = ", ".join(record.unconfirmed)
+        lines.append(labelled("unconfirmed", f"the stop could not be proved on {nodes}", "$error"))
+    if diagnosis is not None and diagnosis.offset is not None:
+        lines.append(Content.styled(f"{'':<{LABEL}}enter jumps to the line that proves it", "$text-muted"))
+    return lines
+
+
+def _unsupervised(state: DeckState) -> list[Content]:
+    return [Content.styled("? no supervisor is alive for this run; it is being adopted or fenced", "$warning")]
+
+
+def _place(snapshot: RunSnapshot) -> str:
+    """The rank and node that ended it, with its exit or signal."""
+    record, parts = snapshot.record, []
+    if record.rank is not None:
+        parts.append(f"rank {record.rank}" + (f" on {record.host}" if record.host else ""))
+    elif record.host:
+        parts.append(record.host)
+    if record.signal is not None:
+        parts.append(f"signal {record.signal}")
+    elif record.exit_code is not None:
+        parts.append(f"exit {record.exit_code}")
+    return ", ".join(parts)
+
+
+def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
+    """Iteration of the newest committed checkpoint, None when there is none."""
+    return max((mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint"), default=None)
+
+
+def labelled(label: str, text: str, style: str = "") -> Content:
+    """A muted label of fixed width, then the text."""
+    return Content.assemble((f"{label:<{LABEL}}", "$text-muted"), (text, style))
