@@ -1,0 +1,159 @@
+"""The journal of a run: append-only JSON lines, the truth about its states. Written by its supervisor alone.
+
+Every entry is `{"at": UTC ISO time, "event": …, …}`:
+
+    planned       run (RunRecord), nonce: what is to be, before anything starts
+    supervisor    pid, start, boot_id, adopted: who watches from here on
+    state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
+                  val_loss, tokens_per_second, unconfirmed
+    attempt       attempt, starting_port, log_bases {source: size of the head's log when the attempt began},
+                  event_bases {rank: the same for its events}
+    launcher      pid, start: mlx.launch's process, leader of its group
+    rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node)
+    rank_ended    rank, host, code, signal, stopped_by, error
+    request       request, now, by: what a face asked for
+    stop          stage (asked, stop, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence),
+                  acknowledged [ranks whose keeper has written an exit record], left ["node pid command"]
+    note          message: anything else worth knowing, a full disk for example
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.errors import StateError
+from engine.models import RunRecord
+
+_SYNCED = frozenset({"planned", "state", "attempt", "launcher", "request", "stop"})
+_END_FIELDS = (
+    "reason",
+    "rank",
+    "host",
+    "cause",
+    "fix",
+    "exit_code",
+    "signal",
+    "iteration",
+    "train_loss",
+    "val_loss",
+    "tokens_per_second",
+    "unconfirmed",
+)
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Journal:
+    """The writing side. One per run at a time: the supervisor's lock sees to that."""
+
+    def __init__(self, path: Path, clock: Callable[[], datetime] = _now) -> None:
+        """Opens `path` for appending; what a killed writer left of a line is cut off."""
+        self._clock = clock
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._unwritten = b""
+        _cut_torn_line(self._descriptor)
+
+    def append(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Append one entry by one write; a change of state is on the disk when this returns.
+
+        On a full disk the entry waits in memory and goes out with the next one (or `flush`), so training is not stopped
+        for want of a journal. Any other fault raises OSError.
+        """
+        entry = {"at": self._clock().isoformat(), "event": event, **fields}
+        self._unwritten += json.dumps(entry, ensure_ascii=False, default=str).encode() + b"\n"
+        self.flush(sync=event in _SYNCED)
+        return entry
+
+    def flush(self, *, sync: bool = True) -> bool:
+        """Write what a full disk held back; False while there is still no room."""
+        if not self._unwritten:
+            return True
+        size = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, self._unwritten)
+            if written < len(self._unwritten):
+                raise OSError(errno.ENOSPC, "short write")
+            if sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            os.ftruncate(self._descriptor, size)
+            return False
+        self._unwritten = b""
+        return True
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._descriptor)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All whole entries in order, [] when there is no journal. A torn last line is not an entry; neither is a line that
+    a crash of the machine has left unreadable."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    whole, _, _torn = content.rpartition(b"\n")
+    return [entry for line in whole.split(b"\n") if (entry := parse_entry(line)) is not None]
+
+
+def parse_entry(line: bytes) -> dict[str, Any] | None:
+    """One line of a journal; None when it is no entry."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None
+
+
+def replay(entries: Iterable[dict[str, Any]]) -> RunRecord:
+    """The run's record as the journal has it. Raises StateError when nothing says which run it is."""
+    record: dict[str, Any] | None = None
+    for entry in entries:
+        if entry["event"] == "planned" and record is None:
+            record = dict(entry["run"])
+        elif record is not None:
+            _apply(record, entry)
+    if record is None:
+        raise StateError("the journal does not begin with a plan")
+    return RunRecord.model_validate(record)
+
+
+def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
+    match entry["event"]:
+        case "state":
+            record["state"] = entry["state"]
+            record.update({key: entry[key] for key in _END_FIELDS if entry.get(key) is not None})
+            if RunRecord.model_validate(record).state.ended:
+                record["ended_at"] = entry["at"]
+        case "attempt":
+            record["attempts"] = entry["attempt"]
+        case "rank_started":
+            started = datetime.fromtimestamp(entry["started_at"], UTC)
+            earliest = record.get("started_at")
+            record["started_at"] = min(started, datetime.fromisoformat(str(earliest))) if earliest else started
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    size = os.fstat(descriptor).st_size
+    position = size
+    while position > 0:
+        start = max(0, position - 4096)
+        newline = os.pread(descriptor, position - start, start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < size:
+        os.ftruncate(descriptor, position)

@@ -1,0 +1,92 @@
+"""plan.json: what a run is meant to be, written before anything of it starts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from engine.config.models import FlightConfig
+from engine.errors import StateError
+from engine.models import RunRecord, RunState
+from engine.worker.wire import write_atomic
+
+PLAN_VERSION = "2.0.0"
+
+
+class PlannedRank(BaseModel):
+    """One rank and where it is to run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    node: str
+    host: str
+    """Address of the node, for messages."""
+    share: float = 1.0
+    """Relative share of the global batch."""
+
+
+class Plan(BaseModel):
+    """plan.json."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str = PLAN_VERSION
+    run_id: str
+    created_at: datetime
+    config: FlightConfig
+    skip: tuple[str, ...] = ()
+    """Checks to leave out, from the configuration and from --skip."""
+    ranks: tuple[PlannedRank, ...]
+
+    @classmethod
+    def of(cls, config: FlightConfig, *, run_id: str, created_at: datetime, skip: tuple[str, ...] = ()) -> Plan:
+        """The plan of one run of `config`: one rank per node, in the configuration's order."""
+        ranks = tuple(
+            PlannedRank(rank=number, node=node.name, host=node.ssh, share=node.share or 1.0)
+            for number, node in enumerate(config.nodes)
+        )
+        left_out = tuple(dict.fromkeys((*config.preflight.skip, *skip)))
+        return cls(run_id=run_id, created_at=created_at, config=config, skip=left_out, ranks=ranks)
+
+    @property
+    def backend(self) -> str:
+        backend = self.config.cluster.backend
+        return "ring" if backend == "auto" else backend
+
+    @property
+    def iterations(self) -> int | None:
+        """How many iterations are meant to be; None for a command of the user's own."""
+        iterations = self.config.job.mlx_lm.get("iters")
+        return int(iterations) if self.config.job.command is None and iterations is not None else None
+
+    def record(self) -> RunRecord:
+        """The run as it is before anything has happened."""
+        return RunRecord(
+            id=self.run_id,
+            name=self.config.job.name,
+            state=RunState.PLANNED,
+            created_at=self.created_at,
+            world_size=len(self.ranks),
+            backend=self.backend,
+            iterations=self.iterations,
+        )
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write `plan` atomically, readable by its owner alone: a job's environment is in it."""
+    write_atomic(path, plan.model_dump_json(indent=1) + "\n")
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises StateError when there is none, or none that this version reads."""
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise StateError("the plan cannot be read", where=str(path), why=error.strerror or str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        raise StateError("the plan is not one", where=str(path), why=why) from error
