@@ -105,10 +105,7 @@ class LineIndex:
             block = self._read(begin, min(begin + _BLOCK_RECORDS, stop))
             pairs = bytearray(2 * (len(block) // RECORD.size))
             pairs[0::2], pairs[1::2] = block[6 :: RECORD.size], block[7 :: RECORD.size]
-            sources = array("H", bytes(pairs))
-            if _BIG_ENDIAN:
-                sources.byteswap()
-            counted += sources.count(source)
+            counted += array("H", bytes(pairs)).count(source)
         return counted
 
     def _first(self, reached: Callable[[Entry], bool]) -> int:
@@ -155,9 +152,6 @@ class LineIndex:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-
-
-_BIG_ENDIAN: Final = struct.pack("=H", 1) == struct.pack(">H", 1)
 
 
 def read_header(header: bytes) -> float | None:
