@@ -1,0 +1,79 @@
+"""The console may die at any moment: the run does not notice, and nothing of its output is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+from engine.models import RunState
+from engine.runs.layout import RunDir, node_root
+from engine.runs.log_reader import LogReader
+from engine.session import Engine
+from engine.worker.wire import NodeFiles
+from tests.terminal import Terminal
+
+KILLS = 20
+CONFIG = """
+[cluster]
+name = "local"
+
+[[node]]
+name = "left"
+
+[[node]]
+name = "right"
+
+[preflight]
+all_sum_s = 0.2
+
+[job]
+command = ["{python}", "chatter.py", "{flag}"]
+"""
+
+CHATTER = """
+import os, sys, time
+rank, line = os.environ["MLX_RANK"], 0
+while not os.path.exists(sys.argv[1]):
+    for _ in range(50):
+        line += 1
+        print(f"rank {rank} line {line} " + "·" * (line % 60))
+    sys.stdout.flush()
+    time.sleep(0.02)
+"""
+
+
+async def test_twenty_consoles_killed_while_lines_stream(home: Path, tmp_path: Path) -> None:
+    flag = tmp_path / "enough"
+    config = tmp_path / "flightdeck.toml"
+    config.write_text(CONFIG.format(python=sys.executable, flag=flag))
+    (tmp_path / "chatter.py").write_text(CHATTER)
+    engine = Engine(home)
+    run = await engine.launch(engine.load_config(config))
+    watch = engine.watch(run.id)
+    while (state := watch.poll().record.state) is not RunState.RUNNING:
+        assert not state.ended, watch.poll().record
+        await asyncio.sleep(0.05)
+
+    moments = random.Random(20)
+    for _ in range(KILLS):
+        with Terminal([sys.executable, "-m", "tui.cli", "-c", str(config)]) as console:
+            console.read_until(b"line")
+            await asyncio.sleep(moments.uniform(0.0, 0.4))
+            console.kill()
+
+    flag.touch()
+    while not (record := watch.poll().record).state.ended:
+        await asyncio.sleep(0.05)
+    assert record.state is RunState.SUCCEEDED, record
+
+    head, node = RunDir(home / "runs" / run.id), NodeFiles.of(node_root(), run.id, 1)
+    merged = 0
+    for rank in (0, 1):
+        assert head.log(rank).read_bytes() == node.log(rank).read_bytes()
+        reader = LogReader(head, rank)
+        numbers = [int(line.text.split()[3]) for line in reader.lines(0, reader.line_count)]
+        assert numbers == list(range(1, len(numbers) + 1))
+        merged += len(numbers)
+    assert merged > 1000
