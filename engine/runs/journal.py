@@ -19,9 +19,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import RunRecord
+from engine.runs.line_file import LineFile
 
 _SYNCED = frozenset({"planned", "state", "attempt", "launcher", "request", "stop"})
 _END_FIELDS = (
@@ -45,7 +44,6 @@ _END_FIELDS = (
     "tokens_per_second",
     "unconfirmed",
 )
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def _now() -> datetime:
@@ -58,9 +56,7 @@ class Journal:
     def __init__(self, path: Path, clock: Callable[[], datetime] = _now) -> None:
         """Opens `path` for appending; what a killed writer left of a line is cut off."""
         self._clock = clock
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._unwritten = b""
-        _cut_torn_line(self._descriptor)
+        self._file = LineFile(path)
 
     def append(self, event: str, **fields: Any) -> dict[str, Any]:
         """Append one entry by one write; a change of state is on the disk when this returns.
@@ -69,32 +65,16 @@ class Journal:
         for want of a journal. Any other fault raises OSError.
         """
         entry = {"at": self._clock().isoformat(), "event": event, **fields}
-        self._unwritten += json.dumps(entry, ensure_ascii=False, default=str).encode() + b"\n"
-        self.flush(sync=event in _SYNCED)
+        line = json.dumps(entry, ensure_ascii=False, default=str).encode(errors="backslashreplace")
+        self._file.append(line, sync=event in _SYNCED)
         return entry
 
-    def flush(self, *, sync: bool = True) -> bool:
+    def flush(self) -> bool:
         """Write what a full disk held back; False while there is still no room."""
-        if not self._unwritten:
-            return True
-        size = os.fstat(self._descriptor).st_size
-        try:
-            written = os.write(self._descriptor, self._unwritten)
-            if written < len(self._unwritten):
-                raise OSError(errno.ENOSPC, "short write")
-            if sync:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            os.ftruncate(self._descriptor, size)
-            return False
-        self._unwritten = b""
-        return True
+        return self._file.flush(sync=True)
 
     def close(self) -> None:
-        self.flush()
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -143,17 +123,3 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
             started = datetime.fromtimestamp(entry["started_at"], UTC)
             earliest = record.get("started_at")
             record["started_at"] = min(started, datetime.fromisoformat(str(earliest))) if earliest else started
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    size = os.fstat(descriptor).st_size
-    position = size
-    while position > 0:
-        start = max(0, position - 4096)
-        newline = os.pread(descriptor, position - start, start).rfind(b"\n")
-        if newline >= 0:
-            position = start + newline + 1
-            break
-        position = start
-    if position < size:
-        os.ftruncate(descriptor, position)
