@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.worker.processes import kill_group
+
 _OUTPUT_LIMIT = 1 << 20
 _TERM_GRACE_S = 0.5
+_KILL_WAIT_S = 2.0
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,17 @@ async def run(
     time_limit_s: float,
     environment: Mapping[str, str] | None = None,
     cwd: str = "/",
+    newline_every_s: float | None = None,
 ) -> Finished:
     """Run `argv` to its end, at most `time_limit_s` seconds. Cancelling ends its whole process group first.
 
-    Output goes to unnamed files, so a chatty program costs disk and not memory. Its stdin stays open and silent:
-    mlx.launch crashes on a closed one. Raises OSError when the program cannot be started.
+    Output goes to unnamed files, so a chatty program costs disk and not memory. Its stdin stays open: mlx.launch
+    crashes on a closed one, and at a newline it drops pipes that its ranks have left, instead of burning a core.
+    Raises OSError when the program cannot be started.
     """
     quiet_stdin, held_open = os.pipe()
+    os.set_blocking(held_open, False)
+    newlines = asyncio.create_task(_newlines(held_open, newline_every_s)) if newline_every_s else None
     try:
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             process = await asyncio.create_subprocess_exec(
@@ -64,19 +74,28 @@ async def run(
                     await asyncio.shield(_end_group(process))
             return Finished(code, _tail(stdout.fileno()), _tail(stderr.fileno()))
     finally:
+        if newlines is not None:
+            newlines.cancel()
         os.close(quiet_stdin)
         os.close(held_open)
 
 
+async def _newlines(descriptor: int, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(descriptor, b"\n")
+
+
 async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """TERM, then KILL, for everyone in the group of `process`."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
+    """TERM, then KILL, for everyone in the group of `process`; returns when the group is empty."""
+    for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
+        if not kill_group(process.pid, number):
             break
-        if number is signal.SIGTERM:
-            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=_TERM_GRACE_S)
+        deadline = time.monotonic() + grace_s
+        # Signal 0 asks whether anybody is left.
+        while kill_group(process.pid, 0) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
     await process.wait()
 
 

@@ -1,0 +1,79 @@
+"""gradient_layer starts a real mlx.launch ring; what goes wrong there is named by rank, cause before consequence."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.models import CheckStatus
+from engine.preflight import gradient as check
+from engine.preflight.process import Finished
+from engine.worker.all_sum import Result
+from engine.worker.processes import with_nonce
+from tests.unit.preflight.conftest import flight
+
+
+async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
+    config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.secrets, "token_hex", lambda _: "the-nonce-of-this-test")
+    result = await check.look(config)
+    assert result.status is CheckStatus.PASS, result
+    assert result.summary.startswith("2 ranks, exact, ")
+    assert set(result.evidence) == {"node0", "node1"}
+    assert with_nonce("the-nonce-of-this-test") == []
+    assert list((home / "node" / "preflight").iterdir()) == []
+
+
+async def test_one_rank_is_a_group_of_one_and_says_so(model: Path, data: Path, tmp_path: Path, home: Path) -> None:
+    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable,)))
+    assert (result.status, "nothing is exchanged" in result.summary) == (CheckStatus.PASS, True)
+
+
+async def test_a_rank_without_an_interpreter_is_blamed_and_not_the_one_that_waits(
+    model: Path, data: Path, tmp_path: Path, home: Path
+) -> None:
+    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable, "/no/such/python")))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert "/no/such/python" in result.summary
+
+
+async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nonce = "the-nonce-of-a-cancelled-check"
+    monkeypatch.setattr(check.secrets, "token_hex", lambda _: nonce)
+    task = asyncio.create_task(check.look(config))
+    while len(with_nonce(nonce)) < 3:
+        assert not task.done()
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert with_nonce(nonce) == []
+
+
+QUIET = Finished(0, "", "")
+GOOD = {"exact": True, "latency_s": 1e-4, "bandwidth_bytes_per_s": 1e9}
+
+
+def test_a_world_that_is_smaller_than_planned_fails(config: FlightConfig) -> None:
+    alone = {rank: Result(rank, size=1, **GOOD) for rank in (0, 1)}
+    result = check.judge(config, alone, {0: "", 1: ""}, QUIET)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (0, "node0"))
+    assert "a group of 1 where 2 are planned" in result.summary
+
+
+def test_an_inexact_sum_fails_though_it_is_fast(config: FlightConfig) -> None:
+    results = {0: Result(0, size=2, **GOOD), 1: Result(1, size=2, **{**GOOD, "exact": False})}
+    result = check.judge(config, results, {0: "", 1: ""}, QUIET)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+
+
+def test_a_lost_peer_is_a_consequence(config: FlightConfig) -> None:
+    results = {0: Result(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
+    killed = Finished(0, "", "[WARN] Node with rank 1 exited with code -9")
+    result = check.judge(config, results, {0: "", 1: ""}, killed)
+    assert (result.blames, "ended with -9" in result.summary) == ((1, "node1"), True)
