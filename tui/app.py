@@ -23,6 +23,7 @@ from tui.palette import Commands
 from tui.requests import abort, demo, launch, preflight, probe
 from tui.screens import confirm
 from tui.screens.deck import DeckScreen
+from tui.screens.dialog import text_width
 from tui.screens.help import Help
 from tui.screens.stopping import Stopping
 from tui.screens.welcome import Welcome
@@ -60,7 +61,7 @@ class FlightDeckApp(App[int]):
     def __init__(
         self,
         engine: Engine | Callable[[], Engine],
-        config: FlightConfig | Callable[[], FlightConfig | None] | None = None,
+        config: FlightConfig | Path | None = None,
         *,
         start: FlightConfig | None = None,
         follow: str | None = None,
@@ -76,11 +77,9 @@ class FlightDeckApp(App[int]):
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._due = False
-        wanted = start if config is None else config
-        make_config: Callable[[], FlightConfig | None] = wanted if callable(wanted) else lambda: wanted
         self.bridge = Bridge(
             engine if callable(engine) else lambda: engine,
-            make_config,
+            start if config is None else config,
             self.post_message,
             poll_s=SLOW_POLL_S if slow_link else POLL_S,
         )
@@ -225,7 +224,7 @@ class FlightDeckApp(App[int]):
             if go:
                 self._request(launch(self, config))
 
-        self.push_screen(confirm.launch(self.state), answered)
+        self.push_screen(confirm.launch(self.state, text_width(self.size.width)), answered)
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None
@@ -239,7 +238,7 @@ class FlightDeckApp(App[int]):
         if self.state.snapshot.stop is not None:
             self.push_screen(Stopping(self.state, lambda: self._request(abort(self, run, now=True))))
         else:
-            self.push_screen(confirm.abort(self.state), answered)
+            self.push_screen(confirm.abort(self.state, text_width(self.size.width)), answered)
 
     def do_recheck(self) -> None:
         self._request(preflight(self) if self.state.pane == "preflight" else probe(self))
@@ -302,7 +301,7 @@ class FlightDeckApp(App[int]):
 
 def run_console(
     engine: Engine | Callable[[], Engine],
-    config: FlightConfig | Callable[[], FlightConfig | None] | None,
+    config: FlightConfig | Path | None,
     *,
     start: FlightConfig | None = None,
     follow: str | None = None,
@@ -310,7 +309,7 @@ def run_console(
 ) -> int:
     """Open the console and stay until it is left; returns the exit code.
 
-    `engine` and `config` may be given as functions: they are then called after the first paint, off the app's loop.
+    `engine` may be a function and `config` a path: both are then loaded after the first paint, off the app's loop.
     `start` is launched at once; `follow` is the run to show (else the newest that has not ended).
     """
     return FlightDeckApp(engine, config, start=start, follow=follow, slow_link=slow_link).run() or 0

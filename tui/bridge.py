@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -34,13 +35,13 @@ class Bridge:
     def __init__(
         self,
         engine: Callable[[], Engine],
-        config: Callable[[], FlightConfig | None],
+        config: FlightConfig | Path | None,
         post: Callable[[Message], object],
         *,
         poll_s: float = POLL_S,
     ) -> None:
         self._make_engine = engine
-        self._make_config = config
+        self._config = config
         self._post = post
         self._poll_s = poll_s
         self._engine: Engine | None = None
@@ -111,7 +112,7 @@ class Bridge:
             return None
         config, fault = None, None
         try:
-            config = self._make_config()
+            config = engine.load_config(self._config) if isinstance(self._config, Path) else self._config
         except Exception as trouble:
             fault = str(trouble) or type(trouble).__name__
         self._post(EngineReady(engine, config, fault))

@@ -22,12 +22,16 @@ class Glyph:
     style: str
 
 
+MUTED: Final = "$foreground 60%"
+"""For labels and what is beside the point; `$text-muted` is an automatic colour, which Content draws undimmed."""
+DISABLED: Final = "$foreground 35%"
+
 OK: Final = Glyph("✓", "+", "$success")
 WARN: Final = Glyph("▲", "!", "$warning")
 FAIL: Final = Glyph("✗", "x", "$error")
 RUNNING: Final = Glyph("▶", ">", "$success")
-PENDING: Final = Glyph("·", ".", "$text-muted")
-UNKNOWN: Final = Glyph("?", "?", "$text-muted")
+PENDING: Final = Glyph("·", ".", MUTED)
+UNKNOWN: Final = Glyph("?", "?", MUTED)
 STALE: Final = Glyph("◌", "~", "$warning")
 STOPPED: Final = Glyph("■", "#", "$warning")
 

@@ -10,7 +10,8 @@ from textual.widgets import Button
 from tui.formatting import plural
 from tui.screens.dialog import Dialog
 from tui.state import DeckState
-from tui.widgets.run_story import labelled, newest_checkpoint, what
+from tui.widgets.pairs import pair
+from tui.widgets.run_story import newest_checkpoint, what
 
 
 class Confirm(Dialog[bool]):
@@ -31,23 +32,22 @@ class Confirm(Dialog[bool]):
         self.dismiss(event.button.id == "go")
 
 
-def launch(state: DeckState) -> Confirm:
+def launch(state: DeckState, width: int) -> Confirm:
     """What will be launched, on what, and what happens first."""
     assert state.config is not None
     config = state.config
-    checks = "every check runs again before a rank starts; a failed one stops the launch"
+    first = "preflight: every check runs again before a rank starts; a failed one stops the launch"
+    ranks = plural(len(config.nodes), "rank")
     lines = [
-        *(labelled(label, text) for label, text in what(config, state)),
-        labelled("first", f"preflight: {checks}"),
-        labelled(
-            "then", f"mlx.launch starts {plural(len(config.nodes), 'rank')}, detached: the run outlives this console"
-        ),
-        labelled("stop it", "ctrl+x, at any time"),
+        *(pair(label, text, width) for label, text in what(config, state)),
+        pair("first", first, width),
+        pair("then", f"mlx.launch starts {ranks}, and the run outlives this console", width),
+        pair("stop it", "ctrl+x, at any time", width),
     ]
     return Confirm(f"launch {config.job.name}?", lines, "Launch")
 
 
-def abort(state: DeckState) -> Confirm:
+def abort(state: DeckState, width: int) -> Confirm:
     """Which run, what the abort does, and what is left of it afterwards."""
     assert state.snapshot is not None
     snapshot, record = state.snapshot, state.snapshot.record
@@ -62,11 +62,11 @@ def abort(state: DeckState) -> Confirm:
         else "no checkpoint yet: what was trained is kept only if the ranks save within the grace"
     )
     lines = [
-        labelled("run", f"{record.id} ({record.state})", "bold"),
-        labelled("on", nodes),
-        *([labelled("progress", progress)] if progress else []),
-        labelled("effect", "all ranks finish their step, save and leave; then TERM, then KILL for what is left"),
-        labelled("proof", "the processes that carry this run's mark are listed until there is none"),
-        labelled("recover", kept),
+        pair("run", f"{record.id} ({record.state})", width, style="bold"),
+        pair("on", nodes, width),
+        *([pair("progress", progress, width)] if progress else []),
+        pair("effect", "all ranks finish their step, save and leave; then TERM, then KILL for what is left", width),
+        pair("proof", "the processes that carry this run's mark are listed until there is none", width),
+        pair("recover", kept, width),
     ]
     return Confirm(f"abort {record.id}?", lines, "Abort the run", dangerous=True)

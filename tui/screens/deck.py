@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 NARROW: Final = (100, 30)
 """Below this width or height the panes are tabs."""
-WIDE: Final = (160, 45)
-"""From this size on the dashboard has room for the history too."""
 
-LEFT: Final = ("nodes", "preflight", "calibration")
+LEFT: Final = ("nodes", "preflight", "calibration", "history")
 RIGHT: Final = ("run", "logs")
 _ORDER: Final = ("nodes", "preflight", "calibration", "history", "run", "logs")
 _TABS: Final = (
@@ -58,8 +56,7 @@ def visible(view: str, maximised: str | None, width: int, height: int) -> frozen
         return frozenset({view})
     if width < NARROW[0] or height < NARROW[1]:
         return frozenset(RIGHT)
-    extra = {"history"} if width >= WIDE[0] and height >= WIDE[1] else set()
-    return frozenset({*LEFT, *RIGHT, *extra})
+    return frozenset({*LEFT, *RIGHT})
 
 
 class DeckScreen(Screen[None]):

@@ -15,6 +15,15 @@ from textual.widgets import Button, Static
 Answer = TypeVar("Answer")
 
 
+WIDTH = 84
+"""Of a dialog, in cells, where the terminal has them."""
+
+
+def text_width(columns: int) -> int:
+    """Cells of a line of a dialog's body on a terminal of `columns`; frame and padding are taken off."""
+    return min(WIDTH, int(columns * 0.96)) - 6
+
+
 class Dialog(ModalScreen[Answer]):
     """A modal box; `esc` always leaves it without doing anything."""
 

@@ -12,6 +12,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from tui.actions import ACTIONS, GROUPS, Action, shown_key
+from tui.glyphs import DISABLED, MUTED
 from tui.state import DeckState
 
 
@@ -62,7 +63,7 @@ def _line(action: Action, state: DeckState) -> Content:
     why = action.why_not(state)
     return Content.assemble(
         "  ",
-        (f"{keys:<18}", "$text-disabled" if why else "bold $text-primary"),
-        (action.help, "$text-muted" if why else ""),
+        (f"{keys:<18}", DISABLED if why else "bold $text-primary"),
+        (action.help, MUTED if why else ""),
         (f"  (now: {why})" if why else "", "$warning"),
     )

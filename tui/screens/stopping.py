@@ -9,10 +9,9 @@ from textual.content import Content
 from textual.widgets import Button
 
 from tui.formatting import duration
-from tui.glyphs import FAIL, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
+from tui.glyphs import FAIL, MUTED, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
 from tui.screens.dialog import Dialog
 from tui.state import DeckState
-from tui.widgets.run_story import labelled
 
 if TYPE_CHECKING:
     from engine.events import StopProgress
@@ -84,9 +83,7 @@ def progress(state: DeckState) -> list[Content]:
             clock = _clock(state, stop, stage)
         else:
             glyph = PENDING
-        lines.append(
-            Content.assemble(state.glyphs.state(glyph, f"{word:<6}"), (f" {text}", "$text-muted"), (clock, "bold"))
-        )
+        lines.append(Content.assemble(state.glyphs.state(glyph, f"{word:<6}"), (f" {text}", MUTED), (clock, "bold")))
     lines.append(Content(""))
     acknowledged = set(stop.acknowledged) if stop else set()
     for rank in snapshot.ranks:
@@ -127,4 +124,4 @@ def _verdict(state: DeckState) -> list[Content]:
         return [state.glyphs.state(STOPPED, "aborted: no process of the run is left")]
     if not state.active:
         return [state.glyphs.state(UNKNOWN, f"the run has ended: {record.state}")]
-    return [labelled("", "asked; esc closes this, the abort goes on")]
+    return [Content.styled("asked; esc closes this, the abort goes on", MUTED)]

@@ -8,6 +8,7 @@ from typing import Final
 from textual.content import Content
 from textual.widgets import Button
 
+from tui.glyphs import MUTED
 from tui.screens.dialog import Dialog
 
 EXAMPLE: Final = """\
@@ -40,7 +41,7 @@ class Welcome(Dialog[str]):
             Content(""),
             Content.assemble(("Your own run ", "bold"), "needs a flightdeck.toml like this:"),
             Content(""),
-            *[Content.styled("  " + line, "$text-muted") for line in EXAMPLE.splitlines()],
+            *[Content.styled("  " + line, MUTED) for line in EXAMPLE.splitlines()],
         ]
         super().__init__("MLX Flight Deck", lines)
 

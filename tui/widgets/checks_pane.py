@@ -10,9 +10,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tui.formatting import age, plural
-from tui.glyphs import CHECKS, Glyphs
+from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
+from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
 
@@ -55,7 +56,7 @@ class ChecksPane(Pane):
     def _detail(self) -> None:
         check = self._selected()
         if self.full:
-            detail = _detail(check, self.state.glyphs) if check is not None else Content("")
+            detail = _detail(check, self.state.glyphs, self.room) if check is not None else Content("")
             self.query_one("#checks-detail", Static).update(detail)
 
     def copy_text(self) -> str:
@@ -63,11 +64,14 @@ class ChecksPane(Pane):
         check = self._selected()
         if check is None:
             return self.text()
-        return check.fix_command or _detail(check, self.state.glyphs).plain
+        return check.fix_command or _detail(check, self.state.glyphs, self.room).plain
 
     def text(self) -> str:
         checks = self.state.shown_checks
-        return "\n\n".join(_detail(check, self.state.glyphs).plain for check in checks) or _note(self.state).plain
+        return (
+            "\n\n".join(_detail(check, self.state.glyphs, self.room).plain for check in checks)
+            or _note(self.state).plain
+        )
 
 
 def verdict(state: DeckState) -> str:
@@ -88,8 +92,8 @@ def verdict(state: DeckState) -> str:
 
 def _note(state: DeckState) -> Content:
     if state.config is None:
-        return Content.styled("no checks: there is no configuration", "$text-muted")
-    return Content.styled("not run yet: r runs the checks; a launch runs them first by itself", "$text-muted")
+        return Content.styled("no checks: there is no configuration", MUTED)
+    return Content.styled("not run yet: r runs them; a launch runs them first", MUTED)
 
 
 def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
@@ -103,14 +107,14 @@ def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
         Column("", [state.glyphs.mark(glyph) for glyph in glyphs], 9),
         Column("", words, 8),
         Column("", [check.name for check in checks], 9),
-        Column("", [check.summary.replace("\n", " ") for check in checks], 5, grows=True, minimum=16),
-        Column("", [Content.styled(text, "$text-muted") for text in took], 4, right=True),
+        Column("", [check.summary.replace("\n", " ") for check in checks], 5, grows=True, minimum=18),
+        Column("", [Content.styled(text, MUTED) for text in took], 4, right=True),
     ]
     _, lines = lay_out(columns, width)
     return [(check.name, line) for check, line in zip(checks, lines, strict=True)]
 
 
-def _detail(check: CheckResult, glyphs: Glyphs) -> Content:
+def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
     """Cause, evidence per node, and the fix."""
     glyph = CHECKS[check.status]
     lines = [Content.assemble((check.name, "bold"), "  ", glyphs.state(glyph, WORDS[check.status]))]
@@ -118,16 +122,16 @@ def _detail(check: CheckResult, glyphs: Glyphs) -> Content:
         lines.append(Content(check.summary))
     if check.blames is not None:
         rank, node = check.blames
-        lines.append(_pair("first failing", f"rank {rank} on {node}"))
-    lines += [_pair(node, seen) for node, seen in check.evidence.items()]
+        lines.append(pair("first failing", f"rank {rank} on {node}", width))
+    lines += [pair(node, seen, width) for node, seen in check.evidence.items()]
     if check.fix_command:
-        lines += [Content(""), Content.assemble(("fix (y copies)  ", "$text-muted"), (check.fix_command, "bold"))]
+        lines += [
+            Content(""),
+            pair("fix", check.fix_command, width, style="bold"),
+            pair("", "y copies it", width, style=MUTED),
+        ]
     if len(check.fixes) > 1:
-        lines += [_pair(f"fix {node}", command) for node, command in check.fixes.items()]
+        lines += [pair(f"fix {node}", command, width) for node, command in check.fixes.items()]
     if check.status == "fail" and not check.fix_command:
         lines += [Content(""), Content("no command mends this: a person must act")]
     return Content("\n").join(lines)
-
-
-def _pair(label: str, value: str) -> Content:
-    return Content.assemble((f"{label:<14}  ", "$text-muted"), value)

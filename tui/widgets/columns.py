@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
+from tui.glyphs import MUTED
+
 GAP = 2
 """Cells between two columns."""
 
@@ -48,7 +50,7 @@ def lay_out(columns: Sequence[Column], width: int) -> tuple[Content, list[Conten
     if growing is not None:
         others = sum(widths) - widths[growing] + GAP * (len(kept) - 1)
         widths[growing] = max(kept[growing].minimum, width - others)
-    header = _line([Content.styled(column.title, "$text-muted") for column in kept], kept, widths, width)
+    header = _line([Content.styled(column.title, MUTED) for column in kept], kept, widths, width)
     count = len(columns[0].cells) if columns else 0
     rows = [_line([_content(column.cells[row]) for column in kept], kept, widths, width) for row in range(count)]
     return header, rows

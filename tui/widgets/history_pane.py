@@ -10,9 +10,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tui.formatting import age, duration, loss, plural, rate
-from tui.glyphs import STATES
+from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
+from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
 
@@ -49,7 +50,7 @@ class HistoryPane(Pane):
         head = self.query_one("#history-head", Static)
         if not runs:
             said = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
-            head.update(Content.styled(said, "$text-muted"))
+            head.update(Content.styled(said, MUTED))
             self.query_one(RowList).set_rows([])
             return
         line, rows = lay_out(_columns(state, runs), self.room - 1)
@@ -60,7 +61,7 @@ class HistoryPane(Pane):
     def _detail(self) -> None:
         run = next((run for run in self.state.runs or () if run.id == self.selected), None)
         if self.full and run is not None:
-            self.query_one("#history-detail", Static).update(_detail(self.state, run))
+            self.query_one("#history-detail", Static).update(_detail(self.state, run, self.room))
 
     def text(self) -> str:
         runs = self.state.runs or ()
@@ -104,22 +105,18 @@ def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
     ]
 
 
-def _detail(state: DeckState, run: RunRecord) -> Content:
+def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
     separator = state.glyphs.separator
     attempts = f"{separator}{plural(run.attempts, 'attempt')}" if run.attempts else ""
     lines = [
         Content.assemble((run.id, "bold"), "  ", state.glyphs.state(STATES[run.state], run.state)),
-        _pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}"),
-        _pair("created", f"{run.created_at:%Y-%m-%d %H:%M:%S} UTC"),
+        pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}", width),
+        pair("created", f"{run.created_at:%Y-%m-%d %H:%M:%S} UTC", width),
     ]
     if run.cause:
-        lines.append(_pair("first cause", run.cause))
+        lines.append(pair("first cause", run.cause, width))
     if run.fix:
-        lines.append(_pair("fix", run.fix))
+        lines.append(pair("fix", run.fix, width))
     if run.unconfirmed:
-        lines.append(_pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}"))
+        lines.append(pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}", width))
     return Content("\n").join(lines)
-
-
-def _pair(label: str, value: str) -> Content:
-    return Content.assemble((f"{label:<14}", "$text-muted"), value)

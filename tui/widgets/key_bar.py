@@ -8,6 +8,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from tui.actions import Action, bar, label
+from tui.glyphs import DISABLED
 from tui.state import DeckState
 
 GAP = 3
@@ -37,7 +38,7 @@ class KeyBar(Static):
         for action in actions:
             words = label(action, state)
             possible = action.why_not(state) is None
-            key_style, style = ("bold $text-primary", "") if possible else ("$text-disabled", "$text-disabled")
+            key_style, style = ("bold $text-primary", "") if possible else (DISABLED, DISABLED)
             part = Content.assemble((action.shown_key, key_style), (f" {words}", style))
             if place + part.cell_length > self.content_size.width:
                 break

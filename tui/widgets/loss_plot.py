@@ -15,7 +15,7 @@ from textual.app import RenderResult
 from textual.content import Content
 from textual.widget import Widget
 
-from tui.glyphs import Glyphs
+from tui.glyphs import MUTED, Glyphs
 from tui.widgets.axis import Axis, tick_text
 from tui.widgets.braille import Canvas
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REDRAW_S: Final = 0.5
 TRAIN: Final = "$text-primary"
 VALIDATION: Final = "$text-accent"
-FRAME: Final = "$text-muted"
+FRAME: Final = MUTED
 _MARK_STYLES: Final = {"checkpoint": "$success", "restart": "$warning"}
 
 Points = Sequence[tuple[int, float]]

@@ -12,9 +12,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tui.formatting import age, size
-from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, Glyph
+from tui.glyphs import FAIL, MUTED, OK, RUNNING, STALE, UNKNOWN, Glyph
 from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, DeckState
 from tui.widgets.columns import Column, lay_out
+from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
 from tui.widgets.topology import ring
@@ -103,9 +104,8 @@ def _columns(state: DeckState, nodes: Sequence[str], *, full: bool) -> list[Colu
         return [str(getattr(fact, name, None) or none) for fact in facts]
 
     columns = [
-        Column("", [state.glyphs.mark(glyph) for glyph, _ in marks], 9),
         Column("node", list(nodes), 9),
-        Column("state", [Content.styled(word, glyph.style) for glyph, word in marks], 8),
+        Column("state", [state.glyphs.state(glyph, word) for glyph, word in marks], 9),
         Column("chip", [_chip(fact) or none for fact in facts], 3),
         Column("memory", [_memory(state, fact) for fact in facts], 7),
         Column("python", _versions(state, facts, "python"), 2),
@@ -164,9 +164,9 @@ def _step(rank: RankStatus | None) -> str | None:
 def _age(state: DeckState, facts: NodeFacts | None, rank: RankStatus | None) -> Content:
     moment: datetime | None = facts.probed_at if facts else None
     if moment is None:
-        return Content.styled(state.glyphs.none, "$text-muted")
+        return Content.styled(state.glyphs.none, MUTED)
     old = state.age_s(moment) > FACTS_LIMIT_S
-    return Content.styled(age(moment, state.now), "$warning" if old else "$text-muted")
+    return Content.styled(age(moment, state.now), "$warning" if old else MUTED)
 
 
 def _detail(state: DeckState, name: str, width: int) -> Content:
@@ -189,22 +189,21 @@ def _detail(state: DeckState, name: str, width: int) -> Content:
             ("round trip", _round_trip(facts)),
             ("probed", f"{age(facts.probed_at, state.now)} ago"),
         ]
-        lines += [_pair(label, value or "not measured") for label, value in pairs]
+        lines += [pair(label, value or "not measured", width) for label, value in pairs]
     if rank is not None:
         seen = f"{state.glyphs.separator}heard of {age(rank.seen_at, state.now)} ago" if rank.seen_at else ""
-        lines.append(_pair("rank", f"{rank.rank}{state.glyphs.separator}{rank.phase}{seen}"))
-        lines.append(_pair("step", _step(rank) or "none yet"))
-    lines.append(_pair("not measured", ", ".join(NOT_MEASURED)))
+        lines.append(pair("rank", f"{rank.rank}{state.glyphs.separator}{rank.phase}{seen}", width))
+        lines.append(pair("step", _step(rank) or "none yet", width))
+    lines.append(pair("not measured", ", ".join(NOT_MEASURED), width))
     if nodes := node_names(state):
         backend = state.snapshot.record.backend if state.snapshot else _backend(state)
         drawn = ring(nodes, backend, max(20, width - 16), state.glyphs)
-        lines += [Content(""), *(_pair("topology" if index == 0 else "", line) for index, line in enumerate(drawn))]
+        lines += [
+            Content(""),
+            *(pair("topology" if index == 0 else "", line, width) for index, line in enumerate(drawn)),
+        ]
     return Content("\n").join(lines)
 
 
 def _backend(state: DeckState) -> str:
     return "ring" if state.config is None or state.config.cluster.backend == "auto" else state.config.cluster.backend
-
-
-def _pair(label: str, value: str) -> Content:
-    return Content.assemble((f"{label:<14}", "$text-muted"), value)

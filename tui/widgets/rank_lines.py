@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from tui.formatting import age, duration, rate, size
-from tui.glyphs import FAIL, PHASES, STALE, STOPPED, Glyph, rank_style
+from tui.formatting import age, loss, rate, size
+from tui.glyphs import FAIL, MUTED, PHASES, STALE, STOPPED, Glyph, rank_style
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import Column, lay_out
 
@@ -49,7 +49,7 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     """A line a rank, with a header line when `headed`."""
     ranks, none = snapshot.ranks, state.glyphs.none
     if not ranks:
-        return [Content.styled("no rank has started yet", "$text-muted")]
+        return [Content.styled("no rank has started yet", MUTED)]
     longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
     straggler = slowest(ranks)
     arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
@@ -57,13 +57,13 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
     columns = [
         Column("rank", [Content.styled(f"rank {rank.rank}", rank_style(rank.rank)) for rank in ranks], 9),
-        Column("node", [rank.node for rank in ranks], 4),
+        Column("node", [rank.node for rank in ranks], 3),
         Column("state", [state.glyphs.state(glyph, word) for glyph, word in found], 8),
         Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
-        Column("", [f"{rank.step_s:.3f} s" if rank.step_s is not None else none for rank in ranks], 7, right=True),
+        Column("", [f"{rank.step_s:.3f} s" if rank.step_s is not None else none for rank in ranks], 9, right=True),
         Column("step", [f"{r.iteration:,}" if r.iteration is not None else none for r in ranks], 5, right=True),
         Column("peak", [size(r.memory_bytes) if r.memory_bytes else none for r in ranks], 6, right=True),
-        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 3),
+        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8),
     ]
     if straggler is None:
         columns.pop()
@@ -74,16 +74,12 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
 
 
 def figures(state: DeckState, snapshot: RunSnapshot) -> Content:
-    """The run's own figures on one line; "–" for what is not there."""
+    """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
     record, none = snapshot.record, state.glyphs.none
     parts = [
-        ("loss", f"{record.train_loss:.3f}" if record.train_loss is not None else none),
-        ("val", f"{record.val_loss:.3f}" if record.val_loss is not None else none),
+        ("val", loss(record.val_loss) if record.val_loss is not None else none),
+        ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
         ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
+        ("predicted", f"{none} (not measured)"),
     ]
-    if snapshot.learning_rate is not None:
-        parts.append(("lr", f"{snapshot.learning_rate:.3g}"))
-    if state.active:
-        parts.append(("ETA", duration(snapshot.eta_s) if snapshot.eta_s is not None else none))
-    parts.append(("predicted", "not measured"))
-    return Content("   ").join([Content.assemble((f"{label} ", "$text-muted"), value) for label, value in parts])
+    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts])

@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tui.formatting import age, duration, loss, plural, rate
-from tui.glyphs import STALE, STATES, UNKNOWN
+from tui.glyphs import MUTED, STALE, STATES, UNKNOWN
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import justify
 from tui.widgets.nodes_pane import node_names
@@ -54,7 +54,7 @@ def _place(state: DeckState) -> Content:
     if nodes := node_names(state):
         parts.append(plural(len(nodes), "node"))
     separator = state.glyphs.separator
-    return Content.assemble((name, "bold"), *[(separator + part, "$text-muted") for part in parts])
+    return Content.assemble((name, "bold"), *[(separator + part, MUTED) for part in parts])
 
 
 def _run(state: DeckState) -> list[tuple[int, Content]]:
@@ -94,7 +94,7 @@ def _warnings(state: DeckState) -> Content:
     if state.frozen:
         return Content.styled(" FROZEN, data keeps arriving ", "reverse $warning")
     if state.busy:
-        return Content.styled(state.busy, "$text-muted")
+        return Content.styled(state.busy, MUTED)
     snapshot = state.snapshot
     if snapshot is None or not state.active:
         return Content("")
@@ -113,4 +113,4 @@ def _warnings(state: DeckState) -> Content:
 
 
 def _pair(label: str, value: str) -> Content:
-    return Content.assemble((f"{label} ", "$text-muted"), value)
+    return Content.assemble((f"{label} ", MUTED), value)

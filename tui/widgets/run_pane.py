@@ -7,7 +7,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Static
 
-from tui.glyphs import STATES
+from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets import run_story
 from tui.widgets.loss_plot import LossPlot
@@ -45,7 +45,7 @@ class RunPane(Pane, can_focus=True):
 
     def draw(self, state: DeckState) -> None:
         snapshot = state.snapshot
-        story = run_story.plan(state) if snapshot is None else run_story.end(state, snapshot)
+        story = run_story.plan(state, self.room) if snapshot is None else run_story.end(state, snapshot, self.room)
         self._put("#story", story)
         if snapshot is None:
             self.plot.display = False
@@ -70,10 +70,10 @@ class RunPane(Pane, can_focus=True):
     def text(self) -> str:
         state, snapshot = self.state, self.state.snapshot
         if snapshot is None:
-            return "\n".join(line.plain for line in run_story.plan(state))
+            return "\n".join(line.plain for line in run_story.plan(state, self.room))
         lines = [
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
-            *run_story.end(state, snapshot),
+            *run_story.end(state, snapshot, self.room),
             figures(state, snapshot),
             *table(state, snapshot, 200, headed=True),
             Content("iteration  train loss"),
@@ -100,4 +100,4 @@ def _waiting(state: DeckState) -> Content:
         "running": "the ranks load the model; the first loss comes with the first report",
     }
     mark = state.glyphs.state(STATES[record.state], record.state)
-    return Content.assemble(mark, "  ", (words.get(record.state, ""), "$text-muted"))
+    return Content.assemble(mark, "  ", (words.get(record.state, ""), MUTED))

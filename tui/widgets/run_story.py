@@ -7,35 +7,33 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from tui.formatting import age, duration, plural
-from tui.glyphs import STATES
+from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
+from tui.widgets.pairs import pair
 from tui.widgets.shares_pane import shares
 
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
 
-LABEL = 12
-"""Cells of a label before its text."""
 
-
-def plan(state: DeckState) -> list[Content]:
+def plan(state: DeckState, width: int) -> list[Content]:
     """What would be launched, on what, what it needs, and the one key that goes on."""
     if not state.ready:
-        return [Content.styled("loading the engine", "$text-muted")]
+        return [Content.styled("loading the engine", MUTED)]
     config = state.config
     if config is None:
         reason = state.fault or "there is no flightdeck.toml here"
         return [
             Content.styled("nothing to launch", "bold"),
             *[Content.styled(line, "$warning") for line in reason.splitlines()],
-            Content.styled("5 shows earlier runs; n says what is missing", "$text-muted"),
+            Content.styled("5 shows earlier runs; n says what is missing", MUTED),
         ]
     lines = [
-        Content.assemble(("ready to launch  ", "$text-muted"), (config.job.name, "bold")),
+        Content.assemble(("ready to launch  ", MUTED), (config.job.name, "bold")),
         Content(""),
-        *(labelled(label, text) for label, text in what(config, state)),
-        labelled("needs", _needs(state)),
+        *(pair(label, text, width) for label, text in what(config, state)),
+        pair("needs", _needs(state), width),
         Content(""),
     ]
     if state.fault:
@@ -97,7 +95,7 @@ def tail(path: str | None, keep: int = 3) -> str:
     return path if len(parts) <= keep + 1 else "…/" + "/".join(parts[-keep:])
 
 
-def end(state: DeckState, snapshot: RunSnapshot) -> list[Content]:
+def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     """How the shown run ended and why; the first cause and its fix when it failed. Empty while all is well."""
     record, glyphs = snapshot.record, state.glyphs
     if record.state == "succeeded":
@@ -114,16 +112,16 @@ def end(state: DeckState, snapshot: RunSnapshot) -> list[Content]:
     cause = diagnosis.cause if diagnosis else record.cause
     fix = diagnosis.fix if diagnosis and diagnosis.fix else record.fix
     if cause:
-        lines.append(labelled("first cause" if record.state == "failed" else "cause", cause))
+        lines.append(pair("first cause" if record.state == "failed" else "cause", cause, width))
     if fix:
-        lines.append(labelled("fix", fix, "bold"))
+        lines.append(pair("fix", fix, width, style="bold"))
     if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
-        lines.append(labelled("kept", f"the checkpoint of iteration {kept:,}"))
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     if record.unconfirmed:
         nodes = ", ".join(record.unconfirmed)
-        lines.append(labelled("unconfirmed", f"the stop could not be proved on {nodes}", "$error"))
+        lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
     if diagnosis is not None and diagnosis.offset is not None:
-        lines.append(Content.styled(f"{'':<{LABEL}}enter jumps to the line that proves it", "$text-muted"))
+        lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
     return lines
 
 
@@ -148,8 +146,3 @@ def _place(snapshot: RunSnapshot) -> str:
 def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
     """Iteration of the newest committed checkpoint, None when there is none."""
     return max((mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint"), default=None)
-
-
-def labelled(label: str, text: str, style: str = "") -> Content:
-    """A muted label of fixed width, then the text."""
-    return Content.assemble((f"{label:<{LABEL}}", "$text-muted"), (text, style))

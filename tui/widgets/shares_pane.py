@@ -7,9 +7,11 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Static
 
+from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
 from tui.widgets.nodes_pane import node_names
+from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 
 
@@ -44,7 +46,7 @@ def shares(state: DeckState) -> list[float] | None:
 def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     nodes, parts, none = node_names(state), shares(state), state.glyphs.none
     if not nodes:
-        return [Content.styled("no nodes: there is no configuration", "$text-muted")]
+        return [Content.styled("no nodes: there is no configuration", MUTED)]
     steps = {rank.node: rank.step_s for rank in (state.snapshot.ranks if state.snapshot else ())}
     times = [steps.get(node) for node in nodes]
     bars = [state.glyphs.bar(part, 20 if width > 70 else 10) for part in parts] if parts else [none] * len(nodes)
@@ -52,23 +54,24 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
         Column("node", nodes, 9),
         Column("share", [Content.styled(bar, "$text-primary") for bar in bars], 7),
         Column("", [f"{part:.0%}" for part in parts] if parts else [none] * len(nodes), 9, right=True),
-        Column("ex/s", [none] * len(nodes), 6, right=True),
-        Column("compute a step", [f"{time:.3f} s" if time is not None else none for time in times], 8, right=True),
+        Column("throughput", [f"{none} ex/s"] * len(nodes), 6, right=True),
+        Column(
+            "compute a step",
+            [f"{time:.3f} s/step" if time is not None else f"{none} s/step" for time in times],
+            8,
+            right=True,
+        ),
     ]
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows
-    lines.append(Content.styled(f"link {none}   speed-up {none}   not measured in this release", "$text-muted"))
+    lines.append(Content.styled(f"link {none}   speed-up {none}   not measured in this release", MUTED))
     if full:
         fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
         why = "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"
-        lines += [
-            Content(""),
-            _note("shares", why),
-            _note("compute a step", "of the shown run's last step: forward and backward, waiting for peers left out"),
-            _note("not measured", "examples/s with its spread, link latency and bandwidth, predicted speed-up"),
-        ]
+        notes = (
+            ("shares", why),
+            ("compute a step", "of the shown run's last step: forward and backward, waiting for peers left out"),
+            ("not measured", "examples/s with its spread, link latency and bandwidth, predicted speed-up"),
+        )
+        lines += [Content(""), *(pair(label, text, width, indent=16) for label, text in notes)]
     return lines
-
-
-def _note(label: str, text: str) -> Content:
-    return Content.assemble((f"{label:<16}", "$text-muted"), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 from textual.widgets import Static
 
+from tui.glyphs import MUTED
 from tui.state import VIEWS, DeckState
 
 
@@ -18,6 +19,6 @@ class TabStrip(Static):
         current = "run" if state.view == "dashboard" else state.view
         parts: list[Content] = []
         for number, view in enumerate(VIEWS[1:], start=1):
-            style = "bold reverse" if view == current else "$text-muted"
+            style = "bold reverse" if view == current else MUTED
             parts.append(Content.styled(f" {number} {view} ", style))
         self.update(Content(" ").join(parts))
