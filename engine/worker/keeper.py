@@ -314,6 +314,9 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment[EVENTS_ENV] = str(files.events(rank.rank))
     environment["MLX_RANK"] = str(rank.rank)
     environment["PYTHONUNBUFFERED"] = "1"
+    if spec.world_size == 1:
+        # mlx.launch gives a lone rank an empty hostfile, on which MLX's ring then fails as on a broken one.
+        environment.pop("MLX_HOSTFILE", None)
     bundle = str(_bundle_root())
     paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", bundle)]
     if paths:

@@ -113,8 +113,8 @@ def launch(
     ]
     nonce = uuid.uuid4().hex
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    fields = {"env": environment, "lease_s": LIMIT_S, **(spec_fields or {})}
-    spec = AttemptSpec("run", 1, nonce, "ring", len(ranks), ranks, job=job, **fields)
+    fields = {"env": environment, "lease_s": LIMIT_S, "world_size": len(ranks), **(spec_fields or {})}
+    spec = AttemptSpec(run_id="run", attempt=1, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
     write_atomic(files.spec, spec.to_json())
     hostfile = files.directory / "hostfile.json"
     hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in ranks]))
@@ -136,7 +136,9 @@ def launch(
             stderr=log,
             start_new_session=True,
         )
+    run = Launched(launcher, files, len(ranks), nonce)
+    wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)
     # The launcher finds the ranks' pipes closed only when it has something to write: until then it spins.
     os.write(words, b"\n")
     os.close(words)
-    return Launched(launcher, files, len(ranks), nonce)
+    return run

@@ -1,0 +1,126 @@
+"""The preflight's real all_sum over the ranks of a cluster, bounded in time by itself.
+
+    cd <bundle> && exec <python> -m worker.all_sum --seconds 2 --world-size 2 --backend ring --out <dir>/rank{rank}.json
+
+The rank is MLX_RANK. Writes one JSON object, whatever happens: `rank`, `size`, `exact` (sums of small and of large
+arrays came out to the bit), `latency_s` (median of one number's all_sum), `bandwidth_bytes_per_s` (median, payload
+bytes over time, of the largest array), `error` (one line, or null). Exit code 0 when exact and without error, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .wire import write_atomic
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .collective import Collective
+
+_SMALL = 1_000
+_LARGE = 2**20
+"""Numbers, 4 MiB."""
+_START_LIMIT_S = 45.0
+"""The ring itself gives up on a missing peer after about 30 s."""
+
+
+@dataclass
+class Result:
+    """What this rank measured."""
+
+    rank: int
+    size: int = 0
+    exact: bool = False
+    latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    error: str | None = None
+
+
+def measure(result: Result, backend: str, world_size: int, seconds: float) -> None:
+    """Fill `result` in. Raises what MLX raises."""
+    import mlx.core as mx
+
+    from .collective import Collective
+
+    mx.set_default_device(mx.cpu)
+    collective = Collective(backend, world_size, result.rank)
+    result.size = collective.size
+    # Whole numbers below 2^24 have one float32 sum, in whatever order they are added.
+    for length in (1, _SMALL, _LARGE):
+        mine = (mx.arange(length) % 1_000 + result.rank).astype(mx.float32)
+        offsets = world_size * (world_size - 1) // 2
+        expected = (mx.arange(length) % 1_000 * world_size + offsets).astype(mx.float32)
+        if not mx.array_equal(collective.sum(mine), expected).item():
+            result.error = f"the sum of {length} numbers over {world_size} ranks is wrong"
+            return
+    result.exact = True
+    result.latency_s = _median_s(collective, mx.array(1.0), seconds / 2)
+    large = mx.ones(_LARGE)
+    result.bandwidth_bytes_per_s = large.nbytes / _median_s(collective, large, seconds / 2)
+
+
+def _median_s(collective: Collective, array: mx.array, seconds: float) -> float:
+    """Median seconds of a sum of `array`, repeated for about `seconds` on all ranks alike."""
+    import mlx.core as mx
+
+    from .arrays import number
+
+    def timed() -> float:
+        begun = time.perf_counter()
+        collective.sum(array)
+        return time.perf_counter() - begun
+
+    mx.eval(array)
+    guess = min(1_000, max(3, int(seconds / max(timed(), 1e-5))))
+    # How many rounds fit is rank 0's guess, made everybody's by a sum: all ranks must do the same number.
+    rounds = int(number(collective.sum(mx.array(float(guess if collective.rank == 0 else 0)))))
+    return statistics.median(timed() for _ in range(rounds))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="worker.all_sum", description="A real all_sum, checked and measured.")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long to measure")
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--backend", default="ring")
+    parser.add_argument("--out", required=True, help="where the result goes; {rank} is replaced")
+    options = parser.parse_args(arguments)
+    rank = int(os.environ["MLX_RANK"])
+    result = Result(rank)
+    out = Path(options.out.replace("{rank}", str(rank)))
+
+    def settle() -> int:
+        write_atomic(out, json.dumps(asdict(result)))
+        return 0 if result.exact and result.error is None else 1
+
+    def give_up() -> None:
+        result.error = f"no result within {limit:g} s: a peer does not answer"
+        settle()
+        os._exit(1)
+
+    limit = _START_LIMIT_S + 5 * options.seconds
+    watch = threading.Timer(limit, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        measure(result, options.backend, options.world_size, options.seconds)
+    except Exception as error:
+        result.error = f"{type(error).__name__}: {error}"
+    watch.cancel()
+    code = settle()
+    sys.stdout.flush()
+    # Past MLX's own end, which may wait for peers that are gone.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""One rank's loop in this process: accumulation, masking, clipping, precision, every optimizer, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
+from mlx_lm.tuner.trainer import default_loss, iterate_batches
+
+from engine.worker.arrays import number
+from engine.worker.collective import Collective
+from engine.worker.control import Control
+from engine.worker.data import Examples, load_split
+from engine.worker.events import EventWriter
+from engine.worker.job import Job, JobError
+from engine.worker.model import load_model, parameter_checksum
+from engine.worker.optimizer import Updater
+from engine.worker.reporting import Reporter
+from engine.worker.strategies.data import DataParallel, Diverged, Outcome
+from engine.worker.strategies.gradients import Gradients
+from tests.training.conftest import Tiny, write_rows
+
+
+@dataclass
+class Trained:
+    """A loop that has run in this process."""
+
+    job: Job
+    model: Any
+    outcome: Outcome | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def weights(self) -> dict[str, mx.array]:
+        return dict(tree_flatten(self.model.trainable_parameters()))
+
+
+def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
+    return Job.of(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
+
+
+def train(tiny: Tiny, home: Path, **keys: Any) -> Trained:
+    """Train as the only rank; an exception leaves the events in the file `events.jsonl`."""
+    job = make_job(tiny, home, **keys)
+    job.adapter_path.mkdir(parents=True)
+    path = home / "events.jsonl"
+    reporter = Reporter(0, EventWriter(path, 0, 1))
+    model, tokenizer = load_model(job)
+    splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
+    loop = DataParallel(
+        job=job,
+        model=model,
+        train=splits[0],
+        valid=splits[1],
+        collective=Collective("ring", 1, 0),
+        shares=[1.0],
+        control=Control(),
+        reporter=reporter,
+    )
+    trained = Trained(job, model)
+    trained.outcome = loop.run()
+    trained.events = [json.loads(line) for line in path.read_text().splitlines()]
+    return trained
+
+
+@pytest.fixture(autouse=True)
+def as_on_the_cpu() -> Any:
+    """The trainer's own choice there; without it each new shape of a test builds kernels for seconds."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(tiny: Tiny, tmp_path: Path) -> None:
+    """5 iterations of 4, by 2: updates after 2, 4 and 5. The same by hand, from the same batches."""
+    trained = train(tiny, tmp_path, batch_size=4, iters=5, grad_accumulation_steps=2, steps_per_report=3)
+
+    job = trained.job
+    model, tokenizer = load_model(job)
+    examples = load_split(job, "train", tokenizer, lambda _: None)
+    from engine.worker.sampler import Sampler
+
+    sampler = Sampler(examples.lengths, 4, job.seed)
+    gradients, updater = Gradients(model), Updater(job, model)
+    losses = []
+    for window in ([0, 1], [2, 3], [4]):
+        batches = [examples.batch(sampler.batch(position)) for position in window]
+        parts = [gradients.of(batch) for batch in batches]
+        losses += [loss / batch.targets for (loss, _), batch in zip(parts, batches, strict=True)]
+        sums = [mx.sum(mx.stack(list(buckets)), axis=0) for buckets in zip(*(part[1] for part in parts), strict=True)]
+        updater.update(gradients.unpack(sums, sum(batch.targets for batch in batches)))
+    by_hand = dict(tree_flatten(model.trainable_parameters()))
+
+    assert np.allclose([event["loss"] for event in trained.of("step")], losses, atol=1e-6)
+    assert all(mx.allclose(value, by_hand[name], atol=1e-6).item() for name, value in trained.weights().items())
+    assert [event["grad_norm"] is not None for event in trained.of("step")] == [False, True, False, True, True]
+    assert [event["iteration"] for event in trained.of("report")] == [3, 5]
+
+
+def test_loss_and_gradient_are_mlx_lms_but_for_its_pad_target(tiny: Tiny, tmp_path: Path) -> None:
+    """Against mlx-lm's own batches and loss, whose mask counts one token of padding per document."""
+    job = make_job(tiny, tmp_path)
+    model, tokenizer = load_model(job)
+    stock, _, _ = load_local_dataset(job.data, tokenizer, job)
+    tokens, bounds = next(iterate_batches(CacheDataset(stock), 4, 128))
+    bounds = mx.stack([bounds[:, 0], bounds[:, 1] - 1], axis=1)
+    expected, count = default_loss(model, tokens, bounds)
+
+    gradients = Gradients(model)
+    from engine.worker.data import Batch
+
+    ends = np.array(bounds[:, 1]) + 1
+    batch = Batch(np.array(tokens), np.stack([np.ones(4), ends], axis=1).astype(np.int32), int((ends - 1).sum()))
+    loss, _ = gradients.of(batch)
+    assert batch.targets == count.item()
+    assert loss / batch.targets == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("form", ["chat", "completions"])
+def test_the_prompt_is_masked_as_mlx_lm_masks_it(tiny: Tiny, tmp_path: Path, form: str) -> None:
+    job = make_job(tiny, tmp_path, data=str(getattr(tiny, form)), mask_prompt=True)
+    _, tokenizer = load_model(job)
+    stock, _, _ = load_local_dataset(job.data, tokenizer, job)
+    examples = load_split(job, "train", tokenizer, lambda _: None)
+    for index in (0, 7):
+        tokens, offset = stock.process(stock[index])
+        batch = examples.batch([index])
+        assert batch.tokens[0, : len(tokens)].tolist() == tokens[:128]
+        assert batch.bounds.tolist() == [[offset, min(len(tokens), 128)]]
+        assert 0 < batch.targets == min(len(tokens), 128) - offset
+
+
+def test_a_batch_without_targets_teaches_nothing_and_breaks_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """The prompts alone fill max_seq_length, so that all targets are masked."""
+    data = tmp_path / "data"
+    data.mkdir()
+    row = {"prompt": "tower " * 60, "completion": "raven"}
+    write_rows(data / "train.jsonl", [row] * 8)
+    before = parameter_checksum(load_model(make_job(tiny, tmp_path))[0])
+    trained = train(tiny, tmp_path, data=str(data), mask_prompt=True, max_seq_length=16, iters=3)
+    assert trained.outcome == Outcome(completed=True, stopped=False, iteration=3)
+    assert [(event["loss"], event["tokens"]) for event in trained.of("step")] == [(None, 0)] * 3
+    assert "no token is a target" in trained.of("warning")[0]["message"]
+    assert parameter_checksum(trained.model) == before
+
+
+def test_half_empty_batches_train_on_what_there_is(tiny: Tiny, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"prompt": "tower " * 60, "completion": "raven"}, {"prompt": "hold", "completion": "left over"}] * 4
+    write_rows(data / "train.jsonl", rows)
+    trained = train(tiny, tmp_path, data=str(data), mask_prompt=True, max_seq_length=40, iters=3)
+    assert all(event["tokens"] > 0 and math.isfinite(event["loss"]) for event in trained.of("step"))
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before(tiny: Tiny, tmp_path: Path) -> None:
+    plain = train(tiny, tmp_path / "plain", optimizer="sgd", learning_rate=0.5, iters=1)
+    clipped = train(tiny, tmp_path / "clipped", optimizer="sgd", learning_rate=0.5, iters=1, max_grad_norm=0.01)
+    norm = plain.of("step")[0]["grad_norm"]
+    assert norm > 0.1 and clipped.of("step")[0]["grad_norm"] == pytest.approx(norm)
+    start = dict(tree_flatten(load_model(plain.job)[0].trainable_parameters()))
+
+    def moved(run: Trained) -> float:
+        return math.sqrt(sum(number(mx.square(value - start[name]).sum()) for name, value in run.weights().items()))
+
+    assert moved(plain) == pytest.approx(0.5 * norm, rel=1e-3)
+    assert moved(clipped) == pytest.approx(0.5 * 0.01, rel=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon", "sgd", "adafactor"])
+def test_every_optimizer_of_mlx_lm_learns(tiny: Tiny, tmp_path: Path, optimizer: str) -> None:
+    rates = {"sgd": 0.5, "adafactor": 1e-2, "muon": 1e-2}
+    settings = {"adamw": {"weight_decay": 0.1}}
+    keys = {"optimizer": optimizer, "optimizer_config": settings, "learning_rate": rates.get(optimizer, 3e-3)}
+    losses = [event["loss"] for event in train(tiny, tmp_path, iters=12, **keys).of("step")]
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.2
+
+
+def test_a_schedule_is_mlx_lms(tiny: Tiny, tmp_path: Path) -> None:
+    schedule = {"name": "cosine_decay", "warmup": 2, "warmup_init": 1e-7, "arguments": [1e-3, 8, 1e-7]}
+    reports = train(tiny, tmp_path, iters=6, lr_schedule=schedule, steps_per_report=1).of("report")
+    from mlx_lm.tuner.utils import build_schedule
+
+    expected = build_schedule(schedule)
+    rates = [expected(mx.array(step)).item() for step in range(6)]
+    assert [report["learning_rate"] for report in reports] == pytest.approx(rates)
+
+
+def bfloat16(tiny: Tiny, to: Path) -> Tiny:
+    to.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (to / name).write_bytes((tiny.model / name).read_bytes())
+    weights = mx.load(str(tiny.model / "model.safetensors"))
+    assert isinstance(weights, dict)
+    halves = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    mx.save_safetensors(str(to / "model.safetensors"), halves, metadata={"format": "mlx"})
+    return Tiny(to, tiny.text, tiny.chat, tiny.completions)
+
+
+def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+    """The norms' weights are 1, where bfloat16 steps by 0.004 and more: steps of 0.0003 add up or are lost, each."""
+    half = bfloat16(tiny, tmp_path / "half")
+    moved = {}
+    for precision in ("float32", "parameter"):
+        keys = {"iters": 40, "learning_rate": 3e-4, "optimizer_precision": precision}
+        trained = train(half, tmp_path / precision, **keys)
+        assert {value.dtype for value in trained.weights().values()} == {mx.bfloat16}
+        start = dict(tree_flatten(load_model(trained.job)[0].trainable_parameters()))
+        moved[precision] = sum(
+            mx.abs(value.astype(mx.float32) - start[name].astype(mx.float32)).sum().item()
+            for name, value in trained.weights().items()
+            if "norm" in name
+        )
+        saved = mx.load(str(trained.job.adapter_path / "adapters.safetensors"))
+        assert isinstance(saved, dict)
+        assert all(mx.array_equal(saved[name], value).item() for name, value in trained.weights().items())
+    assert moved["parameter"] == 0 < moved["float32"]
+
+
+def test_a_loss_without_a_number_is_named_with_its_iteration(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"^(loss|gradient) is not finite at iteration 2$"):
+        train(tiny, tmp_path, optimizer="sgd", learning_rate=1e30, iters=5)
+
+
+def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    from mlx_lm.models.llama import TransformerBlock
+
+    plain = train(tiny, tmp_path / "plain", iters=3)
+    call = TransformerBlock.__call__
+    try:
+        checkpointed = train(tiny, tmp_path / "checkpointed", iters=3, grad_checkpoint=True)
+        assert TransformerBlock.__call__ is not call
+    finally:
+        TransformerBlock.__call__ = call
+    losses = [[event["loss"] for event in run.of("step")] for run in (plain, checkpointed)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: Path) -> None:
+    job = make_job(tiny, tmp_path / "job", val_batches=-1, iters=1)
+    model, tokenizer = load_model(job)
+    valid = load_split(job, "valid", tokenizer, lambda _: None)
+    gradients = Gradients(model)
+    batches = [valid.batch([index]) for index in range(len(valid))]
+    expected = sum(gradients.loss(batch) for batch in batches) / sum(batch.targets for batch in batches)
+    (validation,) = train(tiny, tmp_path / "run", val_batches=-1, iters=1).of("validation")
+    assert validation["val_loss"] == pytest.approx(expected, abs=1e-5)
+    assert validation["iteration"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "a"}\n{"text": oops}\n', "line 2: not JSON"),
+        (b'{"text": "a"}\n[1]\n', "line 2: not a JSON object"),
+        (b'{"words": "a"}\n', "Unsupported data format"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "train.jsonl").write_bytes(content)
+    job = make_job(tiny, tmp_path, data=str(tmp_path))
+    with pytest.raises(JobError, match=said) as caught:
+        Examples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+    assert "\n" not in str(caught.value) and "train.jsonl" in str(caught.value)
+
+
+def test_an_example_of_another_form_is_named_by_its_number(tiny: Tiny, tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
+    job = make_job(tiny, tmp_path, data=str(tmp_path))
+    examples = Examples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+    with pytest.raises(JobError, match="example 2 has not the form of the first one"):
+        examples.batch([1])
+
+
+def test_long_examples_are_cut_and_said(tiny: Tiny, tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", [{"text": "tower " * 100}])
+    job = make_job(tiny, tmp_path, data=str(tmp_path), max_seq_length=20)
+    said: list[int] = []
+    batch = Examples(tmp_path / "train.jsonl", load_model(job)[1], job, said.append).batch([0])
+    assert batch.tokens.shape == (1, 20) and batch.targets == 19 and said[0] > 20
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"optimizer": "lion"}, "optimizer = 'lion': must be one of adam"),
+        ({"iters": 0}, "iters = 0: must be a whole number"),
+        ({"strategy": "pipeline"}, "strategy"),
+        ({"fine_tune_type": "some"}, "fine_tune_type"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"optimizer_precision": "half"}, "optimizer_precision"),
+    ],
+)
+def test_a_job_that_means_nothing_is_refused_by_key(
+    tiny: Tiny, tmp_path: Path, keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(JobError, match=said):
+        make_job(tiny, tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "available", "layers"),
+    [("full", None, 4, -1), ("lora", None, 4, 4), ("lora", None, 40, 16), ("lora", -1, 4, -1), ("full", 2, 4, 2)],
+)
+def test_how_many_layers_are_trained(
+    tiny: Tiny, tmp_path: Path, *, kind: str, asked: int | None, available: int, layers: int
+) -> None:
+    assert make_job(tiny, tmp_path, fine_tune_type=kind, num_layers=asked).layers(available) == layers
