@@ -25,7 +25,7 @@ class Commands(Provider):
         for action in ACTIONS:
             if action.palette:
                 why = action.why_not(state)
-                told = f"{action.shown_key}   {action.help}" + (f" (now: {why})" if why else "")
+                told = action.help + (f" (now: {why})" if why else "")
                 yield f"{action.label} ({action.shown_key})", told, partial(deck.perform, action)
         for run in state.runs or ():
             yield f"open {run.id}", f"{run.state}, {run.name}", partial(deck.open_run, run.id)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
+from tui.formatting import age
 from tui.glyphs import Glyphs
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class DeckState:
     def failures(self) -> int:
         """Failed checks of a preflight started from here: those block a launch."""
         return sum(check.status == "fail" for check in self.checks)
+
+    def ago(self, moment: datetime | None) -> str:
+        """ "just now" or "3 min ago"."""
+        return "just now" if (said := age(moment, self.now)) == "now" else f"{said} ago"
 
     def age_s(self, moment: datetime) -> float:
         """Seconds from `moment` to now, never below 0."""

@@ -9,6 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
+from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
@@ -17,6 +18,10 @@ Answer = TypeVar("Answer")
 
 WIDTH = 84
 """Of a dialog, in cells, where the terminal has them."""
+
+
+FRAME = 6
+"""Lines of a dialog that are not its body: border, padding, buttons and the line above them."""
 
 
 def text_width(columns: int) -> int:
@@ -52,6 +57,14 @@ class Dialog(ModalScreen[Answer]):
 
     def on_mount(self) -> None:
         self.query(Button).first().focus()
+        self._fit()
+
+    def on_resize(self, event: Resize) -> None:
+        self._fit()
+
+    def _fit(self) -> None:
+        """Keep the buttons on the screen: a body that is too long scrolls."""
+        self.query_one("#dialog-body").styles.max_height = max(3, self.app.size.height - FRAME)
 
     def say(self, lines: Sequence[Content]) -> None:
         """Replace the body."""

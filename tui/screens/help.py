@@ -13,7 +13,9 @@ from textual.widgets import Static
 
 from tui.actions import ACTIONS, GROUPS, Action, shown_key
 from tui.glyphs import DISABLED, MUTED
+from tui.screens.dialog import text_width
 from tui.state import DeckState
+from tui.widgets.pairs import pair
 
 
 class Help(ModalScreen[None]):
@@ -35,7 +37,12 @@ class Help(ModalScreen[None]):
         with VerticalScroll(id="help") as box:
             box.border_title = "keys"
             box.border_subtitle = "esc back"
-            yield Static(Content("\n").join(lines(self._state)), markup=False)
+            yield Static(
+                Content("\n").join(
+                    lines(self._state, self.app.size.width * 96 // 100 - 8 if self.app.size.width < 100 else 90)
+                ),
+                markup=False,
+            )
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -48,22 +55,20 @@ class Help(ModalScreen[None]):
         box.scroll_relative(y=direction * max(1, box.size.height - 2), animate=False)
 
 
-def lines(state: DeckState) -> list[Content]:
+def lines(state: DeckState, width: int) -> list[Content]:
     """A heading a group, a line an action; one that cannot be done now says why."""
     found: list[Content] = []
     for group, title in GROUPS.items():
         found.append(Content.styled(title, "bold"))
-        found += [_line(action, state) for action in ACTIONS if action.group == group]
+        found += [_line(action, state, width) for action in ACTIONS if action.group == group]
         found.append(Content(""))
     return found[:-1]
 
 
-def _line(action: Action, state: DeckState) -> Content:
+def _line(action: Action, state: DeckState, width: int) -> Content:
     keys = " ".join(shown_key(key) for key in action.keys)
     why = action.why_not(state)
-    return Content.assemble(
-        "  ",
-        (f"{keys:<18}", DISABLED if why else "bold $text-primary"),
-        (action.help, MUTED if why else ""),
-        (f"  (now: {why})" if why else "", "$warning"),
+    told = pair(f"  {keys}", action.help, width, indent=20).stylize(
+        DISABLED if why else "bold $text-primary", 0, 2 + len(keys)
     )
+    return Content("\n").join([told, pair("", f"now: {why}", width, style=MUTED, indent=20)]) if why else told

@@ -12,16 +12,11 @@ from tui.glyphs import MUTED
 from tui.screens.dialog import Dialog
 
 EXAMPLE: Final = """\
-[cluster]
-name = "studio"
-
 [[node]]
 name = "local-0"
-ssh = "127.0.0.1"
 
 [[node]]
 name = "local-1"
-ssh = "127.0.0.1"
 
 [job]
 model = "~/models/Qwen3-0.6B"
@@ -36,8 +31,8 @@ class Welcome(Dialog[str]):
         lines = [
             Content("There is no flightdeck.toml in this directory."),
             Content(""),
-            Content.assemble(("The demo ", "bold"), "makes a tiny model and trains it on two local ranks, for real:"),
-            Content("no network, GPU or SSH server is needed. It takes about a minute."),
+            Content.assemble(("The demo ", "bold"), "trains a tiny model on two local ranks, for real, in a minute;"),
+            Content("it needs no network, GPU or SSH server."),
             Content(""),
             Content.assemble(("Your own run ", "bold"), "needs a flightdeck.toml like this:"),
             Content(""),

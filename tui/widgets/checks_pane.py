@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tui.formatting import age, plural
+from tui.formatting import plural
 from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
@@ -87,7 +87,7 @@ def verdict(state: DeckState) -> str:
         return f"running {done}/{len(statuses)}"
     warnings = sum(status == "warn" for status in statuses)
     word = "passed" if not warnings else f"passed with {plural(warnings, 'warning')}"
-    return f"{word} {age(state.checks_at, state.now)} ago" if state.checks and state.checks_at else word
+    return f"{word} {state.ago(state.checks_at)}" if state.checks and state.checks_at else word
 
 
 def _note(state: DeckState) -> Content:

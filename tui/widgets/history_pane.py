@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tui.formatting import age, duration, loss, plural, rate
+from tui.formatting import duration, loss, plural, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
@@ -90,7 +90,7 @@ def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
         Column("name", [run.name for run in runs], 1),
         Column("why it ended", [run.reason or none for run in runs], 6),
         Column("where", where, 3),
-        Column("started", [f"{age(run.created_at, state.now)} ago" for run in runs], 5, right=True),
+        Column("started", [state.ago(run.created_at) for run in runs], 5, right=True),
         Column("took", [_took(state, run) for run in runs], 7, right=True),
         Column("step", steps, 4, right=True),
         Column("loss", [loss(run.train_loss) if run.train_loss is not None else none for run in runs], 8, right=True),

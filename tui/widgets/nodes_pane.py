@@ -154,7 +154,7 @@ def _versions(state: DeckState, facts: Sequence[NodeFacts | None], name: str) ->
 
 
 def _round_trip(facts: NodeFacts | None) -> str | None:
-    return None if facts is None or facts.round_trip_s is None else f"{facts.round_trip_s * 1000:.0f} ms"
+    return None if facts is None or facts.round_trip_s is None else f"{facts.round_trip_s * 1000:.1f} ms"
 
 
 def _step(rank: RankStatus | None) -> str | None:
@@ -187,11 +187,11 @@ def _detail(state: DeckState, name: str, width: int) -> Content:
             ("mlx / mlx-lm", " / ".join(part or state.glyphs.none for part in (facts.mlx, facts.mlx_lm))),
             ("backends", ", ".join(facts.backends) or None),
             ("round trip", _round_trip(facts)),
-            ("probed", f"{age(facts.probed_at, state.now)} ago"),
+            ("probed", state.ago(facts.probed_at)),
         ]
         lines += [pair(label, value or "not measured", width) for label, value in pairs]
     if rank is not None:
-        seen = f"{state.glyphs.separator}heard of {age(rank.seen_at, state.now)} ago" if rank.seen_at else ""
+        seen = f"{state.glyphs.separator}last heard {state.ago(rank.seen_at)}" if rank.seen_at else ""
         lines.append(pair("rank", f"{rank.rank}{state.glyphs.separator}{rank.phase}{seen}", width))
         lines.append(pair("step", _step(rank) or "none yet", width))
     lines.append(pair("not measured", ", ".join(NOT_MEASURED), width))

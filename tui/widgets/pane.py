@@ -39,7 +39,8 @@ class Pane(Vertical):
         separator = self.state.glyphs.separator
         self.border_title = Content(f"{self.NUMBER} {self.title(self.state)}".strip())
         focused = self.state.pane == self.NAME
-        self.border_subtitle = Content(hint(self.state, separator, *self.HINTS)) if focused else None
+        hints = [name for name in self.HINTS if name != "enter" or not self.full or self.NAME == "history"]
+        self.border_subtitle = Content(hint(self.state, separator, *hints)) if focused else None
         self.draw(self.state)
 
     @property

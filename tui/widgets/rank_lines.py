@@ -23,7 +23,8 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     if rank.signal is not None:
         return (STOPPED if _aborted(state) else FAIL), f"signal {rank.signal}"
     if rank.exit_code is not None and rank.exit_code != 0:
-        return FAIL, f"exit {rank.exit_code}"
+        culprit = state.snapshot.record.rank if state.snapshot is not None else None
+        return (FAIL if culprit in (None, rank.rank) else STOPPED), f"exit {rank.exit_code}"
     working = state.active and rank.phase in ("training", "validating", "saving")
     if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
         return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"

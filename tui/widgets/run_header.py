@@ -68,7 +68,7 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     if state.active:
         word = f"{record.state} {duration(state.age_s(snapshot.state_since))}"
     else:
-        word = f"{record.state} {age(record.ended_at or snapshot.state_since, state.now)} ago"
+        word = f"{record.state} {state.ago(record.ended_at or snapshot.state_since)}"
     parts: list[tuple[int, Content]] = [(9, state.glyphs.state(glyph, word))]
     if record.iteration is not None:
         total = f"/{record.iterations:,}" if record.iterations else ""

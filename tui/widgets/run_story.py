@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from tui.formatting import age, duration, plural
+from tui.formatting import duration, plural
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets.pairs import pair
@@ -83,7 +83,7 @@ def _needs(state: DeckState) -> str:
     if failures := state.failures():
         return f"preflight has {plural(failures, 'failure')}"
     if state.checks and state.checks_at is not None:
-        return f"preflight, passed {age(state.checks_at, state.now)} ago; it runs again before the ranks start"
+        return f"preflight, passed {state.ago(state.checks_at)}; it runs again before the ranks start"
     return "a passed preflight: it runs first, and stops the launch where a check fails"
 
 

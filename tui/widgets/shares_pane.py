@@ -48,19 +48,14 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     if not nodes:
         return [Content.styled("no nodes: there is no configuration", MUTED)]
     steps = {rank.node: rank.step_s for rank in (state.snapshot.ranks if state.snapshot else ())}
-    times = [steps.get(node) for node in nodes]
+    times = [f"{none} s/step" if (time := steps.get(node)) is None else f"{time:.3f} s/step" for node in nodes]
     bars = [state.glyphs.bar(part, 20 if width > 70 else 10) for part in parts] if parts else [none] * len(nodes)
     columns = [
         Column("node", nodes, 9),
         Column("share", [Content.styled(bar, "$text-primary") for bar in bars], 7),
         Column("", [f"{part:.0%}" for part in parts] if parts else [none] * len(nodes), 9, right=True),
         Column("throughput", [f"{none} ex/s"] * len(nodes), 6, right=True),
-        Column(
-            "compute a step",
-            [f"{time:.3f} s/step" if time is not None else f"{none} s/step" for time in times],
-            8,
-            right=True,
-        ),
+        Column("compute a step", times, 8, right=True),
     ]
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows

@@ -1,0 +1,309 @@
+"""An engine with the session's own signatures that answers from constructed situations: no process, no waiting, one
+fixed moment. What it says has the shapes of a real two-rank demo run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.errors import FlightDeckError, RunNotFound
+from engine.events import Diagnosis, Mark, RankStatus, RunSnapshot, Series, StopProgress
+from engine.models import CheckResult, CheckStatus, NodeFacts, Reason, RunRecord, RunState
+from engine.runs.layout import RunDir
+from engine.session import Engine
+
+NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
+
+
+def ago(seconds: float) -> datetime:
+    return NOW - timedelta(seconds=seconds)
+
+
+def configuration(*, shares: tuple[float | None, ...] = (None, None)) -> FlightConfig:
+    """Two local nodes and a full fine-tuning job."""
+    nodes = tuple(
+        NodeConfig(name=f"local-{index}", python="/opt/mlx/bin/python", workdir="/srv/train", share=share)
+        for index, share in enumerate(shares)
+    )
+    job = JobConfig(
+        name="demo",
+        model="/srv/flightdeck/demo/model",
+        data="/srv/flightdeck/demo/data",
+        fine_tune_type="full",
+        mlx_lm={"iters": 60, "batch_size": 8, "learning_rate": 1e-3},
+    )
+    return FlightConfig(cluster=ClusterConfig(name="demo"), nodes=nodes, job=job)
+
+
+def facts(*, mismatch: bool = False, problem: str | None = None, old_s: float = 4) -> list[NodeFacts]:
+    """Of both nodes."""
+    found = []
+    for index in range(2):
+        if problem is not None and index == 1:
+            found.append(NodeFacts(node="local-1", host="127.0.0.1", probed_at=ago(old_s), problem=problem))
+            continue
+        found.append(
+            NodeFacts(
+                node=f"local-{index}",
+                host="127.0.0.1",
+                probed_at=ago(old_s),
+                os="Linux 6.8",
+                chip="EPYC 7763",
+                cores=2,
+                gpu="cpu",
+                memory_total_bytes=24_800_000_000,
+                memory_used_bytes=(5_100_000_000, 5_300_000_000)[index],
+                disk_free_bytes=91_000_000_000,
+                python="3.11.9",
+                mlx="0.32.4" if not (mismatch and index) else "0.31.0",
+                mlx_lm="0.32.2",
+                backends=("ring",),
+                round_trip_s=0.0004,
+            )
+        )
+    return found
+
+
+CHECKS = [
+    CheckResult(name="versions", status=CheckStatus.PASS, summary="python 3.11.9, mlx 0.32.4, mlx-lm 0.32.2 on both",
+                evidence={"local-0": "python 3.11.9 mlx 0.32.4", "local-1": "python 3.11.9 mlx 0.32.4"}, duration_s=0.6),
+    CheckResult(name="hostfile", status=CheckStatus.PASS, summary="2 hosts, parsed by MLX", duration_s=0.0),
+    CheckResult(name="model_present", status=CheckStatus.PASS, summary="llama, 2 layers, same files on both",
+                duration_s=0.1),
+    CheckResult(name="data_matches", status=CheckStatus.PASS, summary="512 train, 64 valid, 64 test lines",
+                duration_s=0.1),
+    CheckResult(name="ports", status=CheckStatus.PASS, summary="40210 and 40211 are free", duration_s=0.0),
+    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="all_sum over 2 ranks, 0.21 ms, 2,114 sums exact",
+                duration_s=3.1),
+]  # fmt: skip
+
+FAILED_PORTS = CheckResult(
+    name="ports",
+    status=CheckStatus.FAIL,
+    summary="port 40211 is held by pid 4711 (python)",
+    evidence={"local-0": "40210 is free", "local-1": "40211: pid 4711, python train.py"},
+    fix_command="kill 4711",
+    fixes={"local-1": "kill 4711"},
+    blames=(1, "local-1"),
+    duration_s=0.1,
+)
+
+
+def loss_at(iteration: int) -> float:
+    """A curve that falls as a small model's does, with a little noise that is always the same."""
+    return 1.1 + 3.0 * math.exp(-iteration / 14) + 0.06 * math.sin(iteration * 1.7)
+
+
+def series(until: int, *, restart: int | None = None) -> Series:
+    """Reports every step, validations every 20, checkpoints every 20."""
+    marks = [Mark(iteration, "checkpoint") for iteration in range(20, until + 1, 20)]
+    if restart is not None:
+        marks.append(Mark(restart, "restart"))
+    return Series(
+        train=tuple((step, loss_at(step)) for step in range(1, until + 1)),
+        val=tuple((step, loss_at(step) + 0.12) for step in (1, *range(20, until + 1, 20))),
+        tokens_per_second=tuple((step, 1840.0) for step in range(1, until + 1)),
+        marks=tuple(marks),
+    )
+
+
+def record(run: str = "demo-0314-140130", state: RunState = RunState.RUNNING, **changes: Any) -> RunRecord:
+    values: dict[str, Any] = {
+        "id": run,
+        "name": "demo",
+        "state": state,
+        "created_at": ago(46),
+        "started_at": ago(41),
+        "attempts": 1,
+        "world_size": 2,
+        "backend": "ring",
+        "iteration": 41,
+        "iterations": 60,
+        "train_loss": loss_at(41),
+        "val_loss": loss_at(40) + 0.12,
+        "tokens_per_second": 1840.0,
+    }
+    return RunRecord(**{**values, **changes})
+
+
+def ranks(phase: str = "training", *, seconds: tuple[float, float] = (0.412, 0.471), **changes: Any) -> tuple[RankStatus, ...]:
+    """Both ranks; the second is the slower."""
+    return tuple(
+        replace(
+            RankStatus(
+                rank=index,
+                node=f"local-{index}",
+                phase=phase,
+                iteration=41,
+                step_s=seconds[index],
+                memory_bytes=(198_000_000, 201_000_000)[index],
+                seen_at=ago(0.4),
+            ),
+            **changes,
+        )
+        for index in range(2)
+    )
+
+
+def running() -> RunSnapshot:
+    return RunSnapshot(
+        record=record(), supervised=True, state_since=ago(41), ranks=ranks(), checks=tuple(CHECKS), series=series(41),
+        eta_s=19.0, learning_rate=1e-3, taken_at=NOW,
+    )  # fmt: skip
+
+
+def starting() -> RunSnapshot:
+    """In preflight, the second half of the checks still open."""
+    begun = [*CHECKS[:3], CheckResult(name="data_matches", status=CheckStatus.RUNNING)]
+    fresh = record(state=RunState.PREFLIGHT, started_at=None, iteration=None, train_loss=None, val_loss=None,
+                   tokens_per_second=None, attempts=0, created_at=ago(2))  # fmt: skip
+    return RunSnapshot(record=fresh, supervised=True, state_since=ago(2), checks=tuple(begun), taken_at=NOW)
+
+
+FAILED_CAUSE = "rank 1 raised ValueError: batch 23 holds a token id of 9,214, the vocabulary ends at 4,095"
+FAILED_FIX = "make the data with this model's tokenizer, or name the model that made it"
+
+
+def failed(offset: int | None = 0) -> RunSnapshot:
+    ended = record(
+        "demo-0314-134500", RunState.FAILED, reason=Reason.RANK_FAILED, rank=1, host="local-1", exit_code=1,
+        cause=FAILED_CAUSE, fix=FAILED_FIX, created_at=ago(1032), started_at=ago(1027), ended_at=ago(1004), iteration=23,
+        train_loss=loss_at(23), val_loss=loss_at(20) + 0.12,
+    )  # fmt: skip
+    first, second = ranks("ended", iteration=23, exit_code=1)
+    return RunSnapshot(
+        record=ended, supervised=False, state_since=ago(1004), ranks=(replace(first, exit_code=1), second),
+        checks=tuple(CHECKS), series=series(23), taken_at=NOW,
+        diagnosis=Diagnosis(FAILED_CAUSE, FAILED_FIX, rank=1, host="local-1", source=1, offset=offset),
+    )  # fmt: skip
+
+
+def aborted() -> RunSnapshot:
+    ended = record(
+        "demo-0314-132000", RunState.ABORTED, reason=Reason.USER_ABORT, cause="aborted from the console",
+        created_at=ago(2532), started_at=ago(2527), ended_at=ago(2484),
+    )  # fmt: skip
+    return RunSnapshot(
+        record=ended, supervised=False, state_since=ago(2484), ranks=ranks("ended", exit_code=0), checks=tuple(CHECKS),
+        series=series(41), taken_at=NOW,
+    )  # fmt: skip
+
+
+def succeeded() -> RunSnapshot:
+    ended = record(
+        "demo-0313-091500", RunState.SUCCEEDED, reason=Reason.COMPLETED, created_at=ago(103_600), iteration=60,
+        started_at=ago(103_595), ended_at=ago(103_540), train_loss=loss_at(60), val_loss=loss_at(60) + 0.12,
+    )  # fmt: skip
+    return RunSnapshot(
+        record=ended, supervised=False, state_since=ago(103_540), ranks=ranks("ended", exit_code=0, iteration=60),
+        checks=tuple(CHECKS), series=series(60), taken_at=NOW,
+    )  # fmt: skip
+
+
+def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnapshot:
+    """An abort under way, one second into its stage."""
+    return replace(running(), ranks=ranks("stopping"), stop=StopProgress(stage, ago(1), acknowledged))
+
+
+LOG_LINES = [
+    "Loading pretrained model",
+    "Loading datasets",
+    "Trainable parameters: 100.000% (0.426M/0.426M)",
+    "Starting training..., iters: 60",
+    *[f"Iter {step}: Train loss {loss_at(step):.3f}, Learning Rate 1.000e-03, It/sec 1.022" for step in range(1, 42)],
+]
+
+
+@dataclass
+class FakeEngine:
+    """Answers as `engine.session.Engine` does; the tests read what it was asked."""
+
+    home: Path
+    snapshots: dict[str, RunSnapshot] = field(default_factory=dict)
+    """By run id, newest first."""
+    found: list[NodeFacts] = field(default_factory=facts)
+    results: list[CheckResult] = field(default_factory=lambda: list(CHECKS))
+    refusal: FlightDeckError | None = None
+    """What a launch is refused with."""
+    launched: list[FlightConfig] = field(default_factory=list)
+    aborted: list[tuple[str, bool]] = field(default_factory=list)
+
+    def add(self, *snapshots: RunSnapshot) -> FakeEngine:
+        """Runs in the history, newest first, each with logs on disk."""
+        for snapshot in snapshots:
+            self.snapshots[snapshot.record.id] = snapshot
+            write_logs(RunDir(self.home / "runs" / snapshot.record.id))
+        return self
+
+    def put(self, snapshot: RunSnapshot) -> None:
+        """The run is now like this."""
+        self.snapshots[snapshot.record.id] = snapshot
+
+    @property
+    def engine(self) -> Engine:
+        return cast("Engine", self)
+
+    def load_config(self, path: Path) -> FlightConfig:
+        return configuration()
+
+    def demo_config(self, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
+        return configuration()
+
+    def runs(self) -> list[RunRecord]:
+        return [snapshot.record for snapshot in self.snapshots.values()]
+
+    def find(self, run: str) -> RunDir:
+        if run not in self.snapshots:
+            raise RunNotFound(f"no run {run}")
+        return RunDir(self.home / "runs" / run)
+
+    def record(self, run: str) -> RunRecord:
+        return self.snapshots[run].record
+
+    def watch(self, run: str) -> FakeWatch:
+        return FakeWatch(self, run)
+
+    def adopt_orphans(self) -> list[str]:
+        return []
+
+    async def facts(self, config: FlightConfig) -> list[NodeFacts]:
+        return self.found
+
+    async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
+        for result in self.results:
+            yield result
+
+    async def launch(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> RunRecord:
+        if self.refusal is not None:
+            raise self.refusal
+        self.launched.append(config)
+        self.snapshots = {**FakeEngine(self.home).add(running()).snapshots, **self.snapshots}
+        return running().record
+
+    async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
+        self.aborted.append((run, now))
+        self.put(stopping())
+        yield StopProgress("stop", ago(1))
+
+
+@dataclass
+class FakeWatch:
+    """Hands out whatever the engine holds for the run."""
+
+    engine: FakeEngine
+    run: str
+
+    def poll(self) -> RunSnapshot:
+        return self.engine.snapshots[self.run]
+
+
+def write_logs(run: RunDir) -> None:
+    """The same training output for both ranks, and a launcher that says nothing."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        run.log(rank).write_text("".join(f"{line}\n" for line in LOG_LINES))
