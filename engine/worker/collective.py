@@ -22,7 +22,9 @@ class Collective:
         # A lone rank has no peers to connect to, and the backends refuse it when asked strictly.
         strict = world_size > 1
         try:
-            self._group = mx.distributed.init(strict=strict, backend=backend if strict else "any")
+            # "jaccl-ring" is mlx.launch's word for a way of wiring jaccl.
+            chosen = backend.removesuffix("-ring") if strict else "any"
+            self._group = mx.distributed.init(strict=strict, backend=chosen)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"the {backend} group could not be made: {error}") from error
         if (self._group.size(), self._group.rank()) != (world_size, rank):

@@ -217,7 +217,7 @@ def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_p
         assert {value.dtype for value in trained.weights().values()} == {mx.bfloat16}
         start = dict(tree_flatten(load_model(trained.job)[0].trainable_parameters()))
         moved[precision] = sum(
-            mx.abs(value.astype(mx.float32) - start[name].astype(mx.float32)).sum().item()
+            number(mx.abs(value.astype(mx.float32) - start[name].astype(mx.float32)).sum())
             for name, value in trained.weights().items()
             if "norm" in name
         )
@@ -230,6 +230,19 @@ def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_p
 def test_a_loss_without_a_number_is_named_with_its_iteration(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"^(loss|gradient) is not finite at iteration 2$"):
         train(tiny, tmp_path, optimizer="sgd", learning_rate=1e30, iters=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """On the CPU this builds kernels for half a minute."""
+    keys = {"fine_tune_type": kind, "iters": 6, "grad_accumulation_steps": 2, "val_batches": 2, "steps_per_eval": 3}
+    plain = train(tiny, tmp_path / "plain", **keys)
+    mx.enable_compile()
+    compiled = train(tiny, tmp_path / "compiled", **keys)
+    for event, value in (("step", "loss"), ("validation", "val_loss")):
+        series = [[entry[value] for entry in run.of(event)] for run in (plain, compiled)]
+        assert series[0] == pytest.approx(series[1], abs=1e-5)
 
 
 def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
