@@ -1,15 +1,34 @@
-"""The faces' only door into the engine: requests in, records and snapshots out."""
+"""The faces' only door into the engine: requests in, records and snapshots out.
+
+Everything that costs start-up time (the store, asyncssh, the checks) is imported where it is first needed: a console
+has to paint before it asks, and `flightdeck runs` needs none of it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import secrets
 from collections.abc import AsyncIterator, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config.models import FlightConfig
-from engine.events import RunSnapshot, StopProgress
-from engine.models import CheckResult, NodeFacts, RunRecord
-from engine.runs.layout import RunDir, state_home
+from engine.errors import LaunchError, RunNotFound, StateError
+from engine.events import Diagnosis, RunSnapshot, StopProgress
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, RunRecord
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir, state_home
+from engine.runs.watch import RunWatch, supervisor_alive
+
+if TYPE_CHECKING:
+    from engine.store.store import Store
+
+__all__ = ["Engine", "RunWatch"]
+
+_POLL_S = 0.05
+_REPORT_ONLY = frozenset({"kind", "attempt", "at"})
+"""What the head adds to mlx-lm's report dicts."""
 
 
 class Engine:
@@ -17,58 +36,251 @@ class Engine:
 
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or state_home()
+        self._watches: dict[str, RunWatch] = {}
 
     def load_config(self, path: Path) -> FlightConfig:
         """Read a flightdeck.toml. Raises ConfigError with all its faults."""
-        raise NotImplementedError
+        from engine.config.load import load_config
+
+        return load_config(path)
 
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
         """The demo's configuration, its model and corpus made first when they are not cached (seconds; blocking)."""
-        raise NotImplementedError
+        from engine.demo import demo_config
+
+        return demo_config(self.home, ranks, iters)
 
     def runs(self) -> list[RunRecord]:
         """Every run, newest first; running ones with their live figures."""
-        raise NotImplementedError
+        return [record if record.state.ended else self._live(record) for record in self._stored()]
 
     def find(self, run: str) -> RunDir:
         """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
-        raise NotImplementedError
+        records = self._stored()
+        if not records:
+            raise RunNotFound("there are no runs yet", where=str(self.home), todo="`flightdeck demo` makes one")
+        if run == "last":
+            return self._directory(records[0].id)
+        named = next((record for record in records if run in (record.id, record.name)), None)
+        if named is not None:
+            return self._directory(named.id)
+        matching = [record.id for record in records if run and record.id.startswith(run)]
+        if len(matching) == 1:
+            return self._directory(matching[0])
+        if matching:
+            why = f"{len(matching)} ids begin with it: {', '.join(matching[:4])}{', …' if len(matching) > 4 else ''}"
+            raise RunNotFound(f"{run!r} is not one run", why=why, todo="give more of the id")
+        raise RunNotFound(f"no run {run!r}", why="no id, id prefix or name is that", todo="see `flightdeck runs`")
 
     def record(self, run: str) -> RunRecord:
-        raise NotImplementedError
+        """One run as it is now. Raises RunNotFound."""
+        return self.watch(self.find(run).id).poll().record
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """mlx-lm's report dicts in order."""
-        raise NotImplementedError
+        from engine.runs.json_lines import JsonLinesTail
+
+        rows = JsonLinesTail(self.find(run).metrics).objects()
+        return [{key: value for key, value in row.items() if key not in _REPORT_ONLY} for row in rows]
 
     def watch(self, run: str) -> RunWatch:
-        raise NotImplementedError
+        """A new watch of a run: it is for one reader. Raises RunNotFound, StateError."""
+        return RunWatch(self.find(run), diagnose=_diagnose)
+
+    def supervised(self, run: str) -> bool:
+        """Whether a supervisor of the run is alive. Raises RunNotFound."""
+        return supervisor_alive(self.find(run))
+
+    def evidence(self, run: str, snapshot: RunSnapshot, *, limit: int = 8) -> list[str]:
+        """The log lines that prove why a run ended badly, sanitised, at most `limit`: from the diagnosed line on, else
+        the last ones of the rank that was first. Raises RunNotFound."""
+        from engine.runs.log_reader import LogReader
+
+        record, found = snapshot.record, snapshot.diagnosis
+        source = found.source if found is not None and found.source is not None else record.rank
+        if not record.state.ended or record.reason is None or (source is None and found is None):
+            return []
+        reader = LogReader(self.find(run), LAUNCHER_SOURCE if source is None else source)
+        try:
+            reader.refresh()
+            number = None
+            if found is not None and found.offset is not None and source is not None:
+                number = reader.number_of(source, found.offset)
+            start = max(0, reader.line_count - limit) if number is None else max(0, number - limit // 2)
+            return [line.text for line in reader.lines(start, start + limit)]
+        finally:
+            reader.close()
 
     def adopt_orphans(self) -> list[str]:
         """Find runs whose supervisor is gone and start one that adopts or fences each; the ids."""
-        raise NotImplementedError
+        from engine.supervision.adopt import adopt_orphans
+
+        return adopt_orphans(self.home)
 
     async def facts(self, config: FlightConfig) -> list[NodeFacts]:
         """Probe every node once, concurrently."""
-        raise NotImplementedError
+        from engine.nodes.probe import probe
 
-    def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
-        """Run the checks; each is yielded as RUNNING and again when it ends."""
-        raise NotImplementedError
+        async with asyncio.TaskGroup() as tasks:
+            probes = [tasks.create_task(probe(node)) for node in config.nodes]
+        return [probe.result() for probe in probes]
+
+    def checks_not_yet(self) -> dict[str, str]:
+        """Checks of the design that this release does not have → what they would look at."""
+        from engine.preflight.registry import NOT_YET
+
+        return dict(NOT_YET)
+
+    async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
+        """Run the checks; each is yielded as RUNNING and again when it ends. Closing the iterator ends them.
+        Raises InputError when a name in `skip` is no check."""
+        from engine.preflight.checklist import run_checks
+        from engine.security.audit import audit_log
+
+        results: asyncio.Queue[CheckResult | None] = asyncio.Queue()
+
+        async def run() -> None:
+            try:
+                await run_checks(config, skip=skip, on_result=results.put_nowait, audit=audit_log)
+            finally:
+                results.put_nowait(None)
+
+        running = asyncio.create_task(run(), name="preflight")
+        try:
+            while (result := await results.get()) is not None:
+                yield result
+            await running
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    def preflight_report(
+        self, config: FlightConfig, results: Iterable[CheckResult], *, skip: Iterable[str] = ()
+    ) -> PreflightReport:
+        """The report on results that `preflight` has yielded. Raises InputError as it does."""
+        from engine.preflight.checklist import check_names, overall
+
+        ended = [result for result in results if result.status not in (CheckStatus.PENDING, CheckStatus.RUNNING)]
+        return PreflightReport(
+            checks=ended,
+            overall_status=overall(ended),
+            overridden=check_names([*config.preflight.skip, *skip]),
+            finished_at=datetime.now(UTC),
+        )
+
+    async def doctor(self) -> list[CheckResult]:
+        """What this machine has and lacks for a run of its own."""
+        from engine.preflight.machine import examine
+
+        return await examine(self.home)
 
     async def launch(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> RunRecord:
         """Make the run, start its supervisor, and return once that has taken over (state planned or later).
-        Preflight is the supervisor's first step. Raises LaunchError."""
-        raise NotImplementedError
+        Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError."""
+        from engine.supervision import spawn
 
-    def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
+        directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
+        await asyncio.to_thread(spawn.start, directory)
+        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+
+    async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
         """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative
-        stop. Ends at once, with no progress, when the run has ended. Idempotent."""
-        raise NotImplementedError
+        stop. Ends at once, with no progress, when the run has ended. Idempotent. Raises RunNotFound."""
+        from engine.security.audit import audit_log
+        from engine.supervision import spawn
+        from engine.supervision.requests import ABORT, place_request
+
+        directory = await asyncio.to_thread(self.find, run)
+        watch = RunWatch(directory)
+        snapshot = await asyncio.to_thread(watch.poll)
+        if snapshot.record.state.ended:
+            return
+        await asyncio.to_thread(place_request, directory, ABORT, now=now, by="flightdeck")
+        audit_log("abort", "asked", {"run": directory.id, "now": now})
+        told = StopProgress("asked", datetime.now(UTC))
+        yield told
+        # Given up by nobody but the caller: a stop that cannot be proved is retried by the supervisor.
+        while not snapshot.record.state.ended:
+            if not snapshot.supervised:
+                # Another one may be faster than we are, and is as good.
+                with contextlib.suppress(LaunchError):
+                    await asyncio.to_thread(spawn.start, directory, adopt=True)
+            await asyncio.sleep(_POLL_S)
+            snapshot = await asyncio.to_thread(watch.poll)
+            if snapshot.stop is not None and snapshot.stop != told:
+                told = snapshot.stop
+                yield told
+
+    def _prepare(self, config: FlightConfig, skip: tuple[str, ...]) -> RunDir:
+        """The run's directory with its plan, and its record in the store: the intent, before anything starts."""
+        from engine.preflight.checklist import check_names
+        from engine.runs.plan_file import Plan, write_plan
+        from engine.security.audit import audit_log
+        from engine.security.home import make_home
+
+        check_names([*config.preflight.skip, *skip])
+        created = datetime.now(UTC)
+        directory = RunDir(self.home / "runs" / run_id(config.job.name, created))
+        make_home(self.home)
+        try:
+            directory.path.parent.mkdir(mode=0o700, exist_ok=True)
+            directory.path.mkdir(mode=0o700)
+            directory.requests.mkdir(mode=0o700)
+            plan = Plan.of(config, run_id=directory.id, created_at=created, skip=skip)
+            write_plan(directory.plan, plan)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
+        self._store().put_run(plan.record())
+        overridden = list(plan.skip)
+        audit_log("launch", "planned", {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden})
+        return directory
+
+    def _store(self) -> Store:
+        from engine.store.store import Store
+
+        return Store(self.home)
+
+    def _stored(self) -> list[RunRecord]:
+        """The store's records, newest first, and those of run directories that it does not know."""
+        records = {record.id: record for record in self._store().runs()}
+        for directory in self._directories():
+            if directory.id not in records and directory.plan.exists():
+                with contextlib.suppress(StateError):
+                    records[directory.id] = RunWatch(directory).poll().record
+        return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
+
+    def _directories(self) -> list[RunDir]:
+        try:
+            return [RunDir(path) for path in (self.home / "runs").iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _directory(self, run: str) -> RunDir:
+        return RunDir(self.home / "runs" / run)
+
+    def _live(self, record: RunRecord) -> RunRecord:
+        """The journal is the truth: the store's record only knows the last change of state."""
+        try:
+            watch = self._watches.setdefault(record.id, RunWatch(self._directory(record.id)))
+        except StateError:
+            return record
+        live = watch.poll().record
+        if live.state.ended:
+            self._watches.pop(record.id, None)
+        return live
 
 
-class RunWatch:
-    """Follows one run's directory; `poll` reads only what is new. Not thread safe; made for one reader."""
+def run_id(name: str, created: datetime) -> str:
+    """`YYYYmmdd-HHMMSS-<name>-<4 hex>`, UTC. Raises InputError for a name that could be anything but a name."""
+    from engine.security.identifiers import validate_identifier
 
-    def poll(self) -> RunSnapshot:
-        raise NotImplementedError
+    validate_identifier(name, "job name")
+    return f"{created:%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+
+
+def _diagnose(directory: RunDir) -> Diagnosis | None:
+    from engine.runs.diagnosis import diagnose
+
+    return diagnose(directory)

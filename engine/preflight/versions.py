@@ -126,17 +126,17 @@ def judge(config: FlightConfig, found: dict[str, Interpreter]) -> CheckResult:
 
 def _fault(seen: Interpreter, first: Interpreter) -> tuple[str | None, dict[str, str]]:
     """What is wrong with `seen` in words, and the packages that would mend it as name → requirement."""
-    mlx = f"=={first.mlx}" if _new_enough(first.mlx, MLX_MINIMUM) else f">={_dotted(MLX_MINIMUM)}"
-    mlx_lm = f"=={first.mlx_lm}" if _new_enough(first.mlx_lm, MLX_LM_MINIMUM) else f">={_dotted(MLX_LM_MINIMUM)}"
+    mlx = f"=={first.mlx}" if new_enough(first.mlx, MLX_MINIMUM) else f">={dotted(MLX_MINIMUM)}"
+    mlx_lm = f"=={first.mlx_lm}" if new_enough(first.mlx_lm, MLX_LM_MINIMUM) else f">={dotted(MLX_LM_MINIMUM)}"
     if seen.python is None:
         return seen.problem or "the interpreter said nothing", {"mlx": mlx, "mlx-lm": mlx_lm}
     if seen.problem:
         missing = {name: need for name, have, need in _packages(seen, mlx, mlx_lm) if have is None}
         return seen.problem, missing
-    if not _new_enough(seen.mlx, MLX_MINIMUM):
-        return f"mlx {seen.mlx} is older than {_dotted(MLX_MINIMUM)}", {"mlx": mlx}
-    if not _new_enough(seen.mlx_lm, MLX_LM_MINIMUM):
-        return f"mlx-lm {seen.mlx_lm} is older than {_dotted(MLX_LM_MINIMUM)}", {"mlx-lm": mlx_lm}
+    if not new_enough(seen.mlx, MLX_MINIMUM):
+        return f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}", {"mlx": mlx}
+    if not new_enough(seen.mlx_lm, MLX_LM_MINIMUM):
+        return f"mlx-lm {seen.mlx_lm} is older than {dotted(MLX_LM_MINIMUM)}", {"mlx-lm": mlx_lm}
     if not seen.ring:
         return "this build of mlx has no ring backend", {"mlx": mlx}
     if seen.mlx != first.mlx and first.mlx is not None:
@@ -160,7 +160,7 @@ def _fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> str | None:
     """A command that mends it, to be pasted on the node; uv makes the interpreter where there is none."""
     environment = Path(python).parent.parent
     version = wanted.pop("python", None)
-    install = f"uv pip install --python {shlex.quote(python)} {_requirements(wanted)}"
+    install = install_command(python, wanted)
     if version is not None:
         # Another interpreter under the same path: only a venv can be made anew without touching the system's.
         if not (environment / "pyvenv.cfg").exists():
@@ -173,6 +173,11 @@ def _fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> str | None:
     return install
 
 
+def install_command(python: str, wanted: dict[str, str]) -> str:
+    """The command that puts `wanted` (package → version condition) into the environment of `python`."""
+    return f"uv pip install --python {shlex.quote(python)} {_requirements(wanted)}"
+
+
 def _requirements(wanted: dict[str, str]) -> str:
     """Quoted for the shell; on Linux mlx without an extra has no backend at all."""
     # The head's system stands for the node's: in this release every node is this machine.
@@ -180,7 +185,7 @@ def _requirements(wanted: dict[str, str]) -> str:
     return " ".join(shlex.quote(f"{name}{extra if name == 'mlx' else ''}{need}") for name, need in wanted.items())
 
 
-def _new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
+def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
     if version is None:
         return False
     numbers = []
@@ -190,7 +195,7 @@ def _new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
     return tuple(numbers) >= minimum
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 

@@ -1,0 +1,98 @@
+"""What one rank last said of itself, from the mirror of its event file; only a few of its lines are ever parsed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.runs.json_lines import LineTail, parse
+
+_STATUS_LINES = 40
+"""The end of the file that tells the status: enough that a report or validation never hides the last step."""
+_KEPT_EVENTS = (b'"checkpoint"', b'"failure"', b'"warning"', b'"start"', b'"end"')
+"""Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
+
+
+@dataclass(frozen=True)
+class RankNews:
+    """A rank as its events leave it."""
+
+    phase: str | None = None
+    iteration: int | None = None
+    step_s: float | None = None
+    memory_bytes: int | None = None
+    seen_at: datetime | None = None
+    attempt: int = 0
+    iterations: int | None = None
+    """How many there will be, from the start event."""
+    ended: bool = False
+
+
+class RankEvents:
+    """Follows one rank's events. Bounded memory: status, and the iterations of its checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self.news = RankNews()
+        self.checkpoints: list[int] = []
+        """Iterations at which a checkpoint was committed, ascending."""
+
+    def poll(self) -> RankNews:
+        last: deque[bytes] = deque()
+        for line in self._tail.lines():
+            last.append(line)
+            if len(last) > _STATUS_LINES:
+                self._read(last.popleft(), only=_KEPT_EVENTS)
+        for line in last:
+            self._read(line)
+        return self.news
+
+    def _read(self, line: bytes, only: tuple[bytes, ...] = (b"",)) -> None:
+        if any(word in line for word in only):
+            event = parse(line)
+            if event is not None:
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        name = event.get("event")
+        at = event.get("at")
+        if isinstance(at, int | float):
+            self.news = replace(self.news, seen_at=datetime.fromtimestamp(at, UTC))
+        attempt = event.get("attempt")
+        if isinstance(attempt, int) and attempt != self.news.attempt:
+            # A new attempt begins with a new process: nothing that the old one said is true of it.
+            self.news = RankNews(phase="loading", attempt=attempt, seen_at=self.news.seen_at)
+        if name == "start":
+            self.news = replace(self.news, phase="loading", iterations=_whole(event.get("iterations")))
+        elif name == "phase":
+            self.news = replace(self.news, phase=str(event.get("phase")))
+        elif name == "step":
+            self._take_step(event)
+        elif name == "checkpoint":
+            self._take_checkpoint(event)
+        elif name == "failure":
+            self.news = replace(self.news, phase="ended")
+        elif name == "end":
+            self.news = replace(self.news, phase="ended", ended=True)
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        compute = event.get("compute_s")
+        self.news = replace(
+            self.news,
+            phase="training" if self.news.phase in (None, "loading") else self.news.phase,
+            iteration=_whole(event.get("iteration")),
+            step_s=float(compute) if isinstance(compute, int | float) else None,
+            memory_bytes=_whole(event.get("peak_memory_bytes")),
+        )
+
+    def _take_checkpoint(self, event: dict[str, Any]) -> None:
+        iteration = _whole(event.get("iteration"))
+        if event.get("phase") == "committed" and iteration is not None and iteration not in self.checkpoints[-1:]:
+            self.checkpoints.append(iteration)
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) else None

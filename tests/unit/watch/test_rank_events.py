@@ -1,0 +1,68 @@
+"""One rank's status is what its last events say, and costs the same however long the file is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from engine.runs.rank_events import RankEvents
+
+
+def write(path: Path, *events: dict[str, object]) -> None:
+    with path.open("a") as file:
+        for event in events:
+            file.write(json.dumps({"rank": 0, "attempt": 1, "at": 1_700_000_000.0, **event}) + "\n")
+
+
+def step(iteration: int) -> dict[str, object]:
+    return {"event": "step", "iteration": iteration, "compute_s": iteration / 100, "peak_memory_bytes": 1000}
+
+
+def test_a_rank_goes_from_loading_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.events.jsonl"
+    rank = RankEvents(path)
+    assert rank.poll().phase is None
+    write(path, {"event": "start", "iterations": 9})
+    assert (rank.poll().phase, rank.news.iterations) == ("loading", 9)
+    write(path, {"event": "phase", "phase": "training"}, step(3))
+    news = rank.poll()
+    assert (news.phase, news.iteration, news.step_s, news.memory_bytes) == ("training", 3, 0.03, 1000)
+    assert news.seen_at is not None
+    write(path, {"event": "phase", "phase": "saving"})
+    assert (rank.poll().phase, rank.news.iteration) == ("saving", 3)
+    write(path, {"event": "end", "completed": True})
+    assert rank.poll().phase == "ended"
+
+
+def test_checkpoints_are_found_wherever_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for start in (0, 200, 400):
+        write(path, *(step(n) for n in range(start, start + 200)))
+        write(path, {"event": "checkpoint", "phase": "begin", "iteration": start + 199})
+        write(path, {"event": "checkpoint", "phase": "committed", "iteration": start + 199})
+    write(path, *(step(n) for n in range(600, 800)))
+    rank = RankEvents(path)
+    assert (rank.poll().iteration, rank.checkpoints) == (799, [199, 399, 599])
+
+
+def test_a_new_attempt_forgets_what_the_old_process_said(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    write(path, step(50), {"event": "failure"}, {"event": "start", "attempt": 2, "iterations": 100})
+    news = RankEvents(path).poll()
+    assert (news.phase, news.iteration, news.attempt) == ("loading", None, 2)
+
+
+def test_a_long_history_is_passed_over_without_parsing(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    line = json.dumps({"rank": 0, "attempt": 1, "at": 1.0, **step(1)}) + "\n"
+    path.write_text(line * 200_000)
+    write(path, step(7))
+    rank = RankEvents(path)
+    began = time.perf_counter()
+    assert rank.poll().iteration == 7
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    rank.poll()
+    # Not a speed test: a second look costs next to nothing compared with the first, since nothing is new.
+    assert time.perf_counter() - began < first / 10

@@ -1,0 +1,259 @@
+"""The command line: parse, call the session, print for people or as JSON. The console is one of its commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
+from engine.session import Engine
+from tui.commands import cluster, flight, history, logs
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DEFAULT_FILE = Path("flightdeck.toml")
+
+Command = Callable[[argparse.Namespace, Engine], int]
+Commands = Any
+"""What add_subparsers gives; argparse has no public name for it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        code = command(options, Engine())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted; a second complaint at interpreter exit is avoided by /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ConfigError, InputError, RunNotFound) as error:
+        return _complain(error, USAGE)
+    except FlightDeckError as error:
+        return _complain(error, FAILED)
+    return code
+
+
+def _complain(error: FlightDeckError, code: int) -> int:
+    """A configuration's faults are one line each, everything else is one line."""
+    prefix = "" if isinstance(error, ConfigError) else "flightdeck: "
+    print(f"{prefix}{error}", file=sys.stderr)
+    return code
+
+
+def _console(options: argparse.Namespace, engine: Engine) -> int:
+    """The console on a configuration; without one it welcomes and offers the demo."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InputError("the console needs a terminal", todo="see `flightdeck --help` for the commands that do not")
+    chosen: Path | None = options.config
+    if chosen is None and DEFAULT_FILE.exists():
+        chosen = DEFAULT_FILE
+    if chosen is not None:
+        engine.load_config(chosen)
+    # Imported late: textual costs more than all other commands need to start.
+    from tui.app import run_console
+
+    return run_console(engine, chosen, slow_link=options.slow_link)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flightdeck",
+        description="Checks, launches, watches and stops distributed MLX training. Alone it opens the console.",
+        epilog=_examples(
+            ("flightdeck demo", "a real 2-rank training run, nothing to configure"),
+            ("flightdeck", "the console on ./flightdeck.toml"),
+            ("flightdeck launch --follow", "launch it and print how it goes"),
+            ("flightdeck abort last", "stop the newest run, with proof"),
+        )
+        + "\n\nexit codes: 0 success, 1 a run or check failed, 2 bad usage or configuration, 130 interrupted",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"flightdeck {version('mlx-flightdeck')}")
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="default: ./flightdeck.toml, if there is one")
+    parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
+    parser.set_defaults(command=_console)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _starting(commands)
+    _cluster(commands)
+    _history(commands)
+    return parser
+
+
+def _starting(commands: Commands) -> None:
+    """demo, launch, abort."""
+    demo = _command(
+        commands,
+        "demo",
+        flight.demo,
+        "train a tiny model for real, on this machine alone",
+        ("flightdeck demo", "in the console"),
+        ("flightdeck demo --headless --ranks 3 --iters 30", "plain lines; ends with the run's exit status"),
+        ("flightdeck demo --json | jq .train_loss", "the run's record at the end, progress on stderr"),
+    )
+    demo.add_argument("--ranks", type=_count(64), default=2, metavar="N", help="ranks on 127.0.0.1 (default 2)")
+    demo.add_argument("--iters", type=_count(10_000_000), default=60, metavar="N", help="iterations (default 60)")
+    demo.add_argument("--headless", action="store_true", help="plain lines; so without a terminal too")
+    demo.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
+    _skip(demo)
+    launch = _command(
+        commands,
+        "launch",
+        flight.launch,
+        "preflight, then launch; the run goes on by itself",
+        ("flightdeck launch -c flightdeck.toml", "returns once the checks have let it through"),
+        ("flightdeck launch --follow", "prints how it goes; ctrl+c leaves the run alone"),
+        ("flightdeck launch --skip data_matches", "overrides one check by name; goes into the audit log"),
+    )
+    _config(launch)
+    launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
+    _skip(launch)
+    abort = _command(
+        commands,
+        "abort",
+        flight.abort,
+        "stop a run and prove that nothing is left",
+        ("flightdeck abort last", "after the current step; saves, then ends"),
+        ("flightdeck abort 20260102 --now", "by id prefix, without the cooperative stop"),
+    )
+    _run(abort, required=True)
+    abort.add_argument("--now", action="store_true", help="do not wait for the step to end: TERM, then KILL")
+
+
+def _cluster(commands: Commands) -> None:
+    """preflight, nodes, doctor."""
+    preflight = _command(
+        commands,
+        "preflight",
+        cluster.preflight,
+        "run the checks; 1 when one would block a launch",
+        ("flightdeck preflight", "every failure comes with its cause, its evidence and its fix"),
+        ("flightdeck preflight --json | jq .overall_status", ""),
+    )
+    _config(preflight)
+    _skip(preflight)
+    nodes = _command(
+        commands,
+        "nodes",
+        cluster.nodes,
+        "what every node has: chip, memory, disk, versions",
+        ("flightdeck nodes -c flightdeck.toml", "asks every node now; - is not measured"),
+    )
+    _config(nodes)
+    _command(
+        commands,
+        "doctor",
+        cluster.doctor,
+        "what this machine has and lacks",
+        ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
+    )
+
+
+def _history(commands: Commands) -> None:
+    """runs, show, logs, metrics."""
+    runs = _command(
+        commands, "runs", history.runs, "every run, newest first", ("flightdeck runs -n 5", "the last five")
+    )
+    runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the newest N")
+    show = _command(
+        commands,
+        "show",
+        history.show,
+        "one run: its state, why, what proves it, and where its files are",
+        ("flightdeck show", "the newest"),
+        ("flightdeck show demo", "by name: its newest; or by id, or the beginning of one"),
+    )
+    _run(show)
+    log = _command(
+        commands,
+        "logs",
+        logs.logs,
+        "what the ranks printed, made harmless for a terminal; --raw gives the bytes as they were",
+        ("flightdeck logs", "the newest run, all ranks, `rank | line`"),
+        ("flightdeck logs last --rank 1 -f", "follow one rank; ends when the run has ended"),
+        ("flightdeck logs demo -n 50", "the last 50 lines"),
+        ("flightdeck logs last --rank 0 --raw > rank0.log", "the exact bytes"),
+    )
+    _run(log)
+    log.add_argument("-f", "--follow", action="store_true", help="go on as lines come, until the run has ended")
+    log.add_argument("-n", "--lines", type=_count(10**9, least=0), metavar="N", help="begin at the last N lines")
+    which = log.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=_count(10_000, least=0), metavar="K", help="only rank K")
+    which.add_argument("--launcher", action="store_true", help="only what mlx.launch itself printed")
+    log.add_argument("--raw", action="store_true", help="bytes as they were; needs --rank or --launcher")
+    metrics = _command(
+        commands,
+        "metrics",
+        history.metrics,
+        "mlx-lm's reports in order",
+        ("flightdeck metrics", "a table"),
+        ("flightdeck metrics last --format csv > loss.csv", ""),
+        ("flightdeck metrics demo --json | jq '.[-1].train_loss'", ""),
+    )
+    _run(metrics)
+    metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
+
+
+def _command(
+    commands: Commands, name: str, command: Command, summary: str, *examples: tuple[str, str]
+) -> argparse.ArgumentParser:
+    """A command with --json, its summary in both helps, and its examples."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=_examples(*examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    # No default of its own, so that -c before the command is not overwritten.
+    parser.add_argument(
+        "-c", "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="default: ./flightdeck.toml"
+    )
+
+
+def _skip(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="CHECK", help="override a check by name; may be repeated"
+    )
+
+
+def _run(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    what = 'id, the beginning of one, name (its newest) or "last"'
+    if required:
+        parser.add_argument("run", metavar="RUN", help=what)
+    else:
+        parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=what + "; default: last")
+
+
+def _count(most: int, least: int = 1) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} to {most:,}")
+        return number
+
+    return parse
+
+
+def _examples(*examples: tuple[str, str]) -> str:
+    width = max(len(example) for example, _ in examples)
+    return "\n".join(["examples:", *(f"  {example:<{width}}   {words}".rstrip() for example, words in examples)])

@@ -1,0 +1,153 @@
+"""Follows a run and prints what is new: states, checks, reports, validations, checkpoints, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from engine.events import RunSnapshot
+from engine.models import CheckResult, CheckStatus, RunRecord, RunState
+from engine.session import Engine
+from tui.commands.terminal import Lines
+from tui.formatting import duration, loss, plural, rate
+
+POLL_S = 0.1
+ORPHAN_PATIENCE_S = 5.0
+"""How long a run may be without a supervisor before we start one that adopts it."""
+
+
+def until_ended(snapshot: RunSnapshot) -> bool:
+    return snapshot.record.state.ended
+
+
+def until_past_preflight(snapshot: RunSnapshot) -> bool:
+    return snapshot.record.state not in (RunState.PLANNED, RunState.PREFLIGHT)
+
+
+class Follower:
+    """One reader of one run; every line is printed once, over several calls of `follow` too."""
+
+    def __init__(self, engine: Engine, run: str, lines: Lines) -> None:
+        self._engine = engine
+        self._watch = engine.watch(run)
+        self._lines = lines
+        self._state: RunState | None = None
+        self._checks: dict[str, CheckStatus] = {}
+        self._trained_to = -1
+        self._validated: set[int] = set()
+        self._marked: set[tuple[int, str]] = set()
+        self._alone_since: float | None = None
+
+    def follow(self, done: Callable[[RunSnapshot], bool]) -> RunSnapshot:
+        """Print what happens until `done` says so, and give the last snapshot."""
+        while True:
+            snapshot = self._watch.poll()
+            self._tell(snapshot)
+            if done(snapshot):
+                return snapshot
+            self._look_after(snapshot)
+            time.sleep(POLL_S)
+
+    def _tell(self, snapshot: RunSnapshot) -> None:
+        for check in snapshot.checks:
+            self._tell_check(check)
+        if snapshot.record.state is not self._state:
+            self._state = snapshot.record.state
+            if not self._state.ended:
+                self._lines.say(self._lines.word(self._state.value))
+        self._tell_progress(snapshot)
+
+    def _tell_check(self, check: CheckResult) -> None:
+        if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) is check.status:
+            return
+        self._checks[check.name] = check.status
+        print_check(self._lines, check)
+
+    def _tell_progress(self, snapshot: RunSnapshot) -> None:
+        series, record = snapshot.series, snapshot.record
+        speeds = dict(series.tokens_per_second)
+        events: list[tuple[int, int, str]] = []
+        for iteration, value in series.train:
+            if iteration > self._trained_to:
+                parts = [f"loss {loss(value)}", rate(speeds.get(iteration))]
+                if snapshot.eta_s is not None and iteration == series.train[-1][0] != record.iterations:
+                    parts.append(f"ETA {duration(snapshot.eta_s)}")
+                events.append((iteration, 1, "   ".join(parts)))
+        for iteration, value in series.val:
+            if iteration not in self._validated:
+                self._validated.add(iteration)
+                events.append((iteration, 0, f"val loss {loss(value)}"))
+        for mark in series.marks:
+            if (mark.iteration, mark.kind) not in self._marked:
+                self._marked.add((mark.iteration, mark.kind))
+                events.append((mark.iteration, 2, mark.kind))
+        if series.train:
+            self._trained_to = max(self._trained_to, series.train[-1][0])
+        width = len(str(record.iterations or ""))
+        total = f"/{record.iterations}" if record.iterations else ""
+        for iteration, _, text in sorted(events):
+            self._lines.say(f"iteration {iteration:>{width}}{total}   {text}")
+
+    def _look_after(self, snapshot: RunSnapshot) -> None:
+        """A run whose supervisor was killed is given another one."""
+        if snapshot.supervised:
+            self._alone_since = None
+            return
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > ORPHAN_PATIENCE_S:
+            self._alone_since = now
+            self._lines.say("the run's supervisor is gone: starting another one that takes it over")
+            self._engine.adopt_orphans()
+
+
+def print_check(lines: Lines, check: CheckResult) -> None:
+    """One line, and below a failure or warning what was seen and what mends it."""
+    took = f" ({check.duration_s:.1f} s)" if check.duration_s is not None else ""
+    lines.say(f"  {lines.word(check.status.value, 4)}  {check.name:<16} {check.summary}{took}")
+    if check.status not in (CheckStatus.FAIL, CheckStatus.WARN):
+        return
+    for node, seen in check.evidence.items():
+        lines.say(f"        {node}: {seen}")
+    if check.fix_command:
+        lines.say(f"        fix: {check.fix_command}")
+
+
+def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
+    """How a run ended: its state and reason, who was first, what to do, and where the proof is."""
+    record = snapshot.record
+    lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
+    if record.state is RunState.SUCCEEDED:
+        return
+    for label, text in (("cause", record.cause), ("fix", record.fix)):
+        if text:
+            lines.say(f"  {label + ':':<6} {text}")
+    if record.unconfirmed:
+        lines.say(f"  stop unconfirmed on {', '.join(record.unconfirmed)}")
+
+
+def ending(record: RunRecord) -> str:
+    """The reason, the rank and its exit, and the time it took, in one line."""
+    parts = [record.reason.value if record.reason else "ended"]
+    if record.rank is not None:
+        how = f"exit {record.exit_code}" if record.exit_code is not None else ""
+        how = f"signal {record.signal}" if record.signal is not None else how
+        place = f" on {record.host}" if record.host else ""
+        parts.append(f"rank {record.rank}{place}" + (f" ({how})" if how else ""))
+    if record.iteration is not None:
+        parts.append(f"iteration {record.iteration}" + (f"/{record.iterations}" if record.iterations else ""))
+    parts.append(duration(lasted(record)))
+    return ", ".join(parts)
+
+
+def lasted(record: RunRecord, now: datetime | None = None) -> float:
+    """Seconds from creation to end, or to `now`."""
+    return ((record.ended_at or now or datetime.now(UTC)) - record.created_at).total_seconds()
+
+
+def introduce(lines: Lines, record: RunRecord) -> None:
+    """The first line of a followed run."""
+    iterations = f" · {plural(record.iterations, 'iteration')}" if record.iterations else ""
+    lines.say(f"run {record.id} · {plural(record.world_size, 'rank')} · {record.backend}{iterations}")
