@@ -1,1 +1,112 @@
-"""The tiny model, corpus and local cluster of `flightdeck demo`."""
+"""The tiny model, corpus and local cluster of `flightdeck demo`.
+
+They are made once by `engine.demo_model`, in a process of its own (it needs mlx), and kept below
+`<home>/demo/<what makes them>/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.errors import InputError, LaunchError
+from engine.security.home import make_home
+
+BATCH_SIZE = 8
+MAX_RANKS = 8
+MAKE_LIMIT_S = 120.0
+"""The making takes about 2 s; a machine that needs this long has something else wrong with it."""
+
+
+def demo_config(home: Path, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
+    """The demo's configuration, its model and corpus made first when they are not cached (seconds; blocking).
+
+    Raises InputError for a number of ranks or iterations that makes no sense, LaunchError when the making fails.
+    """
+    if not 1 <= ranks <= MAX_RANKS:
+        raise InputError(f"--ranks {ranks}", why=f"the demo's batch feeds 1 to {MAX_RANKS} ranks")
+    if iters < 1:
+        raise InputError(f"--iters {iters}", why="at least one iteration")
+    made = ensure_made(home)
+    workdir = home / "demo"
+    model, data = str(made / "model"), str(made / "data")
+    job: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "fine_tune_type": "full",
+        "batch_size": BATCH_SIZE,
+        "iters": iters,
+        "learning_rate": 3e-3,
+        "steps_per_report": 1,
+        "steps_per_eval": max(1, min(20, iters)),
+        "val_batches": 2,
+        "save_every": max(1, min(20, iters)),
+        "max_seq_length": 256,
+        "adapter_path": str(workdir / "adapters"),
+    }
+    return FlightConfig(
+        cluster=ClusterConfig(name="demo", backend="ring"),
+        nodes=tuple(
+            NodeConfig(name=f"node{rank}", python=sys.executable, workdir=str(workdir)) for rank in range(ranks)
+        ),
+        job=JobConfig(name="demo", model=model, data=data, fine_tune_type="full", mlx_lm=with_defaults(job)),
+    )
+
+
+def recipe() -> str:
+    """Names what is made: a change of the maker or of mlx-lm makes it again."""
+    source = Path(__file__).with_name("demo_model.py").read_bytes()
+    return hashlib.sha256(source + version("mlx-lm").encode()).hexdigest()[:16]
+
+
+def ensure_made(home: Path) -> Path:
+    """The directory with model/ and data/. Two makers at once both succeed; a killed one leaves nothing half made."""
+    made = home / "demo" / recipe()
+    if (made / "model").is_dir():
+        return made
+    make_home(home)
+    made.parent.mkdir(mode=0o700, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=made.parent))
+    try:
+        make(scratch)
+        try:
+            scratch.rename(made)
+        except OSError:
+            if not (made / "model").is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return made
+
+
+def make(directory: Path) -> None:
+    """Run the maker on an empty directory. Raises LaunchError with its last line."""
+    argv = [sys.executable, "-m", "engine.demo_model", str(directory)]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            argv,
+            env=os.environ | offline,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=MAKE_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise LaunchError("the demo's model was not made", why=f"no end after {MAKE_LIMIT_S:.0f} s") from late
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise LaunchError(
+            "the demo's model could not be made",
+            why=lines[-1] if lines else f"the maker ended with {done.returncode}",
+            todo="`flightdeck doctor` says what this machine lacks",
+        )

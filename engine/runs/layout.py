@@ -1,4 +1,4 @@
-"""Where everything of a run lies on the head, and the state directory itself."""
+"""Where everything of a run lies on the head, below the state directory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from platformdirs import user_state_path
+from engine.security.home import state_home as state_home  # noqa: PLC0414  (re-exported: its readers look here)
 
 LAUNCHER_SOURCE = 0xFFFF
 """Source number of the launcher's own output in log indices; ranks are their own number."""
-
-
-def state_home() -> Path:
-    """FLIGHTDECK_HOME, else the platform's user state directory. Not created here."""
-    configured = os.environ.get("FLIGHTDECK_HOME")
-    return Path(configured).expanduser().absolute() if configured else user_state_path("flightdeck")
 
 
 def node_root() -> Path:
