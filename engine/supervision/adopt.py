@@ -1,0 +1,64 @@
+"""Finds runs whose supervisor is gone, and gives each a new one that goes on with it or ends it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from engine.errors import LaunchError, StateError
+from engine.runs.journal import parse_entry
+from engine.runs.layout import RunDir
+from engine.supervision import lock, spawn
+
+_BEING_LAUNCHED_S = 20.0
+"""A plan younger than this may be one whose launch is under way."""
+_TAIL_BYTES = 65_536
+_ENDED = frozenset({"succeeded", "failed", "aborted", "lost"})
+
+
+def orphans(home: Path) -> list[RunDir]:
+    """The runs below `home` that are not ended and have no supervisor. Reads the end of each journal only."""
+    try:
+        found = [RunDir(path) for path in (home / "runs").iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+    return [run_dir for run_dir in sorted(found, key=lambda run_dir: run_dir.id) if _is_orphan(run_dir)]
+
+
+def adopt_orphans(home: Path) -> list[str]:
+    """Start a supervisor for every orphan; the ids of the runs that got one. One that cannot be adopted does not keep
+    the others from it: it is tried again by whoever starts next."""
+    adopted = []
+    for run_dir in orphans(home):
+        try:
+            spawn.start(run_dir, adopt=True)
+        except (LaunchError, StateError):
+            # Somebody else was faster, or its own supervisor.log says what is wrong.
+            continue
+        adopted.append(run_dir.id)
+    return adopted
+
+
+def _is_orphan(run_dir: RunDir) -> bool:
+    try:
+        age_s = time.time() - run_dir.plan.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    if not run_dir.journal.exists() and age_s < _BEING_LAUNCHED_S:
+        return False
+    return not _has_ended(run_dir) and not lock.held(run_dir)
+
+
+def _has_ended(run_dir: RunDir) -> bool:
+    """Whether the journal's last state is an end."""
+    try:
+        with run_dir.journal.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return False
+    for line in reversed(lines):
+        entry = parse_entry(line)
+        if entry is not None and entry["event"] == "state":
+            return entry.get("state") in _ENDED
+    return False

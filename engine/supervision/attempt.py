@@ -1,0 +1,168 @@
+"""One attempt of a run: its files on the nodes, its intent in the journal, its launcher."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.models import FlightConfig
+from engine.errors import LaunchError
+from engine.launch import mlx_launch
+from engine.launch.bundle import stage_bundle
+from engine.launch.hostfile import port_count, write_hostfile
+from engine.launch.ports import ring_ports
+from engine.launch.start_script import start_script
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.runs.plan_file import Plan
+from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
+
+_LOCAL = "127.0.0.1"
+_RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the journal's `attempt` entry says: enough to go on with it after the supervisor's death."""
+
+    number: int
+    nonce: str
+    starting_port: int
+    log_bases: dict[int, int]
+    """Source → size of the head's log when the attempt began, bytes."""
+    event_bases: dict[int, int]
+    memory_kills: int | None
+
+    def entry(self) -> dict[str, Any]:
+        return {
+            "attempt": self.number,
+            "starting_port": self.starting_port,
+            "log_bases": {str(source): size for source, size in self.log_bases.items()},
+            "event_bases": {str(rank): size for rank, size in self.event_bases.items()},
+            "memory_kills": self.memory_kills,
+        }
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any], nonce: str) -> Attempt:
+        return cls(
+            number=int(entry["attempt"]),
+            nonce=nonce,
+            starting_port=int(entry["starting_port"]),
+            log_bases={int(source): int(size) for source, size in entry["log_bases"].items()},
+            event_bases={int(rank): int(size) for rank, size in entry["event_bases"].items()},
+            memory_kills=entry.get("memory_kills"),
+        )
+
+
+def intend(run_dir: RunDir, plan: Plan, number: int, nonce: str, memory_kills: int | None) -> Attempt:
+    """Decide what the attempt will be: fresh ports, and where it begins in the head's files. Raises LaunchError."""
+    sources = [rank.rank for rank in plan.ranks]
+    return Attempt(
+        number=number,
+        nonce=nonce,
+        starting_port=ring_ports(port_count(plan.config.nodes), plan.config.cluster.starting_port),
+        log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
+        event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
+        memory_kills=memory_kills,
+    )
+
+
+def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, node_root: Path) -> mlx_launch.Launcher:
+    """Put the attempt's files in place and start mlx.launch. Raises LaunchError; nothing runs then."""
+    for node in plan.config.nodes:
+        if node.ssh != _LOCAL:
+            raise LaunchError(
+                f"node {node.name} is not this machine", where=node.ssh, why="remote nodes come with a later release"
+            )
+    bundle = stage_bundle(node_root)
+    files = NodeFiles.of(node_root, plan.run_id, attempt.number)
+    here = run_dir.attempt(attempt.number)
+    try:
+        temporary = _prepare(plan, attempt, files, here, bundle)
+    except OSError as error:
+        raise LaunchError(
+            "the attempt's files could not be written",
+            where=str(error.filename or files.directory),
+            why=error.strerror or str(error),
+        ) from error
+    argv = mlx_launch.arguments(
+        hostfile=here / "hostfile.json",
+        starting_port=attempt.starting_port,
+        program=["/bin/sh", str(files.start)],
+        environment={NONCE_ENV: attempt.nonce},
+        backend=plan.backend,
+    )
+    return mlx_launch.start(
+        argv,
+        stdin=here / "launcher.in",
+        output=run_dir.log(LAUNCHER_SOURCE),
+        # What mlx.launch leaves in the temporary directory, and it removes nothing, goes with the run.
+        environment={NONCE_ENV: attempt.nonce, "TMPDIR": str(temporary)},
+        directory=here,
+    )
+
+
+def spec_of(plan: Plan, attempt: Attempt) -> AttemptSpec:
+    """What the keepers and trainers are told."""
+    config = plan.config
+    recovery = config.recovery
+    return AttemptSpec(
+        run_id=plan.run_id,
+        attempt=attempt.number,
+        nonce=attempt.nonce,
+        backend=plan.backend,
+        world_size=len(plan.ranks),
+        ranks=[
+            RankSpec(
+                rank=rank.rank,
+                node=node.name,
+                host=node.ssh,
+                python=node.python,
+                workdir=node.workdir,
+                model=node.model or config.job.model,
+                data=node.data or config.job.data,
+                share=rank.share,
+            )
+            for rank, node in zip(plan.ranks, config.nodes, strict=True)
+        ],
+        job=_job(config),
+        command=list(config.job.command) if config.job.command is not None else None,
+        env={**_RANK_ENVIRONMENT, **config.job.env},
+        lease_s=recovery.lease_s,
+        on_lease_expiry=recovery.on_lease_expiry,
+        stop_grace_s=recovery.stop_grace_s,
+        save_grace_s=recovery.save_grace_s,
+        term_grace_s=recovery.term_grace_s,
+    )
+
+
+def _job(config: FlightConfig) -> dict[str, Any] | None:
+    job = config.job
+    if job.command is not None:
+        return None
+    named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "strategy": job.strategy}
+    return {**job.mlx_lm, **{key: value for key, value in named.items() if value is not None}}
+
+
+def _prepare(plan: Plan, attempt: Attempt, files: NodeFiles, here: Path, bundle: Path) -> Path:
+    """Write what the nodes and the launcher read; returns the launcher's temporary directory."""
+    spec = spec_of(plan, attempt)
+    temporary = files.directory / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    files.directory.chmod(0o700)
+    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(files.spec, spec.to_json())
+    write_atomic(files.start, start_script(spec, files, bundle, os.environ.get("TMPDIR")))
+    for rank in plan.ranks:
+        if not files.control(rank.rank).exists():
+            os.mkfifo(files.control(rank.rank), 0o600)
+    write_hostfile(here / "hostfile.json", plan.config.nodes)
+    return temporary
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

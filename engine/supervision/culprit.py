@@ -1,0 +1,332 @@
+"""How a run ended, and who began it: from exit records, log tails and the launcher's words to one verdict. Pure.
+
+The launcher's exit code is never asked: it is 0 whatever the ranks did. A rank that lost its peers, or was ended by us
+or by the launcher, is a consequence; the cause is the first rank that went by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from engine.models import Reason, RunState
+from engine.security.sanitise import sanitise
+from engine.worker.wire import ExitRecord
+
+_CAUSE_LIMIT = 300
+_FINAL_LINES = 15
+_PEER_LOST = re.compile(r"\[ring\].*(connection to a peer was lost|[Rr]eceiving.*failed|[Ss]ending.*failed)")
+_CANNOT_CONNECT = re.compile(r"\[ring\] Couldn't connect")
+_CANNOT_BIND = re.compile(r"\[ring\] Couldn't bind socket \(error: (?P<errno>\d+)\)")
+_NOT_OUR_ADDRESS = frozenset({"49", "99"})
+_NO_MEMORY = re.compile(
+    r"\bMemoryError\b|\[metal::malloc\]|[Ii]nsufficient [Mm]emory|kIOGPUCommandBufferCallbackErrorOutOfMemory|"
+    r"[Oo]ut of memory|Cannot allocate memory|std::bad_alloc"
+)
+_NO_DISK = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded")
+
+
+class Trigger(Enum):
+    """Why the attempt was being ended when it was judged."""
+
+    ABORT = auto()
+    ENDED = auto()
+    """Every rank had gone by itself."""
+    RANK = auto()
+    """A rank had failed and the others were ended."""
+    LAUNCHER_GONE = auto()
+    NOT_STARTED = auto()
+    """A rank had not appeared in time."""
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What is known of one rank's end."""
+
+    rank: int
+    node: str
+    python: str
+    started: bool = False
+    """Its keeper has been seen."""
+    record: ExitRecord | None = None
+    vanished: bool = False
+    """Its keeper is gone and has left no exit record."""
+    launcher_code: int | None = None
+    """The exit code that the launcher reported, for a rank that no keeper speaks for."""
+    tail: str = ""
+    """The end of its log."""
+    keeper_tail: str = ""
+    """The end of its keeper's own log."""
+    failure: dict[str, Any] | None = None
+    """The trainer's `failure` event."""
+    end: dict[str, Any] | None = None
+    """The trainer's `end` event."""
+    port: str | None = None
+    """Which port it could not have, and who has it."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an attempt's end."""
+
+    ranks: Sequence[RankEvidence]
+    trigger: Trigger
+    trainer: bool
+    """The job is ours and ends with an `end` event; a command of the user's own has none."""
+    launcher_tail: str = ""
+    memory_killed: bool = False
+    """The system has killed processes for want of memory since the attempt began."""
+    adopted: bool = False
+    rebooted: bool = False
+    """The machine has been restarted since."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run ended, as its record says it."""
+
+    state: RunState
+    reason: Reason
+    cause: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    fix: str | None = None
+
+
+class _Weight(Enum):
+    """How much a rank's end explains, most first."""
+
+    OWN = 0
+    EARLY = 1
+    OUTSIDE = 2
+    CONSEQUENCE = 3
+    LEASE = 4
+
+
+@dataclass(frozen=True)
+class _Fault:
+    weight: _Weight
+    at: float
+    evidence: RankEvidence
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.weight.value, self.at, self.evidence.rank
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on an attempt whose processes are all gone, or on their way."""
+    if evidence.trigger is Trigger.ABORT:
+        return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked")
+    if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
+    faults = sorted(_faults(evidence), key=lambda fault: fault.order)
+    if not evidence.trainer and not any(fault.weight is _Weight.CONSEQUENCE for fault in faults):
+        # A command that ends with 0 has done its part, unless somebody else was lost for it.
+        faults = [fault for fault in faults if fault.weight is not _Weight.EARLY]
+    first = faults[0] if faults else None
+    if first is not None and first.weight in (_Weight.OWN, _Weight.EARLY):
+        return _of_rank(first, evidence)
+    if evidence.rebooted:
+        return _lost(evidence, "the machine was restarted while the run was going")
+    if evidence.trigger is Trigger.LAUNCHER_GONE:
+        running = any(rank.started for rank in evidence.ranks)
+        when = "was ended from outside while ranks were running" if running else "ended before the ranks had started"
+        return _of_launcher(evidence, f"mlx.launch {when}")
+    if evidence.trigger is Trigger.NOT_STARTED:
+        return _not_started(evidence)
+    if first is not None:
+        return _of_rank(first, evidence)
+    if evidence.adopted:
+        return _lost(evidence, "the supervisor was lost, and with it how the ranks ended")
+    return _of_launcher(evidence, "no rank has said how it ended")
+
+
+def is_consequence(rank: RankEvidence) -> bool:
+    """Whether a rank's end is another rank's fault: it lost its peers, or was ended by somebody."""
+    if rank.record is not None and rank.record.stopped_by is not None:
+        return True
+    return _lost_its_peers(rank)
+
+
+def lacks_port(rank: RankEvidence) -> bool:
+    """Whether a rank ended because it could not bind its ring port."""
+    return _CANNOT_BIND.search(_final(rank.tail) + "\n" + _said_in_failure(rank)) is not None
+
+
+def _succeeded(rank: RankEvidence, trainer: bool) -> bool:
+    if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
+        return False
+    return not trainer or (rank.end is not None and rank.end.get("completed") is True)
+
+
+def _faults(evidence: Evidence) -> list[_Fault]:
+    faults = []
+    for rank in evidence.ranks:
+        weight = _weight(rank, evidence.trainer, evidence.rebooted)
+        if weight is not None:
+            at = rank.record.ended_at if rank.record is not None else float("-inf")
+            faults.append(_Fault(weight, at, rank))
+    return faults
+
+
+def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> _Weight | None:
+    record = rank.record
+    if record is None:
+        if rank.launcher_code is not None and not rank.started:
+            # The launcher ends with TERM the ranks that have not failed; -15 is a consequence.
+            return _Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
+        return _Weight.OWN if rank.vanished and not rebooted else None
+    if record.stopped_by is not None:
+        return _weight_of_stopped(rank, record)
+    if _lost_its_peers(rank):
+        return _Weight.CONSEQUENCE
+    if record.code == 0:
+        return None if _succeeded(rank, trainer) and trainer else _Weight.EARLY
+    return _Weight.OWN
+
+
+def _weight_of_stopped(rank: RankEvidence, record: ExitRecord) -> _Weight | None:
+    if rank.failure is not None and not _lost_its_peers(rank):
+        # It had failed by itself when we came to end it.
+        return _Weight.OWN
+    if record.stopped_by == "lease":
+        return _Weight.LEASE
+    return _Weight.OUTSIDE if (record.stopped_by or "").startswith("signal") else None
+
+
+def _lost_its_peers(rank: RankEvidence) -> bool:
+    if rank.failure is not None:
+        if rank.failure.get("error_type") == "PeerLost":
+            return True
+        text = str(rank.failure.get("message", ""))
+    else:
+        text = _final(rank.tail)
+    return bool(_PEER_LOST.search(text) or _CANNOT_CONNECT.search(text))
+
+
+def _of_rank(fault: _Fault, evidence: Evidence) -> Verdict:
+    rank = fault.evidence
+    reason, cause = _explained(fault, evidence)
+    record = rank.record
+    return Verdict(
+        RunState.FAILED,
+        reason,
+        _cut(cause),
+        rank.rank,
+        rank.node,
+        record.code if record is not None else rank.launcher_code,
+        record.signal if record is not None else None,
+    )
+
+
+def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
+    rank, record = fault.evidence, fault.evidence.record
+    if record is None:
+        return _without_record(rank)
+    if fault.weight is _Weight.LEASE:
+        return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
+    if fault.weight is _Weight.OUTSIDE:
+        return Reason.RANK_KILLED, f"its keeper was told to stop from outside ({record.stopped_by})"
+    if record.error is not None:
+        return Reason.LAUNCH_FAILED, record.error
+    text = _final(rank.tail) + "\n" + _said_in_failure(rank)
+    if (bound := _CANNOT_BIND.search(text)) is not None:
+        return Reason.LAUNCH_FAILED, _no_port(rank, bound["errno"])
+    last = _last_words(rank)
+    if rank.failure is not None and rank.failure.get("error_type") == "Diverged":
+        return Reason.DIVERGED, last
+    if record.code == 0:
+        return Reason.RANK_FAILED, _left_early(rank, evidence)
+    ended = _how(record)
+    if _NO_MEMORY.search(text) or (record.signal == signal.SIGKILL and evidence.memory_killed):
+        return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
+    if _NO_DISK.search(text):
+        return Reason.DISK_FULL, f"disk full: {last or ended}"
+    reason = Reason.RANK_KILLED if record.signal is not None else Reason.RANK_FAILED
+    return reason, f"{ended}: {last}" if last else ended
+
+
+def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
+    if not rank.started and rank.launcher_code is not None:
+        said = _last_line(rank.keeper_tail)
+        if rank.launcher_code == 127:
+            return Reason.LAUNCH_FAILED, f"the interpreter {rank.python} is missing on {rank.node}"
+        detail = f": {said}" if said else ""
+        return Reason.LAUNCH_FAILED, f"{rank.python} did not start the rank (exit code {rank.launcher_code}){detail}"
+    return Reason.RANK_KILLED, "its keeper was killed and left no exit record"
+
+
+def _no_port(rank: RankEvidence, errno: str) -> str:
+    if errno in _NOT_OUR_ADDRESS:
+        return f"its ring address is not one of {rank.node} (error {errno})"
+    return rank.port or f"a ring port is in use (error {errno})"
+
+
+def _left_early(rank: RankEvidence, evidence: Evidence) -> str:
+    if rank.end is not None and rank.end.get("stopped") is True:
+        return f"stopped at iteration {rank.end.get('iteration')} though nobody asked"
+    if evidence.trainer:
+        return "left with exit code 0 before its training was complete"
+    return "left early with exit code 0 while others still needed it"
+
+
+def _how(record: ExitRecord) -> str:
+    if record.signal is None:
+        return f"exited with code {record.code}"
+    try:
+        name = signal.Signals(record.signal).name
+    except ValueError:
+        name = "a signal"
+    return f"killed by {name} (signal {record.signal})"
+
+
+def _not_started(evidence: Evidence) -> Verdict:
+    missing = [rank for rank in evidence.ranks if not rank.started]
+    said = _last_line(evidence.launcher_tail)
+    cause = f"rank {missing[0].rank} did not start in time" if missing else "the ranks did not start in time"
+    cause += f"; mlx.launch said: {said}" if said else "; mlx.launch said nothing"
+    rank, node = (missing[0].rank, missing[0].node) if missing else (None, None)
+    return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _cut(cause), rank, node)
+
+
+def _of_launcher(evidence: Evidence, cause: str) -> Verdict:
+    said = _last_line(evidence.launcher_tail)
+    return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _cut(f"{cause}; it said: {said}" if said else cause))
+
+
+def _lost(evidence: Evidence, cause: str) -> Verdict:
+    unknown = next((rank for rank in evidence.ranks if rank.record is None), None)
+    rank, node = (unknown.rank, unknown.node) if unknown else (None, None)
+    return Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, rank, node)
+
+
+def _last_words(rank: RankEvidence) -> str:
+    if rank.failure is not None:
+        return _last_line(f"{rank.failure.get('error_type')}: {rank.failure.get('message')}")
+    # A command that ends well may have printed anything; only what fails is quoted, and its last line says why.
+    return _last_line(rank.tail)
+
+
+def _said_in_failure(rank: RankEvidence) -> str:
+    return f"{rank.failure.get('error_type')}: {rank.failure.get('message')}" if rank.failure is not None else ""
+
+
+def _final(text: str) -> str:
+    return "\n".join(text.splitlines()[-_FINAL_LINES:])
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return sanitise(lines[-1].strip().encode(errors="replace"), _CAUSE_LIMIT) if lines else ""
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _CAUSE_LIMIT else line[: _CAUSE_LIMIT - 1] + "…"

@@ -1,0 +1,90 @@
+"""From the trainers' mirrored events to the head's metrics, and to the little that the supervisor itself must know."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.runs.json_lines import LineTail, parse
+from engine.runs.layout import RunDir
+from engine.runs.line_file import LineFile
+
+_METRICS = {"report": "train", "validation": "val"}
+_ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
+_STEP = b'"event": "step"'
+_WHERE_THE_NAME_IS = 32
+
+
+class EventIntake:
+    """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
+
+    def __init__(self, run_dir: RunDir, attempt: int, bases: dict[int, int]) -> None:
+        """`bases`: rank → where the attempt begins in the head's event file."""
+        self._attempt = attempt
+        self._file = LineFile(run_dir.metrics)
+        self._written = sum(1 for row in _rows(run_dir) if row.get("attempt") == attempt)
+        self._tails = {}
+        for rank, base in bases.items():
+            self._tails[rank] = LineTail(run_dir.events(rank))
+            self._tails[rank].offset = base
+        self.latest: dict[str, Any] = _latest(run_dir)
+        """Of iteration, train_loss, val_loss, tokens_per_second: the last that was reported."""
+        self._phases: dict[int, str] = {}
+
+    @property
+    def saving(self) -> bool:
+        """A rank is in the middle of saving."""
+        return "saving" in self._phases.values()
+
+    def poll(self) -> None:
+        """Take in what is new. While the head's disk is full nothing is read, so nothing piles up."""
+        if self._file.waits and not self._file.flush():
+            return
+        for rank, tail in self._tails.items():
+            for line in tail.lines():
+                # Most lines are steps, and a step is for those who look at one.
+                if _STEP not in line[:_WHERE_THE_NAME_IS] and (event := parse(line)) is not None:
+                    self._take(rank, event)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, rank: int, event: dict[str, Any]) -> None:
+        match event.get("event"):
+            case "phase":
+                self._phases[rank] = str(event.get("phase"))
+            case "checkpoint":
+                self._phases[rank] = "saving" if event.get("phase") == "begin" else "training"
+            case "end" | "failure":
+                self._phases[rank] = "ended"
+            case ("report" | "validation") as name if rank == 0:
+                self._keep(_METRICS[name], event)
+
+    def _keep(self, kind: str, event: dict[str, Any]) -> None:
+        figures = {key: value for key, value in event.items() if key not in _ENVELOPE}
+        _note(self.latest, figures)
+        if self._written > 0:
+            # An earlier supervisor has written it.
+            self._written -= 1
+            return
+        at = datetime.fromtimestamp(float(event.get("at", 0.0)), UTC).isoformat()
+        row = {"kind": kind, "attempt": self._attempt, "at": at, **figures}
+        self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def _rows(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [row for line in LineTail(run_dir.metrics).lines() if (row := parse(line)) is not None]
+
+
+def _latest(run_dir: RunDir) -> dict[str, Any]:
+    latest: dict[str, Any] = {}
+    for row in _rows(run_dir):
+        _note(latest, row)
+    return latest
+
+
+def _note(latest: dict[str, Any], figures: dict[str, Any]) -> None:
+    for name in ("iteration", "train_loss", "val_loss", "tokens_per_second"):
+        if figures.get(name) is not None:
+            latest[name] = figures[name]

@@ -1,0 +1,261 @@
+"""The supervisor of one run: a detached process that takes it from its plan to its end, or over from one that died.
+
+`python -m engine.supervision.supervisor <run directory> --lock FD [--adopt]`, started by engine.supervision.spawn. It
+alone writes the run's journal, its record in the store, preflight.json, the mirrors and metrics.jsonl. TERM and INT are
+a request to abort; HUP is nothing to it. Exit code 0 when the run has been brought to an end, whatever that end was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import uuid
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.errors import FlightDeckError, LaunchError, StateError
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.preflight.checklist import first_failure, run_checks
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
+from engine.runs.plan_file import Plan, read_plan
+from engine.store.store import Store
+from engine.supervision import lock
+from engine.supervision.attempt import Attempt, intend, launch
+from engine.supervision.culprit import Verdict, judge
+from engine.supervision.flight import TICK_S, Flight
+from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.logbook import Logbook
+from engine.supervision.memory_kills import memory_kills
+from engine.supervision.requests import ABORT, Request, take_requests
+from engine.worker import processes
+from engine.worker.wire import write_atomic
+
+_ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
+
+
+class Supervisor:
+    """One run's supervisor."""
+
+    def __init__(self, run_dir: RunDir, plan: Plan, logbook: Logbook, nodes: Path) -> None:
+        self._run_dir = run_dir
+        self._plan = plan
+        self._logbook = logbook
+        self._nodes = nodes
+        self._abort: Request | None = None
+        self._nonce = _nonce(logbook) or uuid.uuid4().hex
+        self._figures: dict[str, Any] = {}
+        self._unconfirmed: list[str] = []
+
+    def take_over(self, *, adopted: bool) -> None:
+        """Write who is in charge from here on; with supervisor.json there, the launch has been accepted."""
+        if self._logbook.record is None:
+            self._logbook.plan(self._plan.record(), self._nonce)
+        who = {
+            "pid": os.getpid(),
+            "start": processes.start_time(os.getpid()) or "",
+            "boot_id": processes.boot_id(),
+        }
+        self._logbook.append("supervisor", **who, adopted=adopted)
+        write_atomic(self._run_dir.supervisor, json.dumps(who))
+
+    def abort(self, by: str) -> None:
+        """Ask for an abort, as a request would."""
+        self._note_request(Request(ABORT, by=by))
+
+    async def fly(self) -> None:
+        """From the plan to the end."""
+        self._end(await self._from_the_plan())
+
+    async def adopt(self) -> None:
+        """Go on where an earlier supervisor has stopped."""
+        if self._logbook.state.ended:
+            return
+        self._end(await self._from_the_journal())
+
+    async def _from_the_plan(self) -> Verdict:
+        if self._asked_to_stop() is not None:
+            return _ABORTED_EARLY
+        self._logbook.change(RunState.PREFLIGHT)
+        try:
+            report = await self._preflight()
+        except FlightDeckError as error:
+            return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
+        if report is None:
+            return _ABORTED_EARLY
+        failed = first_failure(report)
+        if failed is not None:
+            return _failed_check(failed)
+        self._logbook.change(RunState.LAUNCHING)
+        if self._asked_to_stop() is not None:
+            return _ABORTED_EARLY
+        try:
+            attempt, launcher = await asyncio.to_thread(self._launch)
+        except LaunchError as error:
+            return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
+        return await self._watch(attempt, launcher)
+
+    async def _from_the_journal(self) -> Verdict:
+        entries = self._logbook.entries
+        rebooted = _last(entries, "supervisor").get("boot_id", processes.boot_id()) != processes.boot_id()
+        planned = _last(entries, "attempt")
+        if not planned:
+            # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
+            return Verdict(
+                RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
+            )
+        if any(entry["event"] == "stop" and entry.get("purpose") == "abort" for entry in entries):
+            self._abort = Request(ABORT, by="an earlier supervisor")
+        attempt = Attempt.from_entry(planned, self._nonce)
+        launcher = self._old_launcher(attempt)
+        return await self._watch(attempt, launcher, adopted=True, rebooted=rebooted)
+
+    async def _preflight(self) -> PreflightReport | None:
+        """Run the checks; None when an abort came in between. What they started is gone when this returns."""
+        results: dict[str, CheckResult] = {}
+
+        def keep(result: CheckResult) -> None:
+            results[result.name] = result
+            _write_report(self._run_dir, list(results.values()), self._plan.skip)
+
+        checks = asyncio.create_task(run_checks(self._plan.config, skip=self._plan.skip, on_result=keep))
+        while not checks.done():
+            await asyncio.wait({checks}, timeout=TICK_S)
+            if self._asked_to_stop() is not None:
+                checks.cancel()
+                await asyncio.wait({checks})
+                return None
+        report = checks.result()
+        write_atomic(self._run_dir.preflight, report.model_dump_json(indent=1))
+        return report
+
+    def _launch(self) -> tuple[Attempt, LauncherWatch]:
+        number = (self._logbook.record.attempts if self._logbook.record is not None else 0) + 1
+        attempt = intend(self._run_dir, self._plan, number, self._nonce, memory_kills())
+        self._logbook.append("attempt", **attempt.entry())
+        launcher = LauncherWatch.of(
+            launch(self._run_dir, self._plan, attempt, self._nodes),
+            self._run_dir.log(LAUNCHER_SOURCE),
+            attempt.log_bases[LAUNCHER_SOURCE],
+        )
+        self._logbook.append("launcher", pid=launcher.pid, start=launcher.start)
+        return attempt, launcher
+
+    def _old_launcher(self, attempt: Attempt) -> LauncherWatch | None:
+        """The launcher of an earlier supervisor; one whose start it had no time to enter is found by its nonce."""
+        entry = _last(self._logbook.entries, "launcher")
+        if not entry:
+            found = [each for each in processes.with_nonce(attempt.nonce) if os.getpgid(each.pid) == each.pid]
+            launchers = [each for each in found if "mlx.launch" in each.command]
+            if not launchers:
+                return None
+            entry = {"pid": launchers[0].pid, "start": processes.start_time(launchers[0].pid) or ""}
+        return LauncherWatch(
+            int(entry["pid"]),
+            str(entry["start"]),
+            self._run_dir.attempt(attempt.number) / "launcher.in",
+            self._run_dir.log(LAUNCHER_SOURCE),
+            attempt.log_bases[LAUNCHER_SOURCE],
+        )
+
+    async def _watch(
+        self, attempt: Attempt, launcher: LauncherWatch | None, *, adopted: bool = False, rebooted: bool = False
+    ) -> Verdict:
+        flight = Flight(
+            self._run_dir,
+            self._plan,
+            attempt,
+            node_root=self._nodes,
+            launcher=launcher,
+            logbook=self._logbook,
+            adopted=adopted,
+            rebooted=rebooted,
+        )
+        evidence = await flight.watch(self._asked_to_stop)
+        self._figures = flight.intake.latest
+        self._unconfirmed = flight.unconfirmed
+        return judge(evidence)
+
+    def _asked_to_stop(self) -> Request | None:
+        for request in take_requests(self._run_dir):
+            self._note_request(request)
+        return self._abort
+
+    def _note_request(self, request: Request) -> None:
+        self._logbook.append("request", **asdict(request))
+        if request.request == ABORT and (self._abort is None or request.now):
+            self._abort = request
+
+    def _end(self, verdict: Verdict) -> None:
+        fields = {key: value for key, value in asdict(verdict).items() if key != "state" and value is not None}
+        self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
+
+
+def _failed_check(failed: CheckResult) -> Verdict:
+    rank, node = failed.blames if failed.blames is not None else (None, None)
+    return Verdict(
+        RunState.FAILED,
+        Reason.PREFLIGHT_FAILED,
+        f"{failed.name}: {failed.summary}",
+        rank,
+        node,
+        fix=failed.fix_command,
+    )
+
+
+def _write_report(run_dir: RunDir, results: list[CheckResult], skip: tuple[str, ...]) -> None:
+    report = PreflightReport(
+        checks=results, overall_status=CheckStatus.RUNNING, overridden=list(skip), finished_at=datetime.now(UTC)
+    )
+    write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
+
+
+def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:
+    return next((entry for entry in reversed(entries) if entry["event"] == event), {})
+
+
+def _nonce(logbook: Logbook) -> str | None:
+    return _last(logbook.entries, "planned").get("nonce")
+
+
+async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.abort, f"signal {number.name.removeprefix('SIG')}")
+    await (supervisor.adopt() if adopt else supervisor.fly())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="engine.supervision.supervisor", description="Supervise one run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--lock", type=int, default=None, help="descriptor that holds the run's lock")
+    parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_dir = RunDir(options.run_dir.absolute())
+    held = options.lock if options.lock is not None else lock.take(run_dir)
+    if held is None:
+        print("another supervisor of this run is there", file=sys.stderr)
+        return 1
+    os.set_inheritable(held, False)
+    try:
+        plan = read_plan(run_dir.plan)
+        store = Store(run_dir.path.parent.parent)
+        logbook = Logbook(run_dir.journal, store.put_run, lambda: datetime.now(UTC))
+        supervisor = Supervisor(run_dir, plan, logbook, node_root())
+        supervisor.take_over(adopted=options.adopt)
+    except (FlightDeckError, StateError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    asyncio.run(_supervise(supervisor, adopt=options.adopt))
+    logbook.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
