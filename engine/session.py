@@ -48,7 +48,7 @@ class Engine:
         """The demo's configuration, its model and corpus made first when they are not cached (seconds; blocking)."""
         from engine.demo import demo_config
 
-        return demo_config(self.home, ranks, iters)
+        return demo_config(self.home, ranks=ranks, iters=iters)
 
     def runs(self) -> list[RunRecord]:
         """Every run, newest first; running ones with their live figures."""

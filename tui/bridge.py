@@ -74,7 +74,6 @@ class Bridge:
         engine = self._load()
         if engine is None:
             return
-        self._adopt(engine)
         watch: RunWatch | None = None
         followed: str | None = None
         snapshot: RunSnapshot | None = None
@@ -95,6 +94,8 @@ class Bridge:
                     read = tuple(engine.runs())
                     if read != runs:
                         self._post(RunsRead(read))
+                    if runs is None:
+                        threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
                     runs, runs_due = read, monotonic() + RUNS_S
                 self._said = None
             except Exception as trouble:  # a reader must outlive any one unreadable file

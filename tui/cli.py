@@ -13,9 +13,9 @@ from typing import Any
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
 from engine.session import Engine
 from tui.commands import cluster, flight, history, logs
+from tui.commands.terminal import DEFAULT_FILE
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-DEFAULT_FILE = Path("flightdeck.toml")
 
 Command = Callable[[argparse.Namespace, Engine], int]
 Commands = Any
@@ -193,7 +193,7 @@ def _history(commands: Commands) -> None:
         commands,
         "metrics",
         history.metrics,
-        "mlx-lm's reports in order",
+        "the reports in order, in mlx-lm's names",
         ("flightdeck metrics", "a table"),
         ("flightdeck metrics last --format csv > loss.csv", ""),
         ("flightdeck metrics demo --json | jq '.[-1].train_loss'", ""),
@@ -220,9 +220,8 @@ def _command(
 
 def _config(parser: argparse.ArgumentParser) -> None:
     # No default of its own, so that -c before the command is not overwritten.
-    parser.add_argument(
-        "-c", "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="default: ./flightdeck.toml"
-    )
+    what = "default: ./flightdeck.toml"
+    parser.add_argument("-c", "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=what)
 
 
 def _skip(parser: argparse.ArgumentParser) -> None:

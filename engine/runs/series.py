@@ -28,8 +28,9 @@ class Curve:
             self.points.pop()
         self.points.append((x, float(y)))
         if len(self.points) > POINT_LIMIT:
-            # decimate keeps two points per column.
-            self.points = [(int(at), value) for at, value in decimate(self.points, POINT_LIMIT // 4)]
+            newest = self.points.pop()
+            # decimate keeps two points per column; the newest one is what is being looked at.
+            self.points = [*decimate(self.points, POINT_LIMIT // 4), newest]
 
     @property
     def last(self) -> float | None:

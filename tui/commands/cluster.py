@@ -12,7 +12,7 @@ from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.session import Engine
 from tui.commands.follow import print_check
-from tui.commands.terminal import Lines, colour_welcome, print_json
+from tui.commands.terminal import Lines, colour_welcome, config_file, print_json
 from tui.formatting import NOT_MEASURED, age, size, table
 
 OK, FAILED = 0, 1
@@ -20,7 +20,7 @@ OK, FAILED = 0, 1
 
 def nodes(options: argparse.Namespace, engine: Engine) -> int:
     """Probe every node of the configuration; 1 when one did not answer."""
-    facts = asyncio.run(engine.facts(engine.load_config(options.config)))
+    facts = asyncio.run(engine.facts(engine.load_config(config_file(options))))
     if options.json:
         print_json([fact.model_dump(mode="json") for fact in facts])
     else:
@@ -53,7 +53,7 @@ def _node_row(rank: int, fact: NodeFacts) -> list[str]:
 
 def preflight(options: argparse.Namespace, engine: Engine) -> int:
     """Run the checks and stream them; 1 when one would block a launch."""
-    config = engine.load_config(options.config)
+    config = engine.load_config(config_file(options))
     lines = Lines(sys.stderr if options.json else sys.stdout)
     results = asyncio.run(_checks(engine, config, options.skip, lines))
     report = engine.preflight_report(config, results, skip=options.skip)

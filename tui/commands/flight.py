@@ -12,7 +12,7 @@ from engine.events import StopProgress
 from engine.models import RunRecord, RunState
 from engine.session import Engine
 from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
-from tui.commands.terminal import Lines, is_person, print_json
+from tui.commands.terminal import Lines, config_file, is_person, print_json
 from tui.formatting import plural
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -35,7 +35,7 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, leave once preflight has let it through."""
-    config = engine.load_config(options.config)
+    config = engine.load_config(config_file(options))
     lines = _progress(options)
     record = asyncio.run(engine.launch(config, skip=options.skip))
     introduce(lines, record)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 _CODES = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
@@ -20,6 +22,15 @@ WORD_COLOURS = {
     "running": "green",
 }
 """State words; the word is always there, the colour only helps."""
+
+
+DEFAULT_FILE = Path("flightdeck.toml")
+
+
+def config_file(options: argparse.Namespace) -> Path:
+    """The configuration that a command is about: -c, else ./flightdeck.toml."""
+    chosen: Path | None = options.config
+    return chosen or DEFAULT_FILE
 
 
 def is_person(stream: TextIO) -> bool:

@@ -37,12 +37,7 @@ class Help(ModalScreen[None]):
         with VerticalScroll(id="help") as box:
             box.border_title = "keys"
             box.border_subtitle = "esc back"
-            yield Static(
-                Content("\n").join(
-                    lines(self._state, self.app.size.width * 96 // 100 - 8 if self.app.size.width < 100 else 90)
-                ),
-                markup=False,
-            )
+            yield Static(Content("\n").join(lines(self._state, text_width(self.app.size.width))), markup=False)
 
     def action_leave(self) -> None:
         self.dismiss(None)

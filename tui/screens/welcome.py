@@ -31,7 +31,7 @@ class Welcome(Dialog[str]):
         lines = [
             Content("There is no flightdeck.toml in this directory."),
             Content(""),
-            Content.assemble(("The demo ", "bold"), "trains a tiny model on two local ranks, for real, in a minute;"),
+            Content.assemble(("The demo ", "bold"), "really trains a tiny model on two local ranks, in a minute;"),
             Content("it needs no network, GPU or SSH server."),
             Content(""),
             Content.assemble(("Your own run ", "bold"), "needs a flightdeck.toml like this:"),
