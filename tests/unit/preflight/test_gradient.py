@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.unit.preflight.conftest import flight
 async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
     config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.secrets, "token_hex", lambda _: "the-nonce-of-this-test")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "the-nonce-of-this-test")
     result = await check.look(config)
     assert result.status is CheckStatus.PASS, result
     assert result.summary.startswith("2 ranks, exact, ")
@@ -44,7 +45,7 @@ async def test_a_rank_without_an_interpreter_is_blamed_and_not_the_one_that_wait
 
 async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nonce = "the-nonce-of-a-cancelled-check"
-    monkeypatch.setattr(check.secrets, "token_hex", lambda _: nonce)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: nonce)
     task = asyncio.create_task(check.look(config))
     while len(with_nonce(nonce)) < 3:
         assert not task.done()
@@ -56,18 +57,21 @@ async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkey
 
 
 QUIET = Finished(0, "", "")
-GOOD = {"exact": True, "latency_s": 1e-4, "bandwidth_bytes_per_s": 1e9}
+
+
+def measured(rank: int, size: int, *, exact: bool = True) -> Result:
+    return Result(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
 def test_a_world_that_is_smaller_than_planned_fails(config: FlightConfig) -> None:
-    alone = {rank: Result(rank, size=1, **GOOD) for rank in (0, 1)}
+    alone = {rank: measured(rank, 1) for rank in (0, 1)}
     result = check.judge(config, alone, {0: "", 1: ""}, QUIET)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, "node0"))
     assert "a group of 1 where 2 are planned" in result.summary
 
 
 def test_an_inexact_sum_fails_though_it_is_fast(config: FlightConfig) -> None:
-    results = {0: Result(0, size=2, **GOOD), 1: Result(1, size=2, **{**GOOD, "exact": False})}
+    results = {0: measured(0, 2), 1: measured(1, 2, exact=False)}
     result = check.judge(config, results, {0: "", 1: ""}, QUIET)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,15 +57,3 @@ async def test_a_held_port_names_its_holder_and_the_fix_frees_it(
     await asyncio.to_thread(subprocess.run, result.fix_command, shell=True, check=True)
     await asyncio.to_thread(process.wait, 10)
     assert (await check.look(config)).status is CheckStatus.PASS
-
-
-def test_a_port_in_time_wait_is_free_as_it_is_for_mlx() -> None:
-    with socket.socket() as listener, socket.socket() as client:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        client.connect(("127.0.0.1", port))
-        accepted, _ = listener.accept()
-        accepted.close()
-    assert check.bindable("127.0.0.1", port)
