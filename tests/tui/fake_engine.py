@@ -71,14 +71,14 @@ def facts(*, mismatch: bool = False, problem: str | None = None, old_s: float = 
 
 CHECKS = [
     CheckResult(name="versions", status=CheckStatus.PASS, summary="python 3.11.9, mlx 0.32.4, mlx-lm 0.32.2 on both",
-                evidence={"local-0": "python 3.11.9 mlx 0.32.4", "local-1": "python 3.11.9 mlx 0.32.4"}, duration_s=0.6),
+                evidence={f"local-{index}": "python 3.11.9 mlx 0.32.4" for index in range(2)}, duration_s=0.6),
     CheckResult(name="hostfile", status=CheckStatus.PASS, summary="2 hosts, parsed by MLX", duration_s=0.0),
     CheckResult(name="model_present", status=CheckStatus.PASS, summary="llama, 2 layers, same files on both",
                 duration_s=0.1),
     CheckResult(name="data_matches", status=CheckStatus.PASS, summary="512 train, 64 valid, 64 test lines",
                 duration_s=0.1),
     CheckResult(name="ports", status=CheckStatus.PASS, summary="40210 and 40211 are free", duration_s=0.0),
-    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="all_sum over 2 ranks, 0.21 ms, 2,114 sums exact",
+    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="all_sum of 2 ranks, 0.21 ms, 2,114 sums exact",
                 duration_s=3.1),
 ]  # fmt: skip
 
@@ -131,7 +131,9 @@ def record(run: str = "demo-0314-140130", state: RunState = RunState.RUNNING, **
     return RunRecord(**{**values, **changes})
 
 
-def ranks(phase: str = "training", *, seconds: tuple[float, float] = (0.412, 0.471), **changes: Any) -> tuple[RankStatus, ...]:
+def ranks(
+    phase: str = "training", *, seconds: tuple[float, ...] = (0.412, 0.471), **changes: Any
+) -> tuple[RankStatus, ...]:
     """Both ranks; the second is the slower."""
     return tuple(
         replace(
@@ -172,8 +174,8 @@ FAILED_FIX = "make the data with this model's tokenizer, or name the model that 
 def failed(offset: int | None = 0) -> RunSnapshot:
     ended = record(
         "demo-0314-134500", RunState.FAILED, reason=Reason.RANK_FAILED, rank=1, host="local-1", exit_code=1,
-        cause=FAILED_CAUSE, fix=FAILED_FIX, created_at=ago(1032), started_at=ago(1027), ended_at=ago(1004), iteration=23,
-        train_loss=loss_at(23), val_loss=loss_at(20) + 0.12,
+        cause=FAILED_CAUSE, fix=FAILED_FIX, created_at=ago(1032), started_at=ago(1027), ended_at=ago(1004),
+        iteration=23,        train_loss=loss_at(23), val_loss=loss_at(20) + 0.12,
     )  # fmt: skip
     first, second = ranks("ended", iteration=23, exit_code=1)
     return RunSnapshot(

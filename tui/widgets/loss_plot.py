@@ -137,8 +137,10 @@ def _legend(series: Series, width: int, glyphs: Glyphs, logarithmic: bool) -> Co
         parts.append((f"{_mark(kind, glyphs)} {kind}", _MARK_STYLES.get(kind, FRAME)))
     if logarithmic:
         parts.append(("log axis", FRAME))
-    line = Content("   ").join([Content.styled(text, style) for text, style in parts])
-    return line.right(width, ellipsis=True)
+    gap = 3
+    while parts and sum(len(text) + gap for text, _ in parts) - gap > width:
+        parts.pop()
+    return Content(" " * gap).join([Content.styled(text, style) for text, style in parts]).right(width)
 
 
 def _foot(series: Series, x: Axis, margin: int, columns: int, glyphs: Glyphs) -> list[Content]:

@@ -1,0 +1,74 @@
+"""The console on an engine of constructed situations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.tui.fake_engine import NOW, FakeEngine, configuration
+from tui.app import FlightDeckApp
+
+DASHBOARD = (120, 36)
+SMALL = (80, 24)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeEngine:
+    return FakeEngine(tmp_path / "home")
+
+
+class Console:
+    """An open console with what a test asks of it."""
+
+    def __init__(self, app: FlightDeckApp, pilot: Pilot[int]) -> None:
+        self.app = app
+        self.pilot = pilot
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def until(self, holds: Callable[[], bool], what: str = "") -> None:
+        """Wait until `holds`, by condition and not by time; fails after some seconds."""
+        for _ in range(400):
+            if holds():
+                await self.pilot.pause()
+                return
+            await self.pilot.pause(0.02)
+        raise AssertionError(f"never came: {what or holds}\n{self.screen}")
+
+    @property
+    def screen(self) -> str:
+        """What is on the screen, as plain text."""
+        strips = self.app.screen._compositor.render_strips()
+        return "\n".join(strip.text for strip in strips)
+
+    @property
+    def said(self) -> list[str]:
+        """The notifications so far."""
+        return [notification.message for notification in self.app._notifications]
+
+    @property
+    def on_deck(self) -> bool:
+        """No dialog is open."""
+        return len(self.app.screen_stack) == 1
+
+    async def shows(self, text: str) -> None:
+        await self.until(lambda: text in self.screen, f"{text!r} on the screen")
+
+
+@asynccontextmanager
+async def opened(fake: FakeEngine, *, size: tuple[int, int] = DASHBOARD, **arguments: Any) -> AsyncIterator[Console]:
+    """The console, open, its engine loaded and the runs read."""
+    arguments.setdefault("config", configuration())
+    app = FlightDeckApp(fake.engine, clock=lambda: NOW, **arguments)
+    async with app.run_test(size=size) as pilot:
+        console = Console(app, pilot)
+        await console.until(lambda: app.state.ready and app.state.runs is not None, "the engine")
+        await console.until(lambda: not app.state.probing, "the probe")
+        yield console

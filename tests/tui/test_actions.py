@@ -1,0 +1,79 @@
+"""The action table: one source of bindings, bar, help and README."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tui import fake_engine as situation
+from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, markdown
+from tui.app import FlightDeckApp
+from tui.screens.deck import DeckScreen
+from tui.state import VIEWS, DeckState
+from tui.widgets.logs_pane import LogsPane
+
+IDLE = DeckState(now=situation.NOW, ready=True, config=situation.configuration())
+RUNNING = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running(),
+                    has_log=True)  # fmt: skip
+
+
+def test_every_action_can_be_done_by_someone() -> None:
+    for action in ACTIONS:
+        owner = any(hasattr(part, f"do_{action.id}") for part in (DeckScreen, FlightDeckApp))
+        assert owner or action.group == "logs", action.id
+        assert action.group in GROUPS
+
+
+def test_every_key_is_bound_on_the_deck() -> None:
+    bound = {binding.key for binding in DeckScreen.BINDINGS}  # type: ignore[union-attr]
+    assert bound == set(keys())
+
+
+def test_nothing_destructive_is_on_a_bare_letter() -> None:
+    assert [action.id for action in ACTIONS if action.dangerous] == ["abort"]
+    assert all(len(key) > 1 and "+" in key for action in ACTIONS if action.dangerous for key in action.keys)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_key_means_at_most_one_thing_in_a_view(view: str) -> None:
+    state = DeckState(view=view, pane="run" if view in ("dashboard", "run") else view)
+    for key in keys():
+        meant = [action for action in ACTIONS if key in action.keys and action.applies(state)]
+        assert len(meant) <= 1, (view, key, [action.id for action in meant])
+
+
+def test_n_is_the_next_match_while_a_search_is_on_in_the_log_else_launch() -> None:
+    def meaning(state: DeckState) -> str | None:
+        action = action_for("n", state)
+        return action.id if action else None
+
+    assert meaning(IDLE) == "launch"
+    assert meaning(DeckState(pane="logs", searching=True)) == "next_match"
+    assert meaning(DeckState(pane="logs", searching=False)) == "launch"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_bar_offers_help_and_quit_everywhere_and_only_what_applies(view: str) -> None:
+    for pane in (view if view in ("nodes", "preflight", "calibration", "history") else "run", "logs"):
+        state = DeckState(view=view, pane=pane)
+        shown = bar(state)
+        assert {"help", "quit"} <= {action.id for action in shown}
+        assert all(action.applies(state) for action in shown)
+
+
+def test_a_disabled_action_says_why() -> None:
+    assert BY_ID["launch"].why_not(IDLE) is None
+    assert BY_ID["launch"].why_not(RUNNING) == "demo-0314-140130 has not ended: ctrl+x aborts it"
+    assert BY_ID["launch"].why_not(DeckState(ready=True)) == "there is no configuration: no flightdeck.toml here"
+    assert BY_ID["abort"].why_not(RUNNING) is None
+    assert BY_ID["abort"].why_not(DeckState(snapshot=situation.failed())) == "demo-0314-134500 has ended"
+    assert BY_ID["search"].why_not(IDLE) == "no log yet: no run is shown"
+
+
+def test_the_key_table_names_every_action() -> None:
+    table = markdown()
+    assert all(action.help in table for action in ACTIONS)
+    assert "`ctrl+x`" in table and "`?`" in table
+
+
+def test_log_actions_belong_to_the_log_pane() -> None:
+    assert callable(LogsPane.do)

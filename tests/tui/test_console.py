@@ -1,0 +1,339 @@
+"""The console as a person uses it: keys in, screen out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import LaunchError
+from engine.models import RunState
+from tests.tui import fake_engine as situation
+from tests.tui.conftest import SMALL, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.screens.confirm import Confirm
+from tui.screens.help import Help
+from tui.screens.stopping import Stopping
+from tui.screens.welcome import Welcome
+
+
+async def test_idle_it_shows_what_would_be_launched_and_the_one_key(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        for text in ("ready to launch", "60 iterations", "local-0 50%", "n  launches it", "no runs yet"):
+            assert text in console.screen
+
+
+async def test_launch_asks_first_with_the_focus_on_cancel(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.press("n")
+        assert isinstance(console.app.screen, Confirm)
+        assert console.app.focused is not None and console.app.focused.id == "cancel"
+        assert "2 ranks" in console.app.screen.body and "full fine-tuning" in console.app.screen.body
+        await console.press("enter")
+        assert fake.launched == [] and console.on_deck
+
+
+async def test_a_confirmed_launch_starts_the_plan_and_follows_the_run(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.press("n", "right", "enter")
+        await console.shows("▶ running 0:41")
+        assert fake.launched == [situation.configuration()]
+        assert "step 41/60" in console.screen and "ETA 0:19" in console.screen
+
+
+async def test_a_refused_launch_says_why_where_the_plan_is(fake: FakeEngine) -> None:
+    fake.refusal = LaunchError("the supervisor did not start", why="no space left on device", todo="free some space")
+    async with opened(fake) as console:
+        await console.press("n", "right", "enter")
+        await console.until(lambda: console.app.state.fault is not None)
+        await console.shows("no space left on device")
+
+
+async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("running 0:41")
+        await console.press("n")
+        assert console.said == ["launch: demo-0314-140130 has not ended: ctrl+x aborts it"]
+        assert console.on_deck
+
+
+async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeEngine) -> None:
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    async with opened(fake) as console:
+        await console.press("2", "r")
+        await console.shows("1 failure")
+        assert "port 40211 is held by pid 4711" in console.screen
+        await console.press("n")
+        assert console.said == ["launch: preflight has 1 failure: r checks again"]
+
+
+async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(fake: FakeEngine) -> None:
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    async with opened(fake) as console:
+        await console.press("2", "r")
+        await console.shows("1 failure")
+        await console.press("G")
+        for text in ("first failing   rank 1 on local-1", "40211: pid 4711, python train.py", "kill 4711"):
+            await console.shows(text.split("   ")[-1])
+        await console.press("y")
+        await console.until(lambda: bool(console.said))
+        assert console.app.clipboard == "kill 4711"
+        assert [path.read_text() for path in (fake.home / "saved").iterdir()] == ["kill 4711\n"]
+
+
+async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_cancel(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("running 0:41")
+        await console.press("ctrl+x")
+        dialog = console.app.screen
+        assert isinstance(dialog, Confirm)
+        for text in ("demo-0314-140130", "local-0, local-1", "then TERM", "checkpoint of iteration 40"):
+            assert text in " ".join(dialog.body.split())
+        assert console.app.focused is not None and console.app.focused.id == "cancel"
+        await console.press("escape")
+        assert fake.aborted == []
+
+
+async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("running 0:41")
+        await console.press("ctrl+x", "right", "enter")
+        dialog = console.app.screen
+        assert isinstance(dialog, Stopping)
+        await console.until(lambda: "s left" in dialog.body, "the countdown")
+        assert fake.aborted == [("demo-0314-140130", False)]
+        assert dialog.body.count("has not answered yet") == 2
+        fake.put(situation.stopping("term", acknowledged=(0,)))
+        await console.until(lambda: dialog.body.count("has left") == 1, "rank 0's answer")
+        gone = situation.aborted()
+        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "demo-0314-140130"})))
+        await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
+        await console.press("escape")
+        await console.shows("■ aborted")
+
+
+async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> None:
+    fake.add(situation.stopping("unconfirmed", acknowledged=(0,)))
+    async with opened(fake) as console:
+        await console.shows("running")
+        await console.press("ctrl+x")
+        dialog = console.app.screen
+        assert isinstance(dialog, Stopping) and "stop unconfirmed" in dialog.body
+
+
+async def test_abort_is_disabled_without_a_run_and_says_why(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.press("ctrl+x")
+        assert console.said == ["abort: no run is shown"]
+
+
+async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
+    fake.add(situation.running(), situation.failed())
+    async with opened(fake) as console:
+        await console.shows("4 run · demo-0314-140130")
+
+
+async def test_follow_names_the_run_to_show(fake: FakeEngine) -> None:
+    fake.add(situation.running(), situation.failed())
+    async with opened(fake, follow="demo-0314-134500") as console:
+        await console.shows("4 run · demo-0314-134500")
+
+
+async def test_a_failed_run_shows_first_cause_and_fix(fake: FakeEngine) -> None:
+    fake.add(situation.failed())
+    async with opened(fake, follow="demo-0314-134500") as console:
+        await console.shows("first cause")
+        for text in (
+            "✗ failed (rank_failed)",
+            "rank 1 on local-1, exit 1",
+            "make the data with this model's tokenizer",
+        ):
+            assert text in console.screen
+
+
+async def test_the_history_lists_every_run_and_opens_one(fake: FakeEngine) -> None:
+    fake.add(situation.running(), situation.failed(), situation.aborted(), situation.succeeded())
+    async with opened(fake) as console:
+        await console.press("5")
+        for text in ("▶ running", "✗ failed", "■ aborted", "✓ succeeded", "rank_failed", "user_abort"):
+            await console.shows(text)
+        await console.press("j", "enter")
+        await console.shows("first cause")
+        assert console.app.state.view == "dashboard"
+
+
+async def test_quit_leaves_the_run_and_says_so(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("q quit (the run goes on)")
+        await console.press("q")
+    assert console.app.return_value == 0
+    assert fake.aborted == []
+    assert "demo-0314-140130 goes on" in capsys.readouterr().err
+
+
+async def test_escape_goes_one_step_back_and_never_quits(fake: FakeEngine) -> None:
+    fake.add(situation.succeeded())
+    async with opened(fake, follow="demo-0313-091500") as console:
+        await console.shows("✓ succeeded")
+        await console.press("1", "z")
+        await console.press("escape", "escape")
+        assert console.app.state.view == "dashboard"
+        await console.press("escape")
+        await console.shows("ready to launch")
+        await console.press("escape", "escape")
+        assert console.app.is_running
+
+
+async def test_number_keys_open_the_views_and_close_them(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        for key, view in zip("12345", ("nodes", "preflight", "calibration", "run", "history"), strict=True):
+            await console.press(key)
+            assert console.app.state.view == view
+            await console.press(key)
+            assert console.app.state.view == "dashboard"
+
+
+async def test_at_80x24_the_panes_are_tabs_and_tab_walks_them(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake, size=SMALL) as console:
+        await console.shows("1 nodes  ")
+        assert "5 history" in console.screen and "4 run · demo-0314-140130" in console.screen
+        seen = []
+        for _ in range(6):
+            await console.press("tab")
+            seen.append((console.app.state.view, console.app.state.pane))
+        assert [pane for _, pane in seen] == ["logs", "history", "nodes", "preflight", "calibration", "run"]
+
+
+async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        seen = []
+        for _ in range(6):
+            await console.press("tab")
+            seen.append(console.app.state.pane)
+        assert seen == ["logs", "nodes", "preflight", "calibration", "history", "run"]
+
+
+async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngine) -> None:
+    async with opened(fake, size=(120, 80)) as console:
+        await console.press("question_mark")
+        assert isinstance(console.app.screen, Help)
+        for text in (
+            "Launch the plan",
+            "Abort the shown run",
+            "now: no run is shown",
+            "Quit the console, never the run",
+        ):
+            assert text in console.screen
+        await console.press("escape")
+        assert console.on_deck
+
+
+@pytest.mark.parametrize("key", ["ctrl+p", "colon"])
+async def test_the_palette_finds_an_action_by_name_and_does_it(fake: FakeEngine, key: str) -> None:
+    async with opened(fake) as console:
+        await console.press(key)
+        await console.press(*"hist")
+        await console.shows("history (5)")
+        await console.press("enter")
+        await console.until(lambda: console.app.state.view == "history")
+
+
+async def test_the_palette_opens_a_run(fake: FakeEngine) -> None:
+    fake.add(situation.failed())
+    async with opened(fake) as console:
+        await console.press("ctrl+p")
+        await console.press(*"134500")
+        await console.shows("open demo-0314-134500")
+        await console.press("enter")
+        await console.shows("first cause")
+
+
+async def test_freeze_holds_the_display_and_says_so_and_thaws_to_the_newest(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("step 41/60")
+        await console.press("space")
+        await console.shows("FROZEN")
+        later = situation.running()
+        fake.put(replace(later, record=later.record.model_copy(update={"iteration": 55})))
+        await console.pilot.pause(0.5)
+        assert "step 41/60" in console.screen or "FROZEN" in console.screen
+        assert console.app.state.snapshot is not None and console.app.state.snapshot.record.iteration == 41
+        await console.press("space")
+        await console.shows("step 55/60")
+
+
+async def test_maximise_gives_the_pane_the_screen_and_back(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake) as console:
+        await console.shows("4 run · demo")
+        await console.press("z")
+        await console.until(lambda: "1 nodes" not in console.screen)
+        await console.press("z")
+        await console.shows("1 nodes")
+
+
+async def test_without_a_configuration_a_welcome_offers_the_demo(fake: FakeEngine) -> None:
+    async with opened(fake, config=None) as console:
+        await console.until(lambda: isinstance(console.app.screen, Welcome))
+        await console.press("right", "enter")
+        await console.shows("running 0:41")
+        assert len(fake.launched) == 1
+
+
+async def test_a_start_is_launched_at_once(fake: FakeEngine) -> None:
+    async with opened(fake, config=None, start=situation.configuration()) as console:
+        await console.shows("running 0:41")
+        assert len(fake.launched) == 1
+
+
+async def test_a_version_that_differs_stands_out(fake: FakeEngine) -> None:
+    fake.found = situation.facts(mismatch=True)
+    async with opened(fake) as console:
+        await console.shows("≠0.31.0")
+
+
+async def test_an_unreachable_node_says_why_and_old_facts_are_stale(fake: FakeEngine) -> None:
+    fake.found = situation.facts(problem="no answer on port 22 within 10 s", old_s=400)
+    async with opened(fake) as console:
+        await console.shows("✗ fail")
+        assert "◌ stale" in console.screen
+        await console.press("1", "j")
+        await console.shows("no answer on port 22 within 10 s")
+
+
+async def test_a_rank_that_falls_silent_is_shown_stale(fake: FakeEngine) -> None:
+    quiet = situation.running()
+    first, second = quiet.ranks
+    fake.add(replace(quiet, ranks=(first, replace(second, seen_at=situation.ago(40)))))
+    async with opened(fake) as console:
+        await console.shows("◌ local-1 40 s")
+        await console.shows("◌ silent")
+
+
+async def test_a_run_without_a_supervisor_says_so(fake: FakeEngine) -> None:
+    fake.add(replace(situation.running(), supervised=False))
+    async with opened(fake) as console:
+        await console.shows("? supervisor gone")
+
+
+async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -> None:
+    fake.add(situation.succeeded())
+    async with opened(fake, follow="demo-0313-091500") as console:
+        await console.shows("✓ succeeded  60 iterations in 0:55")
+        assert console.app.state.snapshot is not None
+        assert console.app.state.snapshot.record.state is RunState.SUCCEEDED
+
+
+async def test_hostile_text_of_a_run_is_shown_as_it_is(fake: FakeEngine) -> None:
+    bad = situation.failed()
+    cause = "[bold red]boom[/] [link=x]y[/link] [@click=app.quit]z"
+    assert bad.diagnosis is not None
+    fake.add(replace(bad, diagnosis=replace(bad.diagnosis, cause=cause)))
+    async with opened(fake, follow="demo-0314-134500", size=(160, 45)) as console:
+        await console.shows(cause)

@@ -1,0 +1,147 @@
+"""What is drawn in cells: columns, bars, axes, curves, the header; widths hold for any content."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.content import Content
+
+from engine.events import Mark, Series
+from tests.tui import fake_engine as situation
+from tui.glyphs import Glyphs
+from tui.state import DeckState
+from tui.widgets.axis import Axis, step_of, tick_text
+from tui.widgets.braille import Canvas
+from tui.widgets.columns import Column, justify, lay_out
+from tui.widgets.loss_plot import draw
+from tui.widgets.pairs import pair
+from tui.widgets.rank_lines import slowest
+from tui.widgets.run_header import header
+from tui.widgets.topology import ring
+
+FINITE = st.floats(min_value=1e-6, max_value=1e6)
+LOSSES = st.floats(min_value=1e-4, max_value=1e4)
+TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=30)
+
+
+@given(st.lists(st.lists(TEXT, min_size=3, max_size=3), min_size=1, max_size=6), st.integers(10, 200))
+def test_a_table_never_exceeds_its_width(cells: list[list[str]], width: int) -> None:
+    columns = [Column(f"c{index}", texts, priority=index, grows=index == 0) for index, texts in enumerate(cells)]
+    head, rows = lay_out(columns, width)
+    assert all(line.cell_length <= width for line in (head, *rows))
+    assert len(rows) == 3
+
+
+def test_the_least_important_column_goes_first() -> None:
+    columns = [Column("node", ["local-0"], 9), Column("chip", ["M3 Ultra"], 1), Column("rank", ["0"], 5)]
+    assert lay_out(columns, 30)[0].plain.split() == ["node", "chip", "rank"]
+    assert lay_out(columns, 18)[0].plain.split() == ["node", "rank"]
+
+
+@given(TEXT, TEXT, st.integers(8, 120))
+def test_a_justified_line_fits(left: str, right: str, width: int) -> None:
+    if len(right) < width - 1:
+        assert justify(Content(left), Content(right), width).cell_length == width
+
+
+@given(st.floats(-1, 2), st.integers(1, 40), st.booleans())
+def test_a_bar_is_as_wide_as_asked_and_grows_with_the_fraction(fraction: float, width: int, ascii: bool) -> None:
+    glyphs = Glyphs(ascii=ascii)
+    full = "#" if ascii else "▇"
+    assert len(glyphs.bar(fraction, width)) == width
+    assert glyphs.bar(fraction, width).count(full) <= glyphs.bar(min(1, fraction + 0.5), width).count(full)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=20), st.integers(1, 200), st.booleans())
+def test_every_value_has_a_place_on_its_axis_in_order(values: list[float], dots: int, logarithmic: bool) -> None:
+    axis = Axis.of(values, dots, logarithmic=logarithmic)
+    places = [axis.position(value) for value in sorted(values)]
+    assert places == sorted(places) and places[0] >= 0 and places[-1] < dots
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks(5))
+
+
+@given(st.floats(1e-6, 1e6))
+def test_a_step_is_round_and_just_large_enough(rough: float) -> None:
+    step = step_of(rough)
+    mantissa = step / 10.0 ** math.floor(math.log10(step) + 1e-9)
+    assert step >= rough * (1 - 1e-6) and step <= rough * 2.6
+    assert any(math.isclose(mantissa, nice, rel_tol=1e-6) for nice in (1, 2, 5, 10))
+
+
+def test_ticks_are_told_apart() -> None:
+    assert [tick_text(value, 0.05) for value in (1.15, 1.2)] == ["1.15", "1.20"]
+    assert tick_text(1000, 500) == "1,000"
+
+
+@given(st.integers(0, 19), st.integers(0, 15), st.integers(0, 19), st.integers(0, 15))
+def test_a_line_reaches_both_its_ends(x0: int, y0: int, x1: int, y1: int) -> None:
+    canvas = Canvas(10, 4)
+    canvas.line((x0, y0), (x1, y1), "")
+    for x, y in ((x0, y0), (x1, y1)):
+        assert canvas.row(y // 4).plain[x // 2] != " "
+
+
+POINTS = st.lists(LOSSES, max_size=60).map(lambda values: tuple(enumerate(values, start=1)))
+
+
+@given(POINTS, POINTS, st.tuples(st.integers(1, 160), st.integers(1, 40)), st.booleans(), st.booleans())
+def test_the_plot_fits_its_room_whatever_the_series(
+    train: tuple[tuple[int, float], ...],
+    val: tuple[tuple[int, float], ...],
+    size: tuple[int, int],
+    logarithmic: bool,
+    ascii: bool,
+) -> None:
+    width, height = size
+    series = Series(train=train, val=val, marks=(Mark(3, "checkpoint"), Mark(9, "restart")))
+    lines = draw(series, width, height, glyphs=Glyphs(ascii=ascii), logarithmic=logarithmic).split("\n")
+    if len(lines) > 1:
+        assert len(lines) == height
+        assert all(line.cell_length <= width for line in lines)
+    if ascii:
+        assert all(line.plain.isascii() for line in lines)
+
+
+def test_a_diverged_loss_is_left_out_of_the_plot_and_breaks_nothing() -> None:
+    series = Series(train=((1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)))
+    assert "train" in draw(series, 60, 12, glyphs=Glyphs(), logarithmic=True).plain
+
+
+def test_checkpoints_and_restarts_are_marks_on_the_axis() -> None:
+    text = draw(situation.series(60, restart=33), 80, 16, glyphs=Glyphs(), logarithmic=False).plain
+    axis = text.splitlines()[-2]
+    assert axis.count("▾") == 3 and axis.count("↻") == 1
+
+
+@given(st.integers(20, 240))
+def test_the_header_is_one_line_of_its_width(width: int) -> None:
+    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    line = header(state, width)
+    assert line.cell_length <= width and "\n" not in line.plain
+
+
+@pytest.mark.parametrize(("width", "kept"), [(120, "ETA"), (80, "ETA"), (60, "running")])
+def test_the_header_keeps_what_matters_most(width: int, kept: str) -> None:
+    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    assert kept in header(state, width).plain
+
+
+@given(TEXT, st.integers(20, 120))
+def test_a_label_hangs_beside_its_text(text: str, width: int) -> None:
+    lines = pair("label", text, width, indent=8).split("\n")
+    assert all(not line.plain[:8].strip() for line in lines[1:])
+
+
+def test_the_slowest_rank_is_named_only_when_it_matters() -> None:
+    assert slowest(situation.ranks(seconds=(0.412, 0.471))) == 1
+    assert slowest(situation.ranks(seconds=(0.412, 0.415))) is None
+    assert slowest(situation.ranks()[:1]) is None
+
+
+def test_the_ring_is_drawn_closed() -> None:
+    assert ring(["a", "b", "c"], "ring", 80, Glyphs()) == ["a ──ring── b ──ring── c ↩"]
+    assert ring(["a"], "ring", 80, Glyphs()) == ["a  (one node: no link)"]
+    assert all(len(line) <= 40 for line in ring([f"node-{n}" for n in range(8)], "ring", 40, Glyphs()))
