@@ -1,0 +1,63 @@
+"""Secrets taken out of what is logged, journalled or exported: by their name, by their form, and by their value."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REDACTED = "[redacted]"
+SECRET_NAMES = re.compile(r"(?:TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_?KEY)$", re.IGNORECASE)
+"""Ends of the names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY's kin, …"""
+_SPECIAL_NAMES = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"})
+_ASSIGNED = re.compile(
+    r"(?P<name>\b[A-Za-z0-9_]*(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD|PASSWD))(?P<sign>[\"']?\s*[=:]\s*[\"']?)"
+    r"(?P<value>[^\s\"',;}&]{6,})",
+    re.IGNORECASE,
+)
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}\b"
+    r"|\bsk-[A-Za-z0-9_-]{16,}"
+    r"|\bgh[pousr]_[A-Za-z0-9]{20,}\b"
+    r"|\bAKIA[0-9A-Z]{16}\b"
+    r"|(?<=Bearer )[A-Za-z0-9._~+/-]{16,}=*"
+)
+_SHORTEST = 6
+"""A secret's value shorter than this is not searched for: it would black out ordinary words."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or key of that name holds a secret."""
+    return name.upper() in _SPECIAL_NAMES or SECRET_NAMES.search(name) is not None
+
+
+def secret_values(environment: Mapping[str, str]) -> list[str]:
+    """The values to look for, longest first, so that one within another leaves no rest."""
+    found = {value for name, value in environment.items() if is_secret(name) and len(value) >= _SHORTEST}
+    return sorted(found, key=len, reverse=True)
+
+
+def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """`text` without secrets: values of secret variables in `environment` (by default this process's), assignments to
+    a secret's name, and tokens of known forms."""
+    for value in secret_values(os.environ if environment is None else environment):
+        text = text.replace(value, REDACTED)
+    text = _ASSIGNED.sub(rf"\g<name>\g<sign>{REDACTED}", text)
+    return _FORMS.sub(REDACTED, text)
+
+
+def redact_document(document: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """A JSON-like document with the same done to every text and to every value under a secret's name."""
+    if isinstance(document, str):
+        return redact(document, environment)
+    if isinstance(document, Mapping):
+        return {
+            redact(str(key), environment): (
+                REDACTED if is_secret(str(key)) and isinstance(value, str) else redact_document(value, environment)
+            )
+            for key, value in document.items()
+        }
+    if isinstance(document, (list, tuple, set, frozenset)):
+        return [redact_document(item, environment) for item in document]
+    return document
