@@ -27,7 +27,7 @@ MAKE_LIMIT_S = 120.0
 """The making takes about 2 s; a machine that needs this long has something else wrong with it."""
 
 
-def demo_config(home: Path, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
+def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> FlightConfig:
     """The demo's configuration, its model and corpus made first when they are not cached (seconds; blocking).
 
     Raises InputError for a number of ranks or iterations that makes no sense, LaunchError when the making fails.
@@ -51,7 +51,6 @@ def demo_config(home: Path, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
         "val_batches": 2,
         "save_every": max(1, min(20, iters)),
         "max_seq_length": 256,
-        "adapter_path": str(workdir / "adapters"),
     }
     return FlightConfig(
         cluster=ClusterConfig(name="demo", backend="ring"),

@@ -2,7 +2,8 @@
 
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Differences, on purpose: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
-`optimizer_precision` and `max_grad_norm` are ours, and Hugging Face data sets are not read.
+`adapter_path` is by default the run's own directory, `optimizer_precision` and `max_grad_norm` are ours, model and data
+have no default, and Hugging Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ DEFAULTS: dict[str, Any] = {
     "steps_per_report": 10,
     "steps_per_eval": 200,
     "resume_adapter_file": None,
-    "adapter_path": "adapters",
+    "adapter_path": None,
     "save_every": 100,
     "test": False,
     "test_batches": 500,
