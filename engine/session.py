@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
@@ -141,7 +142,8 @@ class Engine:
 
         async def run() -> None:
             try:
-                await run_checks(config, skip=skip, on_result=results.put_nowait, audit=audit_log)
+                audit = functools.partial(audit_log, home=self.home)
+                await run_checks(config, skip=skip, on_result=results.put_nowait, audit=audit)
             finally:
                 results.put_nowait(None)
 
@@ -197,7 +199,7 @@ class Engine:
         if snapshot.record.state.ended:
             return
         await asyncio.to_thread(place_request, directory, ABORT, now=now, by="flightdeck")
-        audit_log("abort", "asked", {"run": directory.id, "now": now})
+        audit_log("abort", "asked", {"run": directory.id, "now": now}, home=self.home)
         told = StopProgress("asked", datetime.now(UTC))
         yield told
         # Given up by nobody but the caller: a stop that cannot be proved is retried by the supervisor.
@@ -234,7 +236,8 @@ class Engine:
             raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
         self._store().put_run(plan.record())
         overridden = list(plan.skip)
-        audit_log("launch", "planned", {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden})
+        context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden}
+        audit_log("launch", "planned", context, home=self.home)
         return directory
 
     def _store(self) -> Store:

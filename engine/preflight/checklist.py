@@ -12,12 +12,13 @@ from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport
 from engine.preflight.check import Check, verdict
 from engine.preflight.registry import CHECKS, NOT_YET
+from engine.security.audit import audit_log
 
 OVERRIDDEN = "overridden"
 """The reason of a check that was left out by name."""
 
 OnResult = Callable[[CheckResult], None]
-Audit = Callable[[str, str, dict[str, object]], None]
+Audit = Callable[[str, str, dict[str, object]], object]
 
 
 def check_names(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> list[str]:
@@ -37,7 +38,7 @@ async def run_checks(
     skip: Iterable[str] = (),
     on_result: OnResult,
     checks: Mapping[str, Check] = CHECKS,
-    audit: Audit | None = None,
+    audit: Audit = audit_log,
 ) -> PreflightReport:
     """Run every check; `on_result` hears each as RUNNING and again when it ends, in the event loop's thread.
 
@@ -61,8 +62,7 @@ async def run_checks(
     report = PreflightReport(
         checks=results, overall_status=overall(results), overridden=overridden, finished_at=datetime.now(UTC)
     )
-    if audit is not None:
-        _tell_audit(audit, report)
+    _tell_audit(audit, report)
     return report
 
 

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.models import FlightConfig
@@ -28,7 +29,6 @@ from engine.preflight import hostfile, versions
 from engine.preflight.check import Check, ranks_of, verdict
 from engine.preflight.process import Finished, run
 from engine.runs.layout import node_root
-from engine.worker.all_sum import Result
 from engine.worker.processes import with_nonce
 from engine.worker.wire import NONCE_ENV
 
@@ -47,6 +47,18 @@ ADVICE = (
     (r"Couldn't connect|does not answer", "check that the nodes reach each other on `ips`, and their firewall"),
 )
 """(what a rank says, what a person can do about it), the first that fits."""
+
+
+@dataclass(frozen=True)
+class SumResult:
+    """What worker.all_sum writes for one rank; not imported from there, since that would reach mlx."""
+
+    rank: int
+    size: int = 0
+    exact: bool = False
+    latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    error: str | None = None
 
 
 async def look(config: FlightConfig) -> CheckResult:
@@ -98,16 +110,16 @@ def all_sum_script(config: FlightConfig, directory: Path, bundle: Path) -> str:
     return "\n".join([*lines, "esac", "exit 126", ""])
 
 
-def read_result(directory: Path, rank: int) -> Result | None:
+def read_result(directory: Path, rank: int) -> SumResult | None:
     """What one rank measured; None when it wrote nothing."""
     try:
-        return Result(**json.loads((directory / f"rank{rank}.json").read_bytes()))
+        return SumResult(**json.loads((directory / f"rank{rank}.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def judge(
-    config: FlightConfig, results: Mapping[int, Result | None], words: Mapping[int, str], finished: Finished
+    config: FlightConfig, results: Mapping[int, SumResult | None], words: Mapping[int, str], finished: Finished
 ) -> CheckResult:
     """The verdict. A rank that only lost its peers is not blamed while another has a cause of its own."""
     world_size = len(config.nodes)
@@ -134,7 +146,7 @@ def judge(
     return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
 
 
-def _fault(result: Result | None, world_size: int, words: str, code: int | None) -> str | None:
+def _fault(result: SumResult | None, world_size: int, words: str, code: int | None) -> str | None:
     if result is None:
         ended = f"ended with {code}" if code is not None else "wrote no result"
         return f"{ended}: {words}" if words else ended
@@ -145,7 +157,7 @@ def _fault(result: Result | None, world_size: int, words: str, code: int | None)
     return None if result.exact else "the sum is not exact"
 
 
-def _measured(result: Result | None) -> str:
+def _measured(result: SumResult | None) -> str:
     if result is None or result.latency_s is None or result.bandwidth_bytes_per_s is None:
         return "not measured"
     if result.size == 1:

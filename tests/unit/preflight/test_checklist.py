@@ -35,12 +35,16 @@ async def hangs(_: FlightConfig) -> CheckResult:
     raise AssertionError
 
 
+def nobody(event: str, status: str, context: dict[str, object]) -> None:
+    """An audit log that is looked at by another test."""
+
+
 def registry(*checks: Check) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
 async def outcome(config: FlightConfig, *checks: Check, skip: tuple[str, ...] = ()) -> dict[str, CheckResult]:
-    report = await run_checks(config, skip=skip, on_result=lambda _: None, checks=registry(*checks))
+    report = await run_checks(config, skip=skip, on_result=lambda _: None, checks=registry(*checks), audit=nobody)
     return {result.name: result for result in report.checks}
 
 
@@ -48,7 +52,10 @@ async def test_every_check_is_heard_as_running_and_again_when_it_ends(config: Fl
     heard: list[tuple[str, CheckStatus]] = []
     check = Check("a", "", passes, 5)
     report = await run_checks(
-        config, on_result=lambda result: heard.append((result.name, result.status)), checks=registry(check)
+        config,
+        on_result=lambda result: heard.append((result.name, result.status)),
+        checks=registry(check),
+        audit=nobody,
     )
     assert heard == [("a", CheckStatus.RUNNING), ("a", CheckStatus.PASS)]
     assert report.overall_status is CheckStatus.PASS

@@ -13,7 +13,6 @@ from engine.config.models import FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import gradient as check
 from engine.preflight.process import Finished
-from engine.worker.all_sum import Result
 from engine.worker.processes import with_nonce
 from tests.unit.preflight.conftest import flight
 
@@ -59,8 +58,8 @@ async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkey
 QUIET = Finished(0, "", "")
 
 
-def measured(rank: int, size: int, *, exact: bool = True) -> Result:
-    return Result(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+def measured(rank: int, size: int, *, exact: bool = True) -> check.SumResult:
+    return check.SumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
 def test_a_world_that_is_smaller_than_planned_fails(config: FlightConfig) -> None:
@@ -77,7 +76,7 @@ def test_an_inexact_sum_fails_though_it_is_fast(config: FlightConfig) -> None:
 
 
 def test_a_lost_peer_is_a_consequence(config: FlightConfig) -> None:
-    results = {0: Result(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
+    results = {0: check.SumResult(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
     killed = Finished(0, "", "[WARN] Node with rank 1 exited with code -9")
     result = check.judge(config, results, {0: "", 1: ""}, killed)
     assert (result.blames, "ended with -9" in result.summary) == ((1, "node1"), True)

@@ -1,0 +1,209 @@
+"""The commands as a shell sees them: exit codes, streams, JSON shapes, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.tui.commands import FLIGHTDECK, environment, flightdeck
+from tests.unit.watch.run_maker import START, MadeRun, report, validation
+
+RUN_FIELDS = {
+    "id",
+    "name",
+    "state",
+    "reason",
+    "rank",
+    "host",
+    "started_at",
+    "ended_at",
+    "attempts",
+    "world_size",
+    "backend",
+    "iteration",
+    "iterations",
+    "train_loss",
+    "val_loss",
+    "tokens_per_second",
+}
+
+
+@pytest.fixture
+def failed(home: Path) -> MadeRun:
+    """Rank 1 of a run exited with 3 after a traceback."""
+    run = MadeRun(home, name="broken")
+    run.state("preflight", "launching").attempt().state("running", "finishing")
+    run.metrics([validation(1, 5.5), report(10, 4.25), report(20, 3.125)])
+    run.state("failed", reason="rank_failed", rank=1, host="node1", exit_code=3, cause="ValueError: no", iteration=20)
+    run.directory.log(1).write_bytes(b"starting\nValueError: \x1b[31mno\x1b[0m\n")
+    return run.close()
+
+
+@pytest.fixture
+def succeeded(home: Path) -> MadeRun:
+    run = MadeRun(home, name="fine", created=START + timedelta(hours=1))
+    run.state("preflight", "launching").attempt().state("running", "finishing")
+    return run.state("succeeded", reason="completed").close()
+
+
+def test_help_has_examples_for_every_command(home: Path) -> None:
+    whole = flightdeck(home, "--help")
+    commands = re.findall(r"^    (\w+)  ", whole.out, re.MULTILINE)
+    assert set(commands) >= {
+        "demo",
+        "launch",
+        "abort",
+        "preflight",
+        "nodes",
+        "doctor",
+        "runs",
+        "show",
+        "logs",
+        "metrics",
+    }
+    for command in commands:
+        done = flightdeck(home, command, "--help")
+        assert (done.code, f"flightdeck {command}" in done.out.partition("examples:")[2]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["fly"], ["demo", "--ranks", "0"], ["demo", "--ranks", "two"], ["abort"], ["logs", "--rank", "1", "--launcher"]],
+)
+def test_bad_usage_exits_2_with_one_line_that_says_what_is_accepted(home: Path, arguments: list[str]) -> None:
+    done = flightdeck(home, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "error:" in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["show", "logs", "metrics"])
+def test_a_run_that_is_not_there_is_one_line_and_exit_2(home: Path, failed: MadeRun, command: str) -> None:
+    done = flightdeck(home, command, "nowhere")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "flightdeck: no run 'nowhere': no id, id prefix or name is that (see `flightdeck runs`)"
+    ]
+
+
+def test_without_any_run_the_way_to_one_is_named(home: Path) -> None:
+    listed, shown = flightdeck(home, "runs"), flightdeck(home, "show")
+    assert (listed.code, "flightdeck demo" in listed.out) == (0, True)
+    assert (shown.code, "flightdeck demo" in shown.err) == (2, True)
+
+
+def test_the_console_needs_a_terminal(home: Path) -> None:
+    done = flightdeck(home)
+    assert (done.code, "needs a terminal" in done.err) == (2, True)
+
+
+def test_every_fault_of_a_configuration_is_a_line_and_nothing_is_started(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "flightdeck.toml"
+    file.write_text('[cluster]\nbackend = "smoke"\n[[node]]\nname = "a"\n[job]\nname = "x"\nbatch_size = "many"\n')
+    for command in ("launch", "preflight", "nodes"):
+        done = flightdeck(home, command, "-c", str(file))
+        assert (done.code, done.out) == (2, "")
+        lines = done.err.splitlines()
+        assert len(lines) >= 2
+        assert all(line.startswith(f"{file}: ") for line in lines)
+    assert not (home / "runs").exists()
+
+
+def test_the_configuration_of_the_working_directory_is_the_default(home: Path, tmp_path: Path) -> None:
+    done = flightdeck(home, "preflight", cwd=tmp_path)
+    assert (done.code, "flightdeck.toml" in done.err) == (2, True)
+
+
+def test_runs_are_listed_newest_first_with_all_their_fields(home: Path, failed: MadeRun, succeeded: MadeRun) -> None:
+    done = flightdeck(home, "runs", "--json")
+    records = json.loads(done.out)
+    assert [record["id"] for record in records] == [succeeded.id, failed.id]
+    assert set(records[0]) >= RUN_FIELDS
+    broken = records[1]
+    assert (broken["state"], broken["reason"], broken["rank"], broken["host"]) == ("failed", "rank_failed", 1, "node1")
+    assert (broken["iteration"], broken["train_loss"], broken["val_loss"]) == (20, 3.125, 5.5)
+    table = flightdeck(home, "runs", "-n", "1").out.splitlines()
+    assert (len(table), succeeded.id in table[1]) == (2, True)
+
+
+def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> None:
+    done = flightdeck(home, "show", "broken")
+    assert done.code == 0
+    for part in ("failed: rank_failed, rank 1 on node1 (exit 3)", "ValueError: no", "| ", str(failed.directory.path)):
+        assert part in done.out
+    assert "\x1b" not in done.out
+    document = json.loads(flightdeck(home, "show", failed.id[:12], "--json").out)
+    assert (document["id"], document["supervised"]) == (failed.id, False)
+
+
+def test_a_run_without_its_supervisor_is_said_to_be_so(home: Path) -> None:
+    MadeRun(home).state("preflight", "launching").attempt().state("running").close()
+    assert "supervisor is gone" in flightdeck(home, "show").out
+
+
+def test_metrics_are_mlx_lms_own_dicts(home: Path, failed: MadeRun) -> None:
+    documents = json.loads(flightdeck(home, "metrics", "broken", "--json").out)
+    assert documents[0] == {"iteration": 1, "val_loss": 5.5, "val_time": 0.5}
+    assert set(documents[1]) == {
+        "iteration",
+        "train_loss",
+        "learning_rate",
+        "iterations_per_second",
+        "tokens_per_second",
+        "trained_tokens",
+        "peak_memory",
+    }
+    assert documents == json.loads(flightdeck(home, "metrics", "broken", "--format", "json").out)
+    rows = list(csv.DictReader(io.StringIO(flightdeck(home, "metrics", "broken", "--format", "csv").out)))
+    assert [row["train_loss"] for row in rows] == ["", "4.25", "3.125"]
+
+
+def test_raw_logs_are_the_bytes_and_the_others_are_harmless(home: Path, failed: MadeRun) -> None:
+    raw = subprocess.run(
+        [FLIGHTDECK, "logs", "broken", "--rank", "1", "--raw"],
+        capture_output=True,
+        env=environment(home),
+        check=True,
+    )
+    assert raw.stdout == failed.directory.log(1).read_bytes()
+    assert flightdeck(home, "logs", "broken", "--raw").code == 2
+    assert flightdeck(home, "logs", "broken", "--rank", "7").code == 2
+
+
+def test_aborting_what_has_ended_says_so_and_is_no_failure(home: Path, failed: MadeRun) -> None:
+    done = flightdeck(home, "abort", "broken")
+    assert (done.code, "has ended already: failed" in done.out) == (0, True)
+
+
+def test_a_reader_that_leaves_early_is_no_trouble(home: Path) -> None:
+    run = MadeRun(home)
+    run.metrics(report(iteration, 1.0) for iteration in range(20_000)).close()
+    shell = f"{FLIGHTDECK} metrics | head -n 1"
+    done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, env=environment(home), check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_is_without_colour_where_there_is_no_terminal(home: Path, failed: MadeRun) -> None:
+    assert "\x1b" not in flightdeck(home, "runs").out + flightdeck(home, "doctor").out
+
+
+def test_the_doctor_names_what_this_machine_has(home: Path) -> None:
+    findings = {finding["name"]: finding for finding in json.loads(flightdeck(home, "doctor", "--json").out)}
+    assert set(findings) == {"mlx", "backends", "mlx.launch", "ssh", "rdma", "disk", "terminal"}
+    assert (findings["mlx"]["status"], findings["mlx.launch"]["status"]) == ("pass", "pass")
+    assert "ring" in findings["backends"]["summary"]
+
+
+def test_starting_a_command_imports_neither_mlx_nor_textual() -> None:
+    import sys
+
+    probe = "import tui.cli, sys; print(sorted({'mlx', 'textual', 'rich', 'numpy', 'asyncssh', 'tinydb'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
