@@ -12,7 +12,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node)
     rank_ended    rank, host, code, signal, stopped_by, error
     request       request, now, by: what a face asked for
-    stop          stage (asked, stop, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence),
+    stop          stage (asked, stop, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence, end),
                   acknowledged [ranks whose keeper has written an exit record], left ["node pid command"]
     note          message: anything else worth knowing, a full disk for example
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 from engine.errors import LaunchError, StateError
 from engine.runs.journal import parse_entry
 from engine.runs.layout import RunDir
-from engine.supervision import lock, spawn
+from engine.runs.watch import supervisor_alive
+from engine.supervision import spawn
 
 _BEING_LAUNCHED_S = 20.0
 """A plan younger than this may be one whose launch is under way."""
@@ -46,7 +47,7 @@ def _is_orphan(run_dir: RunDir) -> bool:
         return False
     if not run_dir.journal.exists() and age_s < _BEING_LAUNCHED_S:
         return False
-    return not _has_ended(run_dir) and not lock.held(run_dir)
+    return not _has_ended(run_dir) and not supervisor_alive(run_dir)
 
 
 def _has_ended(run_dir: RunDir) -> bool:

@@ -28,6 +28,7 @@ _NO_MEMORY = re.compile(
     r"[Oo]ut of memory|Cannot allocate memory|std::bad_alloc"
 )
 _NO_DISK = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded")
+_LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^\w+: ")
 
 
 class Trigger(Enum):
@@ -249,8 +250,11 @@ def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
     if _NO_DISK.search(text):
         return Reason.DISK_FULL, f"disk full: {last or ended}"
-    reason = Reason.RANK_KILLED if record.signal is not None else Reason.RANK_FAILED
-    return reason, f"{ended}: {last}" if last else ended
+    if record.signal is not None:
+        return Reason.RANK_KILLED, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
+    if not last:
+        return Reason.RANK_FAILED, f"{ended} and said nothing"
+    return Reason.RANK_FAILED, f"{ended}{': ' if _LIKE_AN_ERROR.search(last) else '; its last words: '}{last}"
 
 
 def _without_record(rank: RankEvidence) -> tuple[Reason, str]:

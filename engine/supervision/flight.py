@@ -30,6 +30,7 @@ _SECOND_S = 1.0
 START_LIMIT_S = 60.0
 _SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that began it."""
+_PURPOSES = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
 
 class Flight:
@@ -167,7 +168,7 @@ class Flight:
         self._logbook.append(
             "stop",
             stage=stage.value,
-            purpose="abort" if self._trigger is Trigger.ABORT else "fence",
+            purpose=_PURPOSES.get(self._trigger, "fence"),
             acknowledged=self._acknowledged(),
             left=[f"{node} {process.pid} {process.command[:200]}" for process in left],
         )

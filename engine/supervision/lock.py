@@ -22,19 +22,3 @@ def take(run_dir: RunDir) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def held(run_dir: RunDir) -> bool:
-    """Whether a supervisor of this run is alive."""
-    try:
-        descriptor = os.open(run_dir.path / _NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        # Shared, so that two who ask at once do not take each other for a supervisor.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

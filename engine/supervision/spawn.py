@@ -11,9 +11,11 @@ import time
 
 from engine.errors import LaunchError
 from engine.runs.layout import RunDir
+from engine.runs.watch import supervisor_alive
 from engine.supervision import lock
 
 _START_LIMIT_S = 30.0
+_LOCK_LIMIT_S = 2.0
 _LOOK_EVERY_S = 0.01
 
 
@@ -23,7 +25,7 @@ def start(run_dir: RunDir, *, adopt: bool = False) -> int:
     `adopt`: go on with what an earlier supervisor has left. Raises LaunchError, with the supervisor's own last line,
     or when another supervisor of this run lives.
     """
-    held = lock.take(run_dir)
+    held = _lock(run_dir)
     if held is None:
         raise LaunchError("a supervisor of this run is already there", where=run_dir.id)
     try:
@@ -33,6 +35,17 @@ def start(run_dir: RunDir, *, adopt: bool = False) -> int:
         os.close(held)
     _await(run_dir, process)
     return process.pid
+
+
+def _lock(run_dir: RunDir) -> int | None:
+    """The run's lock. A supervisor that has just been killed may hold it for some milliseconds yet: its main thread is
+    dead when the others are still on their way."""
+    deadline = time.monotonic() + _LOCK_LIMIT_S
+    while (held := lock.take(run_dir)) is None:
+        if supervisor_alive(run_dir) or time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_EVERY_S)
+    return held
 
 
 def _spawn(run_dir: RunDir, held: int, *, adopt: bool) -> subprocess.Popen[bytes]:

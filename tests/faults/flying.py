@@ -1,0 +1,195 @@
+"""Real runs for the fault tests: a plan in a home of the test's own, a real supervisor, a real mlx.launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.config.models import (
+    ClusterConfig,
+    FlightConfig,
+    JobConfig,
+    NodeConfig,
+    PreflightConfig,
+    RecoveryConfig,
+)
+from engine.models import RunRecord, RunState
+from engine.preflight.registry import CHECKS
+from engine.runs.journal import read_journal, replay
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
+from engine.runs.plan_file import Plan, write_plan
+from engine.supervision import spawn
+from engine.supervision.requests import ABORT, place_request
+from engine.worker import processes
+from engine.worker.wire import Identity, NodeFiles, read_identity
+
+HURRIED = RecoveryConfig(stop_grace_s=1.0, save_grace_s=5.0, term_grace_s=0.5)
+
+RING = """
+import os, sys, time
+import mlx.core as mx
+group = mx.distributed.init(strict=True, backend="ring")
+rank, step, enough = group.rank(), 0, False
+print("rank", rank, "of", group.size(), "is up", flush=True)
+while not enough:
+    step += 1
+    wish = mx.array(float(os.path.exists("enough")))
+    enough = mx.distributed.all_sum(wish, group=group, stream=mx.cpu).item() > 0
+    if step % 20 == 0:
+        print("rank", rank, "step", step, flush=True)
+    {fault}
+    time.sleep(0.005)
+print("rank", rank, "done", flush=True)
+"""
+"""Ranks that go round a real ring until they agree that "enough" is in their directory; `fault` runs in each step."""
+
+
+def ring(fault: str = "pass") -> str:
+    """The ring's program; `fault` is one line in which `rank` and `step` are known."""
+    return RING.format(fault=fault)
+
+
+@dataclass
+class Run:
+    """One run and everything a test asks of it."""
+
+    dir: RunDir
+    plan: Plan
+    workdir: Path
+
+    @property
+    def files(self) -> NodeFiles:
+        return NodeFiles.of(node_root(), self.plan.run_id, 1)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return read_journal(self.dir.journal)
+
+    @property
+    def record(self) -> RunRecord:
+        return replay(self.entries)
+
+    @property
+    def nonce(self) -> str:
+        return str(self.entries[0]["nonce"])
+
+    @property
+    def supervisor(self) -> int:
+        return int(json.loads(self.dir.supervisor.read_text())["pid"])
+
+    @property
+    def launcher(self) -> int:
+        return int(next(entry["pid"] for entry in self.entries if entry["event"] == "launcher"))
+
+    def identity(self, rank: int) -> Identity:
+        """Awaits it."""
+        self.wait(lambda: read_identity(self.files.identity(rank)) is not None)
+        identity = read_identity(self.files.identity(rank))
+        assert identity is not None
+        return identity
+
+    def await_output(self, text: str, rank: int = 0) -> None:
+        """Awaits `text` in the head's mirror of a rank's log."""
+        self.wait(lambda: self.dir.log(rank).exists() and text in self.dir.log(rank).read_text(errors="replace"))
+
+    def await_state(self, state: RunState) -> None:
+        self.wait(lambda: self.record.state is state)
+
+    def finish(self) -> None:
+        """Let the ring's ranks go home."""
+        (self.workdir / "enough").touch()
+
+    def abort(self, *, now: bool = False) -> float:
+        """Ask for an abort and return the seconds until the run has ended."""
+        begun = time.monotonic()
+        place_request(self.dir, ABORT, now=now, by="test")
+        self.ended()
+        return time.monotonic() - begun
+
+    def ended(self, within_s: float = 60.0) -> RunRecord:
+        """Awaits the end. Then nothing with the nonce may be left, and the mirrors equal the nodes' logs."""
+        self.wait(lambda: self.record.state.ended, within_s)
+        assert processes.with_nonce(self.nonce) == [], self.troubles()
+        for rank in self.plan.ranks:
+            if self.files.log(rank.rank).exists():
+                assert self.dir.log(rank.rank).read_bytes() == self.files.log(rank.rank).read_bytes()
+        return self.record
+
+    def wait(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {within_s} s\n{self.troubles()}"
+            time.sleep(0.01)
+
+    def troubles(self) -> str:
+        """Everything that tells why a test failed."""
+        texts = ["", *(json.dumps(entry) for entry in self.entries)]
+        logs = [self.dir.supervisor_log, self.dir.log(LAUNCHER_SOURCE)]
+        for rank in self.plan.ranks:
+            logs += [self.files.log(rank.rank), self.files.keeper_log(rank.rank)]
+        for log in logs:
+            if log.exists():
+                texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
+        return "\n".join(texts)
+
+
+def plan_run(
+    home: Path,
+    workdir: Path,
+    *,
+    script: str | None = None,
+    job: JobConfig | None = None,
+    nodes: tuple[NodeConfig, ...] | None = None,
+    starting_port: int | None = None,
+    recovery: RecoveryConfig = HURRIED,
+    skip: tuple[str, ...] | None = None,
+) -> Run:
+    """A run's directory with its plan: two ranks of `script` (or `job`), without preflight unless `skip` says else."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    if script is not None:
+        (workdir / "script.py").write_text(script)
+    config = FlightConfig(
+        cluster=ClusterConfig(starting_port=starting_port),
+        nodes=nodes or two_nodes(workdir),
+        job=job or JobConfig(name="test", command=("python", "script.py")),
+        preflight=PreflightConfig(all_sum_s=0.3),
+        recovery=recovery,
+    )
+    run_dir = RunDir(home / "runs" / f"r{uuid.uuid4().hex[:8]}")
+    run_dir.path.mkdir(mode=0o700, parents=True)
+    left_out = tuple(CHECKS) if skip is None else skip
+    plan = Plan.of(config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
+    write_plan(run_dir.plan, plan)
+    return Run(run_dir, plan, workdir)
+
+
+def two_nodes(workdir: Path, *pythons: str) -> tuple[NodeConfig, ...]:
+    """Two nodes of this machine, "left" and "right"."""
+    named = dict(zip(("left", "right"), pythons or (sys.executable, sys.executable), strict=True))
+    return tuple(NodeConfig(name=name, python=python, workdir=str(workdir)) for name, python in named.items())
+
+
+def fly(home: Path, workdir: Path, **plan: Any) -> Run:
+    """A run that has been started."""
+    run = plan_run(home, workdir, **plan)
+    spawn.start(run.dir)
+    return run
+
+
+def kill_and_await(pid: int) -> None:
+    """kill -9, and wait until it is dead."""
+    start = processes.start_time(pid)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while start is not None and processes.alive(pid, start):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

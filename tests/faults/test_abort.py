@@ -1,0 +1,118 @@
+"""An abort at any moment: aborted, proved, and quickly. `Run.ended` checks that no process with the nonce is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import RecoveryConfig
+from engine.models import Reason, RunState
+from engine.supervision.requests import ABORT, place_request
+from engine.worker import processes
+from tests.faults.flying import Run, fly, ring
+
+LIMIT_S = 5.0
+DEFAULTS = RecoveryConfig()
+DEAF = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]\n"
+DOUBLE_FORK = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+"""
+
+
+def aborted(run: Run, *, now: bool = False) -> float:
+    """Abort; the run must then be aborted in time. Seconds it took."""
+    took = run.abort(now=now)
+    record = run.record
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
+    assert took < LIMIT_S, f"{took:.1f} s\n{run.troubles()}"
+    return took
+
+
+def at_a_random_moment(home: Path, workdir: Path, seed: int) -> None:
+    moment = random.Random(seed)
+    run = fly(home, workdir, script=ring(), recovery=DEFAULTS, skip=() if seed % 2 else None)
+    # The moment is what is under test: from before the preflight to well into the training.
+    time.sleep(moment.uniform(0.0, 4.0))
+    aborted(run, now=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
+    at_a_random_moment(home, tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4, 50))
+def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
+    at_a_random_moment(home, tmp_path, seed)
+
+
+def test_before_anything_has_been_launched(home: Path, tmp_path: Path) -> None:
+    aborted(fly(home, tmp_path, script=ring(), skip=()))
+
+
+def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    place_request(run.dir, ABORT, by="test")
+    place_request(run.dir, ABORT, by="test", now=True)
+    aborted(run)
+    entries = run.entries
+    place_request(run.dir, ABORT, by="test")
+    assert run.entries == entries
+
+
+def test_the_stages_are_in_the_journal_with_who_has_answered(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    aborted(run)
+    stops = [entry for entry in run.entries if entry["event"] == "stop"]
+    assert [entry["stage"] for entry in stops] == ["asked", "stop", "verifying", "stopped"]
+    assert [entry["acknowledged"] for entry in stops[1:]] == [[], [0, 1], [0, 1]]
+
+
+def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    os.kill(run.supervisor, signal.SIGHUP)
+    run.await_output("step 60")
+    os.kill(run.supervisor, signal.SIGTERM)
+    assert run.ended().state is RunState.ABORTED
+
+
+def test_a_rank_deaf_to_hup_and_term(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=DEAF + ring(), recovery=DEFAULTS)
+    run.await_output("step")
+    aborted(run)
+
+
+def test_a_suspended_rank(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring(), recovery=DEFAULTS)
+    run.await_output("step")
+    os.kill(run.identity(1).trainer_pid, signal.SIGSTOP)
+    aborted(run)
+
+
+def test_a_suspended_keeper(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring(), recovery=DEFAULTS)
+    run.await_output("step")
+    os.kill(run.identity(1).keeper_pid, signal.SIGSTOP)
+    aborted(run)
+
+
+def test_a_child_that_has_left_the_ranks_session(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=DOUBLE_FORK + ring())
+    run.await_output("step")
+    assert len(processes.with_nonce(run.nonce)) >= 6
+    aborted(run)

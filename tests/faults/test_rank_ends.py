@@ -1,0 +1,115 @@
+"""However a rank ends, the run says which one, where and why; mlx.launch says 0 in every one of these cases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from engine.launch.ports import ring_ports
+from engine.models import Reason, RunState
+from engine.runs.layout import LAUNCHER_SOURCE
+from tests.faults.flying import Run, fly, kill_and_await, ring, two_nodes
+
+
+def blames_the_right_node(run: Run, reason: Reason) -> str:
+    """Awaits the end; the run must have failed for `reason` on rank 1. Its cause."""
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.FAILED, reason), (record, run.troubles())
+    assert (record.rank, record.host) == (1, "right")
+    assert record.cause is not None
+    return record.cause
+
+
+def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1)
+    assert record.started_at is not None and record.ended_at is not None and record.started_at < record.ended_at
+
+
+def test_a_rank_that_raises_is_quoted(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 30: raise ValueError('no such word: raven')"))
+    cause = blames_the_right_node(run, Reason.RANK_FAILED)
+    assert cause == "exited with code 1: ValueError: no such word: raven"
+
+
+def test_a_rank_that_exits_3_under_a_long_traceback(home: Path, tmp_path: Path) -> None:
+    fault = "if rank == 1 and step == 30: sys.stderr.write('  File x\\n' * 20000 + 'KeyError: 7\\n'); os._exit(3)"
+    run = fly(home, tmp_path, script=ring(fault))
+    assert blames_the_right_node(run, Reason.RANK_FAILED) == "exited with code 3: KeyError: 7"
+    assert run.record.exit_code == 3
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.identity(1).trainer_pid)
+    assert blames_the_right_node(run, Reason.RANK_KILLED) == "killed by SIGKILL (signal 9)"
+    assert (run.record.signal, run.record.exit_code) == (signal.SIGKILL, None)
+
+
+def test_a_rank_that_leaves_early_with_0_is_the_culprit(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 30: os._exit(0)"))
+    assert "left early with exit code 0" in blames_the_right_node(run, Reason.RANK_FAILED)
+
+
+def test_a_missing_interpreter_is_named_with_its_node(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, os.sys.executable, "/no/such/python"))
+    cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
+    assert cause == "the interpreter /no/such/python is missing on right"
+    assert run.record.exit_code == 127
+
+
+def test_a_busy_ring_port_is_named_with_its_holder(home: Path, tmp_path: Path) -> None:
+    first = ring_ports(2)
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", first + 1))
+        squatter.listen(1)
+        run = fly(home, tmp_path, script=ring(), starting_port=first)
+        cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
+    assert cause.startswith(f"port {first + 1} is in use by pid {os.getpid()} (")
+
+
+def test_a_killed_keeper_ends_the_run_and_its_rank(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.identity(1).keeper_pid)
+    assert "keeper was killed" in blames_the_right_node(run, Reason.RANK_KILLED)
+
+
+def test_a_killed_launcher_ends_the_run(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.launcher)
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    assert record.cause is not None and "mlx.launch was ended from outside" in record.cause
+
+
+def test_a_launcher_that_refuses_its_arguments_is_quoted(home: Path, tmp_path: Path) -> None:
+    nodes = tuple(node.model_copy(update={"ips": ()}) for node in two_nodes(tmp_path))
+    run = fly(home, tmp_path, script=ring(), nodes=nodes)
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    assert record.cause is not None and "The ring backend requires IPs" in record.cause
+
+
+@pytest.mark.parametrize("fault", ["import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]"])
+def test_survivors_deaf_to_signals_are_ended_too(home: Path, tmp_path: Path, fault: str) -> None:
+    script = fault + "\n" + ring("if step == 30: (os._exit(3) if rank == 1 else time.sleep(600))")
+    run = fly(home, tmp_path, script=script)
+    blames_the_right_node(run, Reason.RANK_FAILED)
+
+
+def test_what_the_launcher_costs_and_says_stays_small(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring("print('x' * 1000)"))
+    run.await_output("step 100")
+    run.finish()
+    assert run.ended().state is RunState.SUCCEEDED
+    assert run.dir.log(LAUNCHER_SOURCE).stat().st_size < 1000

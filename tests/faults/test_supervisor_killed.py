@@ -1,0 +1,109 @@
+"""kill -9 of the supervisor: the run goes on, is adopted once, and nothing of its output is lost or doubled."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.errors import LaunchError
+from engine.models import Reason, RunState
+from engine.supervision import spawn
+from engine.supervision.adopt import adopt_orphans, orphans
+from engine.supervision.requests import ABORT, place_request
+from tests.faults.flying import HURRIED, Run, fly, kill_and_await, plan_run, ring
+
+
+def test_the_run_is_adopted_and_succeeds(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    assert adopt_orphans(home) == []
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
+    started = [entry["rank"] for entry in run.entries if entry["event"] == "rank_started"]
+    assert sorted(started) == [0, 1]
+
+
+def test_there_are_never_two(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    with pytest.raises(LaunchError, match="already there"):
+        spawn.start(run.dir, adopt=True)
+    assert orphans(home) == []
+    run.abort(now=True)
+
+
+def test_an_end_that_nobody_saw_is_judged_by_the_exit_records(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 60: raise ValueError('unseen')"))
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
+    adopt_orphans(home)
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_FAILED, 1)
+    assert record.cause == "exited with code 1: ValueError: unseen"
+
+
+def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    place_request(run.dir, ABORT, by="test")
+    adopt_orphans(home)
+    assert run.ended().state is RunState.ABORTED
+
+
+def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring(), recovery=HURRIED.model_copy(update={"lease_s": 3.0}))
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
+    adopt_orphans(home)
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
+    assert record.cause is not None and "lease" in record.cause
+
+
+def test_a_plan_whose_supervisor_never_came_is_reported_and_not_launched(home: Path, tmp_path: Path) -> None:
+    run = plan_run(home, tmp_path, script=ring())
+    assert orphans(home) == [], "its launch may be under way"
+    spawn.start(run.dir, adopt=True)
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.SUPERVISOR_LOST, 0)
+
+
+def test_a_plan_that_cannot_be_read_is_a_launch_error(home: Path, tmp_path: Path) -> None:
+    run = plan_run(home, tmp_path, script=ring())
+    run.dir.plan.write_text("{")
+    with pytest.raises(LaunchError, match="the plan is not one"):
+        spawn.start(run.dir)
+
+
+def killed_at_a_random_moment(home: Path, workdir: Path, seed: int) -> Run:
+    """Whenever the supervisor dies: what was launched is brought home by the next, what was not is reported."""
+    moment = random.Random(seed)
+    run = fly(home, workdir, script=ring())
+    time.sleep(moment.uniform(0.0, 3.0))
+    kill_and_await(run.supervisor)
+    adopt_orphans(home)
+    run.finish()
+    record = run.ended()
+    launched = any(entry["event"] == "launcher" for entry in run.entries)
+    expected = (RunState.SUCCEEDED, Reason.COMPLETED) if launched else (RunState.FAILED, Reason.SUPERVISOR_LOST)
+    assert (record.state, record.reason) == expected, run.troubles()
+    return run
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
+    killed_at_a_random_moment(home, tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 50))
+def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
+    killed_at_a_random_moment(home, tmp_path, seed)
