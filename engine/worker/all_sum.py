@@ -2,9 +2,8 @@
 
     cd <bundle> && exec <python> -m worker.all_sum --seconds 2 --world-size 2 --backend ring --out <dir>/rank{rank}.json
 
-The rank is MLX_RANK. Writes one JSON object, whatever happens: `rank`, `size`, `exact` (sums of small and of large
-arrays came out to the bit), `latency_s` (median of one number's all_sum), `bandwidth_bytes_per_s` (median, payload
-bytes over time, of the largest array), `error` (one line, or null). Exit code 0 when exact and without error, else 1.
+The rank is MLX_RANK. Writes one JSON object, wire.AllSumResult, whatever happens. Exit code 0 when the sums are exact
+and nothing went wrong, else 1.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .wire import AllSumResult as Result
 from .wire import write_atomic
 
 if TYPE_CHECKING:
@@ -32,18 +32,6 @@ _LARGE = 2**20
 """Numbers, 4 MiB."""
 _START_LIMIT_S = 45.0
 """The ring itself gives up on a missing peer after about 30 s."""
-
-
-@dataclass
-class Result:
-    """What this rank measured."""
-
-    rank: int
-    size: int = 0
-    exact: bool = False
-    latency_s: float | None = None
-    bandwidth_bytes_per_s: float | None = None
-    error: str | None = None
 
 
 def measure(result: Result, backend: str, world_size: int, seconds: float) -> None:

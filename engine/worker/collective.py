@@ -44,7 +44,7 @@ class Collective:
             total = mx.distributed.all_sum(array, group=self._group, stream=mx.cpu)
             mx.eval(total)
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            raise _lost(error) from error
         return total
 
     def barrier(self) -> None:
@@ -60,9 +60,14 @@ class Collective:
             table = mx.distributed.all_gather(mine, group=self._group, stream=mx.cpu)
             mx.eval(table)
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            raise _lost(error) from error
         rows: list[list[int]] = np.asarray(table).tolist()
         for rank, row in enumerate(rows):
             for name, ours, theirs in zip(facts, rows[0], row, strict=True):
                 if ours != theirs:
                     raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
+
+
+def _lost(error: RuntimeError) -> RuntimeError:
+    """`error` as PeerLost when it is a backend's own, and not for instance a want of memory."""
+    return PeerLost(str(error)) if str(error).startswith(("[ring]", "[jaccl]")) else error

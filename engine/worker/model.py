@@ -30,9 +30,15 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
         for layer in model.layers[-max(layers, 0) :]:
             layer.unfreeze()
     else:
-        linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
+        try:
+            linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
+        except (KeyError, TypeError, ValueError) as error:
+            raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
     if job.resume_adapter_file is not None:
-        model.load_weights(job.resume_adapter_file, strict=False)
+        try:
+            model.load_weights(job.resume_adapter_file, strict=False)
+        except (RuntimeError, ValueError) as error:
+            raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
     if not tree_flatten(model.trainable_parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}: nothing is left to train")
     if job.grad_checkpoint:

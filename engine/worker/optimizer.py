@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import build_schedule
 
 from .arrays import number
-from .job import Job
+from .job import Job, JobError
 
 _OPTIMIZERS = {
     "adam": optim.Adam,
@@ -31,10 +31,8 @@ class Updater:
     """Applies global gradients to a model's trainable parameters."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
-        rate = build_schedule(job.lr_schedule) if job.lr_schedule else job.learning_rate
-        name = job.optimizer.lower()
-        # mlx-lm's optimizer_config holds one table per optimizer.
-        self._optimizer = _OPTIMIZERS[name](learning_rate=rate, **(job.optimizer_config.get(name) or {}))
+        """Raises JobError for settings that the optimizer or its schedule does not know."""
+        self._optimizer = _make(job)
         self._model = model
         trainable = dict(tree_flatten(model.trainable_parameters()))
         self.dtypes = {name: value.dtype for name, value in trainable.items()}
@@ -66,3 +64,16 @@ class Updater:
         gradients = {name: gradient.astype(self.masters[name].dtype) for name, gradient in gradients.items()}
         self.masters.update(self._optimizer.apply_gradients(gradients, self.masters))
         return norm
+
+
+def _make(job: Job) -> optim.Optimizer:
+    try:
+        rate = build_schedule(job.lr_schedule) if job.lr_schedule else job.learning_rate
+    except (KeyError, AttributeError, TypeError, IndexError, ValueError) as error:
+        raise JobError(f"[job] lr_schedule is not one of mlx-lm's: {error!r}") from error
+    name = job.optimizer.lower()
+    try:
+        # mlx-lm's optimizer_config holds one table per optimizer.
+        return _OPTIMIZERS[name](learning_rate=rate, **(job.optimizer_config.get(name) or {}))
+    except TypeError as error:
+        raise JobError(f"[job] optimizer_config.{name}: {error}") from error

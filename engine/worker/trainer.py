@@ -141,6 +141,7 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
     outcome = training.run()
     if test is not None and not outcome.stopped:
+        reporter.phase("validating")
         loss = training.evaluate(test, job.test_batches)
         if loss is not None:
             reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))

@@ -132,6 +132,23 @@ class ExitRecord:
     """Why the program could not be started, in one line."""
 
 
+@dataclass
+class AllSumResult:
+    """What one rank of the preflight's all_sum measured (`worker.all_sum` writes it)."""
+
+    rank: int
+    size: int = 0
+    """Of MLX's group; 0 when there was none."""
+    exact: bool = False
+    """Sums of small and of large arrays came out to the bit."""
+    latency_s: float | None = None
+    """Median of one number's all_sum."""
+    bandwidth_bytes_per_s: float | None = None
+    """Median, payload bytes over time, of the largest array."""
+    error: str | None = None
+    """One line."""
+
+
 @dataclass(frozen=True)
 class NodeFiles:
     """The paths of one attempt on a node."""

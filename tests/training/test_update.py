@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from engine.worker.optimizer import Updater
 from engine.worker.reporting import Reporter
 from engine.worker.strategies.data import DataParallel, Diverged, Outcome
 from engine.worker.strategies.gradients import Gradients
+from engine.worker.wire import CONTROL_FD_ENV, STOP
 from tests.training.conftest import Tiny, write_rows
+from tests.unit.worker.waiting import wait_until
 
 
 @dataclass
@@ -49,10 +52,20 @@ def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
     return Job.of(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
 
-def train(tiny: Tiny, home: Path, **keys: Any) -> Trained:
+def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:
+    """A control that has heard "stop" already."""
+    read_end, write_end = os.pipe()
+    monkeypatch.setenv(CONTROL_FD_ENV, str(read_end))
+    control = Control()
+    os.write(write_end, STOP)
+    wait_until(lambda: control.stop_asked)
+    return control
+
+
+def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any) -> Trained:
     """Train as the only rank; an exception leaves the events in the file `events.jsonl`."""
     job = make_job(tiny, home, **keys)
-    job.adapter_path.mkdir(parents=True)
+    job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
     reporter = Reporter(0, EventWriter(path, 0, 1))
     model, tokenizer = load_model(job)
@@ -64,7 +77,7 @@ def train(tiny: Tiny, home: Path, **keys: Any) -> Trained:
         valid=splits[1],
         collective=Collective("ring", 1, 0),
         shares=[1.0],
-        control=Control(),
+        control=control or Control(),
         reporter=reporter,
     )
     trained = Trained(job, model)
@@ -269,6 +282,50 @@ def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: P
     (validation,) = train(tiny, tmp_path / "run", val_batches=-1, iters=1).of("validation")
     assert validation["val_loss"] == pytest.approx(expected, abs=1e-5)
     assert validation["iteration"] == 0
+
+
+def test_a_stop_before_the_first_step_is_heard_in_the_validation(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(tiny, tmp_path, stopped_control(monkeypatch), val_batches=-1)
+    assert trained.outcome == Outcome(completed=False, stopped=True, iteration=0)
+    assert trained.of("step") == trained.of("validation") == []
+    assert {path.name for path in trained.job.adapter_path.iterdir()} == {"adapters.safetensors"}
+
+
+def test_a_stop_is_taken_after_a_whole_update(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train(tiny, tmp_path, stopped_control(monkeypatch), grad_accumulation_steps=3)
+    assert trained.outcome == Outcome(completed=False, stopped=True, iteration=3)
+
+
+def test_a_save_that_fails_on_the_way_is_a_warning(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "0000002_adapters.safetensors").mkdir(parents=True)
+    trained = train(tiny, tmp_path, iters=5, save_every=2)
+    assert trained.outcome is not None and trained.outcome.completed
+    assert "iteration 2" in trained.of("warning")[0]["message"]
+    assert [event["iteration"] for event in trained.of("checkpoint") if event["phase"] == "committed"] == [4, 5]
+    assert not list(trained.job.adapter_path.glob(".*"))
+
+
+def test_a_last_save_that_fails_is_a_failure(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "adapters.safetensors").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"adapters\.safetensors"):
+        train(tiny, tmp_path, iters=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"batch_size": 62}, "batch_size = 62: 61 examples do not fill one batch"),
+        ({"optimizer_config": {"adam": {"speed": 1}}}, "optimizer_config.adam: .*speed"),
+        ({"lr_schedule": {"name": "no_such"}}, "lr_schedule is not one of mlx-lm's"),
+        ({"fine_tune_type": "lora", "lora_parameters": {"keys": [], "rank": 4}}, "nothing is left to train"),
+        ({"resume_adapter_file": "nowhere.safetensors"}, "resume_adapter_file = 'nowhere.safetensors'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(tiny: Tiny, tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        train(tiny, tmp_path, **keys)
 
 
 @pytest.mark.parametrize(

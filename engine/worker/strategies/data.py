@@ -20,7 +20,7 @@ from ..arrays import floats, number
 from ..collective import Collective
 from ..control import Control
 from ..data import Examples
-from ..job import Job
+from ..job import Job, JobError
 from ..optimizer import Updater
 from ..reporting import Reporter, ReportWindow
 from ..sampler import Indices, Sampler, fixed_batches, share_counts, share_slice
@@ -70,7 +70,7 @@ class DataParallel:
         control: Control,
         reporter: Reporter,
     ) -> None:
-        """Raises ValueError when the batch is too small for the ranks or the data."""
+        """Raises JobError when the batch is too small for the ranks or too large for the data."""
         self._job = job
         self._model = model
         self._train = train
@@ -78,8 +78,11 @@ class DataParallel:
         self._collective = collective
         self._control = control
         self._reporter = reporter
-        self._counts = share_counts(job.batch_size, shares)
-        self._sampler = Sampler(train.lengths, job.batch_size, job.seed)
+        try:
+            self._counts = share_counts(job.batch_size, shares)
+            self._sampler = Sampler(train.lengths, job.batch_size, job.seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
         self._gradients = Gradients(model)
         self._updater = Updater(job, model)
         self._window = ReportWindow()
