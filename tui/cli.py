@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     command: Command = options.command
     try:
-        code = command(options, Engine())
+        engine = Engine()
+        if options.adopts:
+            _adopt(engine)
+        code = command(options, engine)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wanted; a second complaint at interpreter exit is avoided by /dev/null.
@@ -40,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlightDeckError as error:
         return _complain(error, FAILED)
     return code
+
+
+def _adopt(engine: Engine) -> None:
+    """A run whose supervisor was killed is found by whatever starts next (and is still judged and stopped)."""
+    for run in engine.adopt_orphans():
+        print(f"flightdeck: {run} had lost its supervisor: another one has taken it over", file=sys.stderr)
 
 
 def _complain(error: FlightDeckError, code: int) -> int:
@@ -80,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flightdeck {version('mlx-flightdeck')}")
     parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="default: ./flightdeck.toml, if there is one")
     parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
-    parser.set_defaults(command=_console)
+    parser.set_defaults(command=_console, adopts=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _starting(commands)
     _cluster(commands)
@@ -137,6 +146,7 @@ def _cluster(commands: Commands) -> None:
         "run the checks; 1 when one would block a launch",
         ("flightdeck preflight", "every failure comes with its cause, its evidence and its fix"),
         ("flightdeck preflight --json | jq .overall_status", ""),
+        adopts=False,
     )
     _config(preflight)
     _skip(preflight)
@@ -146,6 +156,7 @@ def _cluster(commands: Commands) -> None:
         cluster.nodes,
         "what every node has: chip, memory, disk, versions",
         ("flightdeck nodes -c flightdeck.toml", "asks every node now; - is not measured"),
+        adopts=False,
     )
     _config(nodes)
     _command(
@@ -154,6 +165,7 @@ def _cluster(commands: Commands) -> None:
         cluster.doctor,
         "what this machine has and lacks",
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
+        adopts=False,
     )
 
 
@@ -203,7 +215,12 @@ def _history(commands: Commands) -> None:
 
 
 def _command(
-    commands: Commands, name: str, command: Command, summary: str, *examples: tuple[str, str]
+    commands: Commands,
+    name: str,
+    command: Command,
+    summary: str,
+    *examples: tuple[str, str],
+    adopts: bool = True,
 ) -> argparse.ArgumentParser:
     """A command with --json, its summary in both helps, and its examples."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -214,7 +231,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, adopts=adopts)
     return parser
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -143,9 +144,13 @@ def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> No
     assert (document["id"], document["supervised"]) == (failed.id, False)
 
 
-def test_a_run_without_its_supervisor_is_said_to_be_so(home: Path) -> None:
-    MadeRun(home).state("preflight", "launching").attempt().state("running").close()
-    assert "supervisor is gone" in flightdeck(home, "show").out
+def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running").close()
+    listed = flightdeck(home, "runs")
+    assert f"{run.id} had lost its supervisor: another one has taken it over" in listed.err
+    assert [line for line in flightdeck(home, "logs", "-f").err.splitlines() if "had lost" in line] == []
+    record = json.loads(flightdeck(home, "show", "--json").out)
+    assert record["state"] in ("failed", "lost")
 
 
 def test_metrics_are_mlx_lms_own_dicts(home: Path, failed: MadeRun) -> None:
@@ -184,7 +189,8 @@ def test_aborting_what_has_ended_says_so_and_is_no_failure(home: Path, failed: M
 
 def test_a_reader_that_leaves_early_is_no_trouble(home: Path) -> None:
     run = MadeRun(home)
-    run.metrics(report(iteration, 1.0) for iteration in range(20_000)).close()
+    run.metrics(report(iteration, 1.0) for iteration in range(20_000))
+    run.state("preflight", "failed", reason="preflight_failed").close()
     shell = f"{FLIGHTDECK} metrics | head -n 1"
     done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, env=environment(home), check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -202,8 +208,7 @@ def test_the_doctor_names_what_this_machine_has(home: Path) -> None:
 
 
 def test_starting_a_command_imports_neither_mlx_nor_textual() -> None:
-    import sys
-
-    probe = "import tui.cli, sys; print(sorted({'mlx', 'textual', 'rich', 'numpy', 'asyncssh', 'tinydb'} & set(sys.modules)))"
+    heavy = {"mlx", "textual", "rich", "numpy", "asyncssh", "tinydb"}
+    probe = f"import tui.cli, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

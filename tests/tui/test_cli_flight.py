@@ -1,0 +1,211 @@
+"""Commands that fly: real ranks under a real mlx.launch, started, followed, interrupted and stopped from a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models import RunState
+from engine.runs.journal import read_journal
+from engine.session import Engine
+from engine.worker.processes import with_nonce
+from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
+
+ITERATIONS = 8
+
+
+@pytest.fixture(scope="module")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home for this module: the demo's model is made once."""
+    return tmp_path_factory.mktemp("flown") / "home"
+
+
+@pytest.fixture(scope="module")
+def flown(shared_home: Path) -> Done:
+    """A demo that has ended."""
+    return flightdeck(shared_home, "demo", "--json", "--ranks", "2", "--iters", str(ITERATIONS), timeout_s=180)
+
+
+@pytest.fixture
+def running(shared_home: Path, flown: Done) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command in a group of its own, and ends its run afterwards whatever the test did."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [FLIGHTDECK, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(shared_home),
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    flightdeck(shared_home, "abort", "last", "--now")
+
+
+def wait_for(process: subprocess.Popen[str], *words: str) -> list[str]:
+    """Read lines until one begins with one of `words`; all that were read."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith(words):
+            return lines
+    raise AssertionError(f"it ended before {words}: {lines}")
+
+
+def nonce_of(home: Path, run: str) -> str:
+    planned = read_journal(Engine(home).find(run).journal)[0]
+    return str(planned["nonce"])
+
+
+def test_a_headless_demo_succeeds_with_one_document_on_stdout(flown: Done) -> None:
+    assert flown.code == 0, flown.err
+    record: dict[str, Any] = json.loads(flown.out)
+    assert (record["state"], record["reason"], record["world_size"]) == ("succeeded", "completed", 2)
+    assert (record["iteration"], record["iterations"]) == (ITERATIONS, ITERATIONS)
+    assert record["tokens_per_second"] > 0
+    for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
+        assert word in flown.err
+    assert flown.err.splitlines()[-1].startswith("succeeded: completed")
+
+
+def test_its_loss_falls(shared_home: Path, flown: Done) -> None:
+    losses = [
+        row["train_loss"] for row in json.loads(flightdeck(shared_home, "metrics", "--json").out) if "train_loss" in row
+    ]
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0]
+
+
+def test_no_line_is_printed_twice(flown: Done) -> None:
+    iterations = [line for line in flown.err.splitlines() if line.startswith("iteration") and "tok/s" in line]
+    assert len(iterations) == ITERATIONS
+
+
+def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Done) -> None:
+    directory = Engine(shared_home).find("last")
+    merged = flightdeck(shared_home, "logs").out.splitlines()
+    single = flightdeck(shared_home, "logs", "last", "--rank", "1").out.splitlines()
+    assert [line.removeprefix("1 | ") for line in merged if line.startswith("1 | ")] == single
+    assert flightdeck(shared_home, "logs", "last", "--rank", "1", "-n", "2").out.splitlines() == single[-2:]
+    raw = flightdeck(shared_home, "logs", "last", "--rank", "0", "--raw").out
+    assert raw == directory.log(0).read_text()
+    documents = json.loads(flightdeck(shared_home, "logs", "last", "--rank", "1", "--json").out)
+    assert [document["text"] for document in documents] == single
+
+
+def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = running("demo", "--headless", "--iters", "100000")
+    wait_for(process, "iteration")
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted: stopping the run" in said
+    assert "aborted: user_abort" in said
+    assert Engine(shared_home).record("last").state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, "last")) == []
+
+
+def test_following_logs_gives_every_line_once_and_ends_with_the_run(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    demo = running("demo", "--headless", "--iters", "30")
+    wait_for(demo, "running")
+    follower = running("logs", "last", "--rank", "0", "-f")
+    said, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0
+    demo.communicate(timeout=60)
+    assert demo.returncode == 0
+    assert said == flightdeck(shared_home, "logs", "last", "--rank", "0").out
+
+
+def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborted(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import time\nfor n in range(10_000):\n    print('tick', n, flush=True)\n    time.sleep(0.05)\n")
+    file = write_config(tmp_path, command=[sys.executable, str(script)])
+    process = running("launch", "-c", str(file), "--follow", "--skip", "gradient_layer")
+    wait_for(process, "running")
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    run = Engine(shared_home).find("last").id
+    assert f"flightdeck abort {run}" in said
+    assert Engine(shared_home).record(run).state is RunState.RUNNING
+    aborted = flightdeck(shared_home, "abort", run)
+    assert (aborted.code, "nothing is left" in aborted.out) == (0, True), aborted
+    assert Engine(shared_home).record(run).state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, run)) == []
+
+
+def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = running("demo", "--headless", "--iters", "100000")
+    wait_for(process, "running")
+    directory = Engine(shared_home).find("last")
+    process.kill()
+    os.kill(json.loads(directory.supervisor.read_text())["pid"], signal.SIGKILL)
+    aborted = flightdeck(shared_home, "abort", directory.id)
+    assert aborted.code == 0, aborted
+    assert Engine(shared_home).record(directory.id).state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, directory.id)) == []
+
+
+def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, flown: Done, tmp_path: Path) -> None:
+    file = write_config(tmp_path, command=["./run.sh"])
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/sh\necho ran\n")
+    blocked = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer")
+    assert blocked.code == 1
+    assert "fail  program_present" in blocked.out
+    assert f"fix: chmod +x {script}" in blocked.out
+    assert "failed: preflight_failed" in blocked.out
+    script.chmod(0o755)
+    flown_now = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer", "--follow", "--json")
+    assert (flown_now.code, json.loads(flown_now.out)["state"]) == (0, "succeeded"), flown_now.err
+    assert "0 | ran" in flightdeck(shared_home, "logs").out
+    audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
+    assert ("preflight_override", "gradient_layer") in {
+        (entry["event_type"], entry["context"].get("check")) for entry in audit
+    }
+
+
+def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path, flown: Done, tmp_path: Path) -> None:
+    script = tmp_path / "three.py"
+    script.write_text("import os, sys, time\nif os.environ['MLX_RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    file = write_config(tmp_path, command=["python", str(script)])
+    done = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer", "--follow", "--json")
+    record = json.loads(done.out)
+    assert (done.code, record["state"], record["reason"]) == (1, "failed", "rank_failed")
+    assert (record["rank"], record["host"], record["exit_code"]) == (1, "b", 3)
+
+
+def write_config(directory: Path, *, command: list[str]) -> Path:
+    file = directory / "flightdeck.toml"
+    nodes = "".join(
+        f'[[node]]\nname = "{name}"\npython = "{sys.executable}"\nworkdir = "{directory}"\n' for name in ("a", "b")
+    )
+    file.write_text(f'[cluster]\nname = "here"\n\n{nodes}\n[job]\nname = "mine"\ncommand = {json.dumps(command)}\n')
+    return file
