@@ -19,12 +19,14 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from engine.worker.arrays import number
 from engine.worker.collective import Collective
 from engine.worker.control import Control
-from engine.worker.data import Examples, load_split
+from engine.worker.data import Batch, Examples, load_split
 from engine.worker.events import EventWriter
 from engine.worker.job import Job, JobError
 from engine.worker.model import load_model, parameter_checksum
 from engine.worker.optimizer import Updater
 from engine.worker.reporting import Reporter
+from engine.worker.sampler import Sampler
+from engine.worker.strategies import gradients as gradients_module
 from engine.worker.strategies.data import DataParallel, Diverged, Outcome
 from engine.worker.strategies.gradients import Gradients
 from engine.worker.wire import CONTROL_FD_ENV, STOP
@@ -101,8 +103,6 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     job = trained.job
     model, tokenizer = load_model(job)
     examples = load_split(job, "train", tokenizer, lambda _: None)
-    from engine.worker.sampler import Sampler
-
     sampler = Sampler(examples.lengths, 4, job.seed)
     gradients, updater = Gradients(model), Updater(job, model)
     losses = []
@@ -130,8 +130,6 @@ def test_loss_and_gradient_are_mlx_lms_but_for_its_pad_target(tiny: Tiny, tmp_pa
     expected, count = default_loss(model, tokens, bounds)
 
     gradients = Gradients(model)
-    from engine.worker.data import Batch
-
     ends = np.array(bounds[:, 1]) + 1
     batch = Batch(np.array(tokens), np.stack([np.ones(4), ends], axis=1).astype(np.int32), int((ends - 1).sum()))
     loss, _ = gradients.of(batch)
@@ -282,6 +280,30 @@ def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: P
     (validation,) = train(tiny, tmp_path / "run", val_batches=-1, iters=1).of("validation")
     assert validation["val_loss"] == pytest.approx(expected, abs=1e-5)
     assert validation["iteration"] == 0
+
+
+def test_gradients_of_many_buckets_are_those_of_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(tiny, tmp_path / "whole", iters=4, grad_accumulation_steps=2)
+    monkeypatch.setattr(gradients_module, "_BUCKET_FLOATS", 1_500)
+    parts = train(tiny, tmp_path / "parts", iters=4, grad_accumulation_steps=2)
+    assert len(Gradients(parts.model).of(load_batch(parts))[1]) > 5
+    assert all(mx.array_equal(value, whole.weights()[name]).item() for name, value in parts.weights().items())
+
+
+def load_batch(trained: Trained) -> Batch:
+    return load_split(trained.job, "train", load_model(trained.job)[1], lambda _: None).batch([0, 1])
+
+
+def test_a_checksum_tells_models_apart(tiny: Tiny, tmp_path: Path) -> None:
+    job = make_job(tiny, tmp_path)
+    model, _ = load_model(job)
+    checksum = parameter_checksum(model)
+    assert checksum == parameter_checksum(load_model(job)[0])
+    norm = model.model.norm
+    norm.weight = norm.weight + mx.array([1e-7] + [0.0] * (norm.weight.size - 1))
+    assert checksum != parameter_checksum(model)
 
 
 def test_a_stop_before_the_first_step_is_heard_in_the_validation(

@@ -221,30 +221,28 @@ class DataParallel:
                 self._reporter.report(self._job.iters, self._window.close(micro.iteration, self._updater.learning_rate))
 
     def _leave(self, outcome: Outcome) -> Outcome:
-        self._save(outcome.iteration if outcome.iteration < self._job.iters else None, last=True)
+        self._save(outcome.iteration, last=True)
         return outcome
 
-    def _save(self, iteration: int | None, *, last: bool) -> None:
+    def _save(self, iteration: int, *, last: bool) -> None:
         """Rank 0 writes the adapters, the others wait. A full disk is a warning, except for the last save."""
         self._reporter.phase("saving")
         if self._collective.rank == 0:
+            # As in mlx-lm, the end of the training has no numbered file of its own.
+            numbered = not last or 0 < iteration < self._job.iters
             begun = time.perf_counter()
-            self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(self._job.adapter_path))
+            where = str(self._job.adapter_path)
+            self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=where)
             try:
-                path, size = checkpoints.save_adapters(self._job, self._model, iteration or None)
+                path, size = checkpoints.save_adapters(self._job, self._model, iteration if numbered else None)
             except OSError as error:
                 if last:
                     raise
-                self._reporter.warn(f"iteration {iteration}: {error}")
+                self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             else:
                 seconds = time.perf_counter() - begun
                 self._reporter.event(
-                    "checkpoint",
-                    phase="committed",
-                    iteration=iteration if iteration is not None else self._job.iters,
-                    path=str(path),
-                    bytes=size,
-                    seconds=seconds,
+                    "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
                 )
                 self._reporter.say(f"saved {path}")
         self._collective.barrier()
