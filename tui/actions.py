@@ -211,9 +211,9 @@ def bar(state: DeckState) -> list[Action]:
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
 
 
-def label(action: Action, state: DeckState) -> str:
+def label(action: Action, state: DeckState, *, short: bool = False) -> str:
     """The key bar's words, which may depend on the state."""
-    if action.id == "quit" and state.running is not None:
+    if action.id == "quit" and state.running is not None and not short:
         return "quit (the run goes on)"
     if action.id == "recheck":
         return "re-check" if state.pane == "preflight" else "probe"

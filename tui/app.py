@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from rich.text import Text
 from textual.app import App
 from textual.binding import Binding, BindingType
 
@@ -137,7 +138,7 @@ class FlightDeckApp(App[int]):
     def on_engine_ready(self, message: EngineReady) -> None:
         self.engine = message.engine
         config = message.config
-        self.change(ready=True, config=config, fault=message.fault)
+        self.change(ready=True, config=config)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -153,8 +154,8 @@ class FlightDeckApp(App[int]):
             self.open_run(self._follow)
 
     def on_engine_failed(self, message: EngineFailed) -> None:
-        self.change(fault=message.fault)
-        self.say(f"the engine could not be loaded: {message.fault}", severity="error")
+        """The faults go to the terminal, one line each, where they can be read beside the file."""
+        self.exit(message.exit_code, message=Text(message.fault))
 
     def on_snapshot_taken(self, message: SnapshotTaken) -> None:
         self._latest = message
@@ -173,7 +174,7 @@ class FlightDeckApp(App[int]):
         active = next((run for run in message.runs if run.state not in ENDED), None)
         if active is not None:
             self.open_run(active.id)
-        elif self.state.config is None and self.state.fault is None:
+        elif self.state.config is None:
             self.push_screen(Welcome(), self._welcomed)
 
     def _welcomed(self, answer: str | None) -> None:
@@ -287,7 +288,7 @@ class FlightDeckApp(App[int]):
         said = (
             f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it" if running else None
         )
-        self.exit(0, message=said)
+        self.exit(0, message=Text(said) if said else None)
 
     async def action_quit(self) -> None:
         self.do_quit()

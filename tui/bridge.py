@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 POLL_S: Final = 0.1
 """Between two looks at a run that goes on."""
 ENDED_POLL_S: Final = 1.0
+FAILED: Final = 1
+USAGE: Final = 2
+"""Exit codes (product.md)."""
 RUNS_S: Final = 1.0
 """Between two looks at the list of runs."""
 
@@ -46,6 +49,7 @@ class Bridge:
         self._poll_s = poll_s
         self._engine: Engine | None = None
         self._wanted: str | None = None
+        self._read: str | None = None
         self._wake = threading.Event()
         self._ended = False
         self._said: str | None = None
@@ -62,6 +66,11 @@ class Bridge:
     def look(self) -> None:
         """Read now instead of at the next turn."""
         self._wake.set()
+
+    @property
+    def caught_up(self) -> bool:
+        """What is followed has been read at least once."""
+        return self._read == self._wanted
 
     def stop(self) -> None:
         """End the thread; waits for the read that is under way, at most a second."""
@@ -80,7 +89,6 @@ class Bridge:
         runs: tuple[RunRecord, ...] | None = None
         runs_due = 0.0
         while not self._ended:
-            self._wake.clear()
             if self._wanted != followed:
                 followed, watch, snapshot = self._wanted, None, None
             try:
@@ -90,6 +98,7 @@ class Bridge:
                     if snapshot is None or _differs(fresh, snapshot):
                         self._post(SnapshotTaken(followed, fresh))
                     snapshot = fresh
+                self._read = followed
                 if monotonic() >= runs_due:
                     read = tuple(engine.runs())
                     if read != runs:
@@ -99,24 +108,25 @@ class Bridge:
                     runs, runs_due = read, monotonic() + RUNS_S
                 self._said = None
             except Exception as trouble:  # a reader must outlive any one unreadable file
-                self._say(str(trouble) or type(trouble).__name__)
+                self._say(_words(trouble))
                 watch = None
             ended = snapshot is not None and snapshot.record.state.ended
             idle = snapshot is None or ended or self._said is not None
             self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else self._poll_s)
+            self._wake.clear()
 
     def _load(self) -> Engine | None:
         try:
             engine = self._make_engine()
         except Exception as trouble:
-            self._post(EngineFailed(str(trouble) or type(trouble).__name__))
+            self._post(EngineFailed(f"the engine cannot be loaded: {_words(trouble)}", FAILED))
             return None
-        config, fault = None, None
         try:
             config = engine.load_config(self._config) if isinstance(self._config, Path) else self._config
         except Exception as trouble:
-            fault = str(trouble) or type(trouble).__name__
-        self._post(EngineReady(engine, config, fault))
+            self._post(EngineFailed(_words(trouble), USAGE))
+            return None
+        self._post(EngineReady(engine, config))
         return engine
 
     def _adopt(self, engine: Engine) -> None:
@@ -129,6 +139,10 @@ class Bridge:
         if text != self._said:
             self._post(Trouble(text))
         self._said = text
+
+
+def _words(trouble: Exception) -> str:
+    return str(trouble) or type(trouble).__name__
 
 
 def _differs(fresh: RunSnapshot, last: RunSnapshot) -> bool:

@@ -21,21 +21,21 @@ class _Newest(Message):
 
 
 class EngineReady(Message):
-    """The engine is loaded; with the configuration, or why there is none."""
+    """The engine is loaded; with the configuration, where there is one."""
 
-    def __init__(self, engine: Engine, config: FlightConfig | None, fault: str | None) -> None:
+    def __init__(self, engine: Engine, config: FlightConfig | None) -> None:
         super().__init__()
         self.engine = engine
         self.config = config
-        self.fault = fault
 
 
 class EngineFailed(Message):
-    """The engine could not be loaded at all."""
+    """There is nothing to open a console on: the engine cannot be loaded, or the configuration has faults."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str, exit_code: int) -> None:
         super().__init__()
         self.fault = fault
+        self.exit_code = exit_code
 
 
 class SnapshotTaken(_Newest):

@@ -30,17 +30,18 @@ class KeyBar(Static):
 
     def show(self, state: DeckState) -> None:
         actions = bar(state)
-        gap = GAP
-        while gap > 1 and _width(actions, state, gap) > self.content_size.width:
-            gap -= 1
+        room = self.content_size.width
+        # A short terminal first loses blanks, then the longer words.
+        choices = [(gap, short) for short in (False, True) for gap in range(GAP, 0, -1)]
+        gap, short = next((c for c in choices if _width(actions, state, *c) <= room), choices[-1])
         parts: list[Content] = []
         self._spans, place = [], 0
         for action in actions:
-            words = label(action, state)
+            words = label(action, state, short=short)
             possible = action.why_not(state) is None
             key_style, style = ("bold $text-primary", "") if possible else (DISABLED, DISABLED)
             part = Content.assemble((action.shown_key, key_style), (f" {words}", style))
-            if place + part.cell_length > self.content_size.width:
+            if place + part.cell_length > room:
                 break
             self._spans.append((place, place + part.cell_length, action))
             place += part.cell_length + gap
@@ -53,5 +54,6 @@ class KeyBar(Static):
                 self.post_message(self.Pressed(action))
 
 
-def _width(actions: list[Action], state: DeckState, gap: int) -> int:
-    return sum(len(action.shown_key) + 1 + len(label(action, state)) + gap for action in actions) - gap
+def _width(actions: list[Action], state: DeckState, gap: int, short: bool) -> int:
+    words = (len(action.shown_key) + 1 + len(label(action, state, short=short)) for action in actions)
+    return sum(words) + gap * (len(actions) - 1)

@@ -65,12 +65,15 @@ class Pane(Vertical):
         return self
 
     def move(self, name: str) -> bool:
-        """Move the list's cursor, or scroll the details; False when there is nothing to move in that direction."""
+        """Move the list's cursor, or scroll (by pages: the details); False when nothing moves in that direction."""
+        if name in ("left", "right"):
+            return False
         rows = next(iter(self.query(RowList)), None)
-        if rows is not None:
+        detail = next((part for part in self.query(".detail") if part.display and part.max_scroll_y), None)
+        if rows is not None and not (detail is not None and name.startswith("page")):
             return rows.move(name)
-        scrolled = self if self.max_scroll_y else None
-        if scrolled is None or name in ("left", "right"):
+        scrolled = detail or self
+        if not scrolled.max_scroll_y:
             return False
         scroll = {
             "down": scrolled.scroll_down,

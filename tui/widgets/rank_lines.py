@@ -74,6 +74,20 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     return [head, *rows] if headed else rows
 
 
+def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
+    """All ranks on one line, as far as there is room: state, compute time of the last step, who is slowest."""
+    straggler = slowest(snapshot.ranks)
+    arrow = " <- slowest" if state.glyphs.ascii else " ← slowest"
+    parts = []
+    for rank in snapshot.ranks:
+        glyph, word = rank_glyph(state, rank)
+        took = f" {rank.step_s:.3f} s" if rank.step_s is not None else ""
+        late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
+        named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
+        parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))
+    return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
+
+
 def figures(state: DeckState, snapshot: RunSnapshot) -> Content:
     """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
     record, none = snapshot.record, state.glyphs.none

@@ -12,7 +12,7 @@ from tui.state import DeckState
 from tui.widgets import run_story
 from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
-from tui.widgets.rank_lines import figures, table
+from tui.widgets.rank_lines import figures, line, table
 
 
 class RunPane(Pane, can_focus=True):
@@ -59,7 +59,9 @@ class RunPane(Pane, can_focus=True):
         elif not story:
             self._put("#story", [_waiting(state)])
         tall = self.content_size.height >= 12
-        self._put("#ranks", table(state, snapshot, self.room, headed=self.full) if tall or not has_loss else [])
+        whole = tall or not has_loss
+        ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
+        self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot)])
 
     def _put(self, selector: str, lines: list[Content]) -> None:

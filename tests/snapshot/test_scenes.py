@@ -1,0 +1,40 @@
+"""Every scene looks as it did when a person last looked at it; `pytest --snapshot-update` after looking again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
+from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
+
+Compare = Callable[..., bool]
+
+
+@pytest.mark.parametrize("size", ["80x24", "120x36"])
+@pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
+def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
+    app, reach = scene.open(tmp_path)
+    assert snap_compare(app, terminal_size=TERMINALS[size], run_before=reach)
+
+
+@pytest.mark.parametrize("size", TERMINALS)
+@pytest.mark.parametrize("scene", PICTURED, ids=lambda scene: scene.name)
+async def test_the_readmes_picture_is_what_the_console_draws(scene: Scene, size: str, tmp_path: Path) -> None:
+    drawn = await picture(scene, size, tmp_path)
+    stored = SCREENSHOTS / file_name(scene, size)
+    assert stored.exists(), "run: uv run python -m tests.snapshot.make_screenshots"
+    assert stored.read_text() == drawn, "stale; look, then run: uv run python -m tests.snapshot.make_screenshots"
+
+
+def test_no_picture_is_left_over() -> None:
+    expected = {file_name(scene, size) for scene in PICTURED for size in TERMINALS}
+    assert {path.name for path in SCREENSHOTS.glob("*.svg")} == expected
+
+
+def test_pictures_name_no_place_of_the_machine_that_made_them(tmp_path: Path) -> None:
+    text: Any = "".join(path.read_text() for path in SCREENSHOTS.glob("*.svg"))
+    assert str(Path.home()) + "/" not in text and "/tmp/" not in text
