@@ -6,18 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
-from engine.session import Engine
-from tui.commands import cluster, flight, history, logs
 from tui.commands.terminal import DEFAULT_FILE
+
+if TYPE_CHECKING:
+    from engine.session import Engine
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-Command = Callable[[argparse.Namespace, Engine], int]
 Commands = Any
 """What add_subparsers gives; argparse has no public name for it."""
 
@@ -25,12 +25,8 @@ Commands = Any
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
     options = _parser().parse_args(arguments)
-    command: Command = options.command
     try:
-        engine = Engine()
-        if options.adopts:
-            _adopt(engine)
-        code = command(options, engine)
+        code: int = options.run_command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wanted; a second complaint at interpreter exit is avoided by /dev/null.
@@ -42,6 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, USAGE)
     except FlightDeckError as error:
         return _complain(error, FAILED)
+    return code
+
+
+def _carry_out(options: argparse.Namespace) -> int:
+    """Run a command of `tui.commands`, named "module.function": only what is asked for is imported."""
+    from engine.session import Engine
+
+    engine = Engine()
+    if options.adopts:
+        _adopt(engine)
+    module, _, function = options.command.rpartition(".")
+    code: int = getattr(import_module(f"tui.commands.{module}"), function)(options, engine)
     return code
 
 
@@ -58,19 +66,32 @@ def _complain(error: FlightDeckError, code: int) -> int:
     return code
 
 
-def _console(options: argparse.Namespace, engine: Engine) -> int:
-    """The console on a configuration; without one it welcomes and offers the demo."""
+def _console(options: argparse.Namespace) -> int:
+    """The console on a configuration; without one it welcomes and offers the demo. It loads the engine by itself, after
+    the first paint."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise InputError("the console needs a terminal", todo="see `flightdeck --help` for the commands that do not")
     chosen: Path | None = options.config
     if chosen is None and DEFAULT_FILE.exists():
         chosen = DEFAULT_FILE
-    if chosen is not None:
-        engine.load_config(chosen)
-    # Imported late: textual costs more than all other commands need to start.
+    # textual costs more than all other commands need to start.
     from tui.app import run_console
 
-    return run_console(engine, chosen, slow_link=options.slow_link)
+    return run_console(_engine, chosen, slow_link=options.slow_link)
+
+
+def _engine() -> Engine:
+    from engine.session import Engine
+
+    return Engine()
+
+
+def _version(_: argparse.Namespace) -> int:
+    # Reading a distribution's metadata costs more than parsing the command line.
+    from importlib.metadata import version
+
+    print(f"flightdeck {version('mlx-flightdeck')}")
+    return OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,10 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         + "\n\nexit codes: 0 success, 1 a run or check failed, 2 bad usage or configuration, 130 interrupted",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"flightdeck {version('mlx-flightdeck')}")
+    parser.add_argument(
+        "--version", action="store_const", dest="run_command", const=_version, help="print the version and leave"
+    )
     parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="default: ./flightdeck.toml, if there is one")
     parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
-    parser.set_defaults(command=_console, adopts=False)
+    parser.set_defaults(run_command=_console)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _starting(commands)
     _cluster(commands)
@@ -102,7 +125,7 @@ def _starting(commands: Commands) -> None:
     demo = _command(
         commands,
         "demo",
-        flight.demo,
+        "flight.demo",
         "train a tiny model for real, on this machine alone",
         ("flightdeck demo", "in the console"),
         ("flightdeck demo --headless --ranks 3 --iters 30", "plain lines; ends with the run's exit status"),
@@ -116,7 +139,7 @@ def _starting(commands: Commands) -> None:
     launch = _command(
         commands,
         "launch",
-        flight.launch,
+        "flight.launch",
         "preflight, then launch; the run goes on by itself",
         ("flightdeck launch -c flightdeck.toml", "returns once the checks have let it through"),
         ("flightdeck launch --follow", "prints how it goes; ctrl+c leaves the run alone"),
@@ -128,7 +151,7 @@ def _starting(commands: Commands) -> None:
     abort = _command(
         commands,
         "abort",
-        flight.abort,
+        "flight.abort",
         "stop a run and prove that nothing is left",
         ("flightdeck abort last", "after the current step; saves, then ends"),
         ("flightdeck abort 20260102 --now", "by id prefix, without the cooperative stop"),
@@ -142,7 +165,7 @@ def _cluster(commands: Commands) -> None:
     preflight = _command(
         commands,
         "preflight",
-        cluster.preflight,
+        "cluster.preflight",
         "run the checks; 1 when one would block a launch",
         ("flightdeck preflight", "every failure comes with its cause, its evidence and its fix"),
         ("flightdeck preflight --json | jq .overall_status", ""),
@@ -153,7 +176,7 @@ def _cluster(commands: Commands) -> None:
     nodes = _command(
         commands,
         "nodes",
-        cluster.nodes,
+        "cluster.nodes",
         "what every node has: chip, memory, disk, versions",
         ("flightdeck nodes -c flightdeck.toml", "asks every node now; - is not measured"),
         adopts=False,
@@ -162,7 +185,7 @@ def _cluster(commands: Commands) -> None:
     _command(
         commands,
         "doctor",
-        cluster.doctor,
+        "cluster.doctor",
         "what this machine has and lacks",
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
         adopts=False,
@@ -172,13 +195,13 @@ def _cluster(commands: Commands) -> None:
 def _history(commands: Commands) -> None:
     """runs, show, logs, metrics."""
     runs = _command(
-        commands, "runs", history.runs, "every run, newest first", ("flightdeck runs -n 5", "the last five")
+        commands, "runs", "history.runs", "every run, newest first", ("flightdeck runs -n 5", "the last five")
     )
     runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the newest N")
     show = _command(
         commands,
         "show",
-        history.show,
+        "history.show",
         "one run: its state, why, what proves it, and where its files are",
         ("flightdeck show", "the newest"),
         ("flightdeck show demo", "by name: its newest; or by id, or the beginning of one"),
@@ -187,7 +210,7 @@ def _history(commands: Commands) -> None:
     log = _command(
         commands,
         "logs",
-        logs.logs,
+        "logs.logs",
         "what the ranks printed, made harmless for a terminal; --raw gives the bytes as they were",
         ("flightdeck logs", "the newest run, all ranks, `rank | line`"),
         ("flightdeck logs last --rank 1 -f", "follow one rank; ends when the run has ended"),
@@ -204,7 +227,7 @@ def _history(commands: Commands) -> None:
     metrics = _command(
         commands,
         "metrics",
-        history.metrics,
+        "history.metrics",
         "the reports in order, in mlx-lm's names",
         ("flightdeck metrics", "a table"),
         ("flightdeck metrics last --format csv > loss.csv", ""),
@@ -217,7 +240,7 @@ def _history(commands: Commands) -> None:
 def _command(
     commands: Commands,
     name: str,
-    command: Command,
+    command: str,
     summary: str,
     *examples: tuple[str, str],
     adopts: bool = True,
@@ -231,7 +254,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(command=command, adopts=adopts)
+    parser.set_defaults(run_command=_carry_out, command=command, adopts=adopts)
     return parser
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+DEFAULT_FILE = Path("flightdeck.toml")
+"""The configuration that is meant where none is named."""
 _CODES = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 WORD_COLOURS = {
     "pass": "green",
@@ -22,9 +24,6 @@ WORD_COLOURS = {
     "running": "green",
 }
 """State words; the word is always there, the colour only helps."""
-
-
-DEFAULT_FILE = Path("flightdeck.toml")
 
 
 def config_file(options: argparse.Namespace) -> Path:
