@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import socket
 import subprocess
 import sys
 import uuid
@@ -13,30 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.launch import mlx_launch
+from engine.launch.bundle import stage_bundle
+from engine.launch.ports import ring_ports
+from engine.launch.start_script import start_script
 from engine.worker import processes
 from engine.worker.wire import NONCE_ENV, AttemptSpec, ExitRecord, NodeFiles, RankSpec, read_exit, write_atomic
-from tests.unit.worker.kept import stage_bundle
 from tests.unit.worker.waiting import wait_until
 
-LAUNCHER = Path(sys.executable).with_name("mlx.launch")
 LIMIT_S = 120.0
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that are free now, below those the system gives away."""
-    for first in range(20_000 + os.getpid() % 5_000, 32_000):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for number, listener in enumerate(sockets):
-                listener.bind(("127.0.0.1", first + number))
-        except OSError:
-            continue
-        else:
-            return first
-        finally:
-            for listener in sockets:
-                listener.close()
-    raise AssertionError("no free ports")
 
 
 @dataclass
@@ -66,8 +49,11 @@ class Launched:
 
     def say(self, word: bytes) -> None:
         for rank in range(self.ranks):
-            with os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb") as fifo:
-                fifo.write(word)
+            self.say_to(rank, word)
+
+    def say_to(self, rank: int, word: bytes) -> None:
+        with os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb") as fifo:
+            fifo.write(word)
 
     def ended(self) -> list[ExitRecord]:
         """Awaits the end of all ranks, with nothing left behind."""
@@ -94,7 +80,6 @@ def launch(
 ) -> Launched:
     """Launch `job` on one local rank per share; `overrides` changes single ranks' specs."""
     directory.mkdir(parents=True, exist_ok=True)
-    bundle = stage_bundle(directory / "bundle")
     files = NodeFiles.of(directory / "node", "run", 1)
     files.directory.mkdir(parents=True)
     ranks = [
@@ -116,29 +101,25 @@ def launch(
     fields = {"env": environment, "lease_s": LIMIT_S, "world_size": len(ranks), **(spec_fields or {})}
     spec = AttemptSpec(run_id="run", attempt=1, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
     write_atomic(files.spec, spec.to_json())
-    hostfile = files.directory / "hostfile.json"
-    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in ranks]))
-    keeper = f"{shlex.quote(sys.executable)} -m worker.keeper --spec {shlex.quote(str(files.spec))}"
-    troubles = shlex.quote(str(files.directory)) + "/rank$MLX_RANK.keeper.log"
-    files.start.write_text(f"cd {shlex.quote(str(bundle))} && exec {keeper} </dev/null >/dev/null 2>>{troubles}\n")
-    os.mkfifo(files.directory / "launcher.in")
-    words = os.open(files.directory / "launcher.in", os.O_RDWR)
-    with (files.directory / "launcher.log").open("ab") as log:
-        launcher = subprocess.Popen(
-            [
-                str(LAUNCHER),
-                *("--backend", "ring", "--hostfile", str(hostfile), "--starting-port", str(free_ports(len(ranks)))),
-                *("--", "/bin/sh", str(files.start)),
-            ],
-            env={**os.environ, NONCE_ENV: nonce},
-            stdin=words,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    run = Launched(launcher, files, len(ranks), nonce)
+    write_atomic(files.start, start_script(spec, files, stage_bundle(directory / "node")))
+    started = run_under_launcher(files.directory, len(ranks), ["/bin/sh", str(files.start)], nonce)
+    run = Launched(started.process, files, len(ranks), nonce)
     wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)
-    # The launcher finds the ranks' pipes closed only when it has something to write: until then it spins.
-    os.write(words, b"\n")
-    os.close(words)
+    mlx_launch.drop_pipes(started.stdin)
     return run
+
+
+def run_under_launcher(directory: Path, ranks: int, program: list[str], nonce: str) -> mlx_launch.Launcher:
+    """Start `program` on `ranks` local ranks by mlx.launch, whose own files are in `directory`."""
+    hostfile = directory / "hostfile.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * ranks))
+    argv = mlx_launch.arguments(
+        hostfile=hostfile, starting_port=ring_ports(ranks), program=program, environment={NONCE_ENV: nonce}
+    )
+    return mlx_launch.start(
+        argv,
+        stdin=directory / "launcher.in",
+        output=directory / "launcher.log",
+        environment={NONCE_ENV: nonce},
+        directory=directory,
+    )

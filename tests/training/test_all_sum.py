@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
-from tests.training.launching import LAUNCHER, free_ports
+from tests.training.launching import run_under_launcher
 from tests.unit.worker.kept import stage_bundle
 
 
 def test_two_ranks_agree_and_are_measured(tmp_path: Path) -> None:
     bundle = stage_bundle(tmp_path / "bundle")
-    hostfile = tmp_path / "hostfile.json"
-    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     options = ["--seconds", "0.5", "--world-size", "2", "--out", str(tmp_path / "rank{rank}.json")]
-    subprocess.run(
-        [
-            *(str(LAUNCHER), "--backend", "ring", "--hostfile", str(hostfile)),
-            *("--starting-port", str(free_ports(2)), "--cwd", str(bundle)),
-            *("--", sys.executable, "-m", "worker.all_sum", *options),
-        ],
-        stdin=subprocess.DEVNULL,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+    command = shlex.join([sys.executable, "-m", "worker.all_sum", *options])
+    program = ["/bin/sh", "-c", f"cd {shlex.quote(str(bundle))} && exec {command}"]
+    run_under_launcher(tmp_path, 2, program, uuid.uuid4().hex).process.wait(60)
     for rank in (0, 1):
         result = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert (result["rank"], result["size"], result["exact"], result["error"]) == (rank, 2, True, None)

@@ -43,8 +43,7 @@ def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path) ->
 def test_only_the_asked_rank_needs_to_hear_the_stop(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)
-    with os.fdopen(os.open(run.files.control(1), os.O_RDWR), "wb") as fifo:
-        fifo.write(b"stop\n")
+    run.say_to(1, b"stop\n")
     assert [(record.code, record.stopped_by) for record in run.ended()] == [(0, None), (0, "stop")]
 
 

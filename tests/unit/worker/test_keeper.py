@@ -16,7 +16,7 @@ from engine.worker import processes
 from tests.unit.worker.kept import keep
 from tests.unit.worker.waiting import wait_until
 
-QUICK = {"stop_grace_s": 0.4, "term_grace_s": 0.3, "save_grace_s": 20.0}
+QUICK = {"stop_grace_s": 0.8, "term_grace_s": 0.3, "save_grace_s": 20.0}
 
 
 def python(source: str) -> list[str]:
@@ -162,7 +162,7 @@ def test_a_trainer_that_is_saving_gets_the_longer_grace(tmp_path: Path) -> None:
 def event(**fields):
     with open(os.environ["FLIGHTDECK_EVENTS"], "a") as file: file.write(json.dumps(fields) + "\\n")
 event(event="phase", phase="saving"); event(event="checkpoint", phase="begin")
-time.sleep(1.2)
+time.sleep(1.6)
 event(event="checkpoint", phase="committed")
 print("saved")
 """
