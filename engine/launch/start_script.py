@@ -19,6 +19,9 @@ def start_script(spec: AttemptSpec, files: NodeFiles, bundle: Path, temporary: s
     lines = ["#!/bin/sh"]
     lines.append(f"TMPDIR={shlex.quote(temporary)}; export TMPDIR" if temporary else "unset TMPDIR")
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
+    if spec.world_size == 1:
+        # For a lone rank mlx.launch names an empty hostfile, which MLX then cannot parse.
+        lines.append("unset MLX_HOSTFILE")
     lines.append('case "$MLX_RANK" in')
     for rank in spec.ranks:
         keeper = shlex.join([rank.python, "-m", "worker.keeper", "--spec", str(files.spec)])

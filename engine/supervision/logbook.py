@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StateError
 from engine.models import RunRecord, RunState
 from engine.runs.journal import Journal, read_journal, replay
 from engine.supervision.states import follow
+from engine.supervision.store_writer import Put, StoreWriter
 
-Put = Callable[[RunRecord], object]
+_CHANGES_THE_RECORD = frozenset({"planned", "state", "attempt", "rank_started"})
 
 
 class Logbook:
@@ -21,12 +21,10 @@ class Logbook:
 
     def __init__(self, path: Path, put: Put, clock: Callable[[], datetime]) -> None:
         self._journal = Journal(path, clock)
-        self._put = put
-        self._clock = clock
+        self._store = StoreWriter(put)
         self.entries = read_journal(path)
         """What an earlier supervisor has written; not added to."""
         self.record: RunRecord | None = replay(self.entries) if self.entries else None
-        self._store_refuses = False
 
     @property
     def state(self) -> RunState:
@@ -44,24 +42,17 @@ class Logbook:
 
     def append(self, event: str, **fields: Any) -> None:
         entry = self._journal.append(event, **fields)
-        if event not in ("planned", "state", "attempt", "rank_started"):
-            return
-        # Replaying one entry onto the record it has led to so far is replaying them all.
-        before = [] if self.record is None else [{"event": "planned", "run": self.record.model_dump(mode="json")}]
-        self.record = replay([*before, entry])
-        self._store()
+        if event in _CHANGES_THE_RECORD:
+            # Replaying one entry onto the record that the others have led to is replaying them all.
+            before = [] if self.record is None else [{"event": "planned", "run": self.record.model_dump(mode="json")}]
+            self.record = replay([*before, entry])
+            self._store.put(self.record)
+        if (problem := self._store.problem()) is not None:
+            self._journal.append("note", message=f"the store cannot be written: {problem}")
 
     def close(self) -> None:
+        """Returns when journal and store have what there is; waits for the store's other writers."""
+        self._store.close()
+        if (problem := self._store.problem()) is not None:
+            self._journal.append("note", message=f"the store cannot be written: {problem}")
         self._journal.close()
-
-    def _store(self) -> None:
-        if self.record is None:
-            return
-        try:
-            self._put(self.record)
-        except (StateError, OSError) as error:
-            if not self._store_refuses:
-                self._journal.append("note", message=f"the store cannot be written: {error}")
-            self._store_refuses = True
-        else:
-            self._store_refuses = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, Run
 from engine.preflight.checklist import first_failure, run_checks
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
+from engine.security.audit import audit_log
 from engine.store.store import Store
 from engine.supervision import lock
 from engine.supervision.attempt import Attempt, intend, launch
@@ -123,7 +125,9 @@ class Supervisor:
             results[result.name] = result
             _write_report(self._run_dir, list(results.values()), self._plan.skip)
 
-        checks = asyncio.create_task(run_checks(self._plan.config, skip=self._plan.skip, on_result=keep))
+        audit = functools.partial(audit_log, home=_home(self._run_dir))
+        checking = run_checks(self._plan.config, skip=self._plan.skip, on_result=keep, audit=audit)
+        checks = asyncio.create_task(checking, name="preflight")
         while not checks.done():
             await asyncio.wait({checks}, timeout=TICK_S)
             if self._asked_to_stop() is not None:
@@ -196,6 +200,11 @@ class Supervisor:
         self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
 
 
+def _home(run_dir: RunDir) -> Path:
+    """The state directory that the run lies in, whatever FLIGHTDECK_HOME says by now."""
+    return run_dir.path.parent.parent
+
+
 def _failed_check(failed: CheckResult) -> Verdict:
     rank, node = failed.blames if failed.blames is not None else (None, None)
     return Verdict(
@@ -245,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.set_inheritable(held, False)
     try:
         plan = read_plan(run_dir.plan)
-        store = Store(run_dir.path.parent.parent)
+        store = Store(_home(run_dir))
         logbook = Logbook(run_dir.journal, store.put_run, lambda: datetime.now(UTC))
         supervisor = Supervisor(run_dir, plan, logbook, node_root())
         supervisor.take_over(adopted=options.adopt)
