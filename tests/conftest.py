@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engine.runs.journal import read_journal, replay
+from engine.runs.layout import RunDir
+
+FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
+"""The installed command."""
+
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A FLIGHTDECK_HOME of this test's own."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A FLIGHTDECK_HOME of this test's own. A run that a failed test leaves behind is aborted."""
     path = tmp_path / "home"
     monkeypatch.setenv("FLIGHTDECK_HOME", str(path))
-    return path
+    yield path
+    for run in map(RunDir, (path / "runs").glob("*")):
+        if run.supervisor.exists() and not replay(read_journal(run.journal)).state.ended:
+            subprocess.run([FLIGHTDECK, "abort", run.id, "--now"], check=False, capture_output=True, timeout=60)

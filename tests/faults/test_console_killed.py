@@ -12,6 +12,7 @@ from engine.runs.layout import RunDir, node_root
 from engine.runs.log_reader import LogReader
 from engine.session import Engine
 from engine.worker.wire import NodeFiles
+from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 
 KILLS = 20
@@ -58,7 +59,7 @@ async def test_twenty_consoles_killed_while_lines_stream(home: Path, tmp_path: P
 
     moments = random.Random(20)
     for _ in range(KILLS):
-        with Terminal([sys.executable, "-m", "tui.cli", "-c", str(config)]) as console:
+        with Terminal([str(FLIGHTDECK), "-c", str(config)]) as console:
             console.read_until(b"line")
             await asyncio.sleep(moments.uniform(0.0, 0.4))
             console.kill()
