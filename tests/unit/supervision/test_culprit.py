@@ -1,0 +1,223 @@
+"""The verdict: the first cause, never its consequences."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.models import Reason, RunState
+from engine.supervision.culprit import Evidence, RankEvidence, Trigger, is_consequence, judge
+from engine.worker.wire import ExitRecord
+
+LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: [ring] connection to a peer was lost\n"
+COMPLETED = {"event": "end", "completed": True, "stopped": False, "iteration": 60}
+NODES = ("left", "right", "third")
+
+
+def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 0.0, **more: Any) -> RankEvidence:
+    """A rank that has ended with a record; `stopped_by` and `error` go into the record."""
+    told = {key: more.pop(key) for key in ("stopped_by", "error") if key in more}
+    record = ExitRecord(number, 1, code if sig is None else None, sig, ended_at=at, log_bytes=0, **told)
+    more.setdefault("end", COMPLETED if code == 0 and sig is None else None)
+    return RankEvidence(number, NODES[number], "/py", started=True, record=record, **more)
+
+
+def evidence(*ranks: RankEvidence, trigger: Trigger = Trigger.RANK, trainer: bool = True, **more: Any) -> Evidence:
+    return Evidence(ranks, trigger, trainer, **more)
+
+
+def test_all_records_0_and_all_completed_is_success() -> None:
+    verdict = judge(evidence(rank(0), rank(1), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason, verdict.cause) == (RunState.SUCCEEDED, Reason.COMPLETED, None)
+
+
+@pytest.mark.parametrize("end", [None, {"completed": False, "stopped": False, "iteration": 7}])
+def test_a_trainer_that_has_not_completed_is_no_success_though_it_exits_0(end: dict[str, Any] | None) -> None:
+    verdict = judge(evidence(rank(0), rank(1, end=end), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host) == (
+        RunState.FAILED,
+        Reason.RANK_FAILED,
+        1,
+        "right",
+    )
+
+
+def test_a_command_needs_no_end_event() -> None:
+    ranks = (rank(0, end=None), rank(1, end=None))
+    assert judge(evidence(*ranks, trigger=Trigger.ENDED, trainer=False)).state is RunState.SUCCEEDED
+
+
+def test_an_abort_is_aborted_however_the_ranks_ended() -> None:
+    verdict = judge(evidence(rank(0, 1, tail=LOST), rank(1, sig=9), trigger=Trigger.ABORT))
+    assert (verdict.state, verdict.reason, verdict.rank) == (RunState.ABORTED, Reason.USER_ABORT, None)
+
+
+def test_the_rank_that_died_is_blamed_and_not_the_one_that_lost_it_first_by_the_clock() -> None:
+    verdict = judge(evidence(rank(0, 1, at=1.0, tail=LOST), rank(1, sig=signal.SIGKILL, at=1.7)))
+    assert (verdict.reason, verdict.rank, verdict.host, verdict.signal) == (Reason.RANK_KILLED, 1, "right", 9)
+    assert verdict.cause == "killed by SIGKILL (signal 9)"
+
+
+def test_of_two_own_failures_the_first_counts() -> None:
+    ranks = (rank(0, 3, at=2.0, tail="KeyError: 7\n"), rank(1, 4, at=1.0, tail="ValueError: no\n"))
+    verdict = judge(evidence(*ranks))
+    assert (verdict.rank, verdict.exit_code, verdict.cause) == (1, 4, "exited with code 4: ValueError: no")
+
+
+@pytest.mark.parametrize("stopped_by", ["end", "stop", "signal TERM"])
+def test_whoever_was_ended_by_us_or_the_launcher_is_a_consequence(stopped_by: str) -> None:
+    ended = rank(0, sig=15, at=0.5, stopped_by=stopped_by)
+    assert is_consequence(ended)
+    verdict = judge(evidence(ended, rank(1, 3, at=1.0)))
+    assert (verdict.rank, verdict.cause) == (1, "exited with code 3 and said nothing")
+
+
+def test_a_failure_that_was_told_before_we_came_is_still_one() -> None:
+    failure = {"error_type": "JobError", "message": "no train.jsonl"}
+    ranks = (
+        rank(0, 5, failure={"error_type": "PeerLost", "message": "x"}),
+        rank(1, 1, stopped_by="end", failure=failure),
+    )
+    verdict = judge(evidence(*ranks))
+    assert (verdict.rank, verdict.cause) == (1, "exited with code 1: JobError: no train.jsonl")
+
+
+def test_when_all_have_only_lost_their_peers_the_first_is_named() -> None:
+    verdict = judge(evidence(rank(0, 1, at=2.0, tail=LOST), rank(1, 1, at=1.0, tail=LOST)))
+    assert (verdict.state, verdict.rank, verdict.reason) == (RunState.FAILED, 1, Reason.RANK_FAILED)
+
+
+def test_an_early_0_is_blamed_when_others_lost_their_peer() -> None:
+    verdict = judge(evidence(rank(0, 1, tail=LOST), rank(1, 0, end=None), trainer=False))
+    assert (verdict.rank, verdict.exit_code, verdict.reason) == (1, 0, Reason.RANK_FAILED)
+
+
+def test_a_command_that_came_home_is_not_blamed_for_the_launchers_end() -> None:
+    ranks = (rank(0, 0), rank(1, sig=15, stopped_by="end"))
+    verdict = judge(evidence(*ranks, trainer=False, trigger=Trigger.LAUNCHER_GONE))
+    assert (verdict.reason, verdict.rank) == (Reason.LAUNCH_FAILED, None)
+
+
+def test_a_missing_interpreter_is_known_by_the_launchers_127() -> None:
+    missing = RankEvidence(1, "right", "/no/python", launcher_code=127)
+    verdict = judge(evidence(rank(0, sig=15, stopped_by="signal TERM"), missing))
+    assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.LAUNCH_FAILED, 1, 127)
+    assert verdict.cause == "the interpreter /no/python is missing on right"
+
+
+def test_a_rank_that_the_launcher_ended_before_its_keeper_came_is_no_cause() -> None:
+    early = RankEvidence(0, "left", "/py", launcher_code=-15)
+    assert judge(evidence(early, rank(1, 127, error="no such file: prog"))).cause == "no such file: prog"
+
+
+def test_a_busy_port_says_which_and_who() -> None:
+    tail = "RuntimeError: [ring] Couldn't bind socket (error: 98)\n"
+    bound = rank(1, 1, tail=tail, port="port 21001 is in use by pid 5 (x)")
+    waiting = rank(0, 1, at=-1.0, tail="RuntimeError: [ring] Couldn't connect (error: 111)\n")
+    verdict = judge(evidence(waiting, bound))
+    assert (verdict.reason, verdict.rank, verdict.cause) == (
+        Reason.LAUNCH_FAILED,
+        1,
+        "port 21001 is in use by pid 5 (x)",
+    )
+    foreign = replace(bound, tail=tail.replace("98", "49"))
+    assert "not one of right" in (judge(evidence(waiting, foreign)).cause or "")
+
+
+@pytest.mark.parametrize(
+    ("tail", "reason"),
+    [
+        ("MemoryError\n", Reason.OUT_OF_MEMORY),
+        ("RuntimeError: [metal::malloc] Attempting to allocate 9 bytes\n", Reason.OUT_OF_MEMORY),
+        ("OSError: [Errno 28] No space left on device\n", Reason.DISK_FULL),
+        ("out of memory\n" + "a line\n" * 40 + "ValueError: x\n", Reason.RANK_FAILED),
+    ],
+)
+def test_memory_and_disk_are_told_by_the_last_lines(tail: str, reason: Reason) -> None:
+    assert judge(evidence(rank(0), rank(1, 1, tail=tail))).reason is reason
+
+
+def test_a_kill_is_for_memory_only_with_evidence() -> None:
+    killed = rank(1, sig=signal.SIGKILL)
+    assert judge(evidence(rank(0), killed)).reason is Reason.RANK_KILLED
+    assert judge(evidence(rank(0), killed, memory_killed=True)).reason is Reason.OUT_OF_MEMORY
+
+
+def test_divergence_is_the_trainers_word() -> None:
+    failure = {"error_type": "Diverged", "message": "the loss is NaN at iteration 12"}
+    verdict = judge(evidence(rank(0, 4, failure=failure), rank(1, 4, at=1.0, failure=failure)))
+    assert (verdict.reason, verdict.rank, verdict.cause) == (
+        Reason.DIVERGED,
+        0,
+        "Diverged: the loss is NaN at iteration 12",
+    )
+
+
+def test_a_keeper_that_vanished_is_a_killed_rank() -> None:
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True)
+    verdict = judge(evidence(rank(0, 1, tail=LOST), gone))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_KILLED, 1)
+
+
+def test_a_restarted_machine_loses_the_run() -> None:
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True)
+    verdict = judge(evidence(gone, trigger=Trigger.ENDED, rebooted=True, adopted=True))
+    assert (verdict.state, verdict.reason) == (RunState.LOST, Reason.SUPERVISOR_LOST)
+
+
+def test_ranks_ended_by_their_lease_were_left_by_the_supervisor() -> None:
+    ranks = [rank(number, 0, end=None, stopped_by="lease") for number in (0, 1)]
+    assert judge(evidence(*ranks, adopted=True)).reason is Reason.SUPERVISOR_LOST
+
+
+def test_a_rank_that_never_came_is_named_with_the_launchers_words() -> None:
+    missing = RankEvidence(1, "right", "/py")
+    verdict = judge(
+        evidence(rank(0, sig=15, stopped_by="end"), missing, trigger=Trigger.NOT_STARTED, launcher_tail="a\nssh: no\n")
+    )
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.LAUNCH_FAILED, 1, "right")
+    assert verdict.cause == "rank 1 did not start in time; mlx.launch said: ssh: no"
+
+
+def test_hostile_last_words_are_harmless_and_short() -> None:
+    tail = "\x1b]0;owned\x07\x1b[31mError: " + "x" * 10_000 + "\u202e\n"
+    cause = judge(evidence(rank(0), rank(1, 1, tail=tail))).cause or ""
+    assert len(cause) <= 300
+    assert not set(cause) & set("\x1b\x07\u202e")
+
+
+RECORDS = st.builds(
+    lambda number, code, sig, at, stopped, tail, end: rank(
+        number, code, sig, at, stopped_by=stopped, tail=tail, end=end
+    ),
+    st.just(0),
+    st.integers(0, 255),
+    st.none() | st.integers(1, 64),
+    st.floats(0, 10),
+    st.sampled_from([None, "end", "stop", "lease", "signal TERM"]),
+    st.sampled_from(["", LOST, "ValueError: x\n"]) | st.text(max_size=60),
+    st.sampled_from([None, COMPLETED]),
+)
+ANY_RANK = RECORDS | st.builds(
+    RankEvidence, st.just(0), st.just("left"), st.just("/py"), st.booleans(), vanished=st.booleans()
+)
+
+
+@given(
+    st.lists(ANY_RANK, min_size=1, max_size=3), st.sampled_from(Trigger), st.booleans(), st.booleans(), st.booleans()
+)
+def test_every_end_has_a_verdict_that_says_why(
+    ranks: list[RankEvidence], trigger: Trigger, trainer: bool, adopted: bool, rebooted: bool
+) -> None:
+    numbered = [replace(each, rank=number, node=NODES[number]) for number, each in enumerate(ranks)]
+    verdict = judge(evidence(*numbered, trigger=trigger, trainer=trainer, adopted=adopted, rebooted=rebooted))
+    assert verdict.state.ended
+    assert (verdict.cause is None) == (verdict.state is RunState.SUCCEEDED)
+    assert (verdict.rank is None) == (verdict.host is None)
+    if verdict.state is RunState.SUCCEEDED:
+        assert all(each.record is not None and each.record.code == 0 for each in numbered)
