@@ -15,16 +15,29 @@ SLICE_LINES: Final = 1 << 15
 class LogFilter:
     """`numbers` are the matching lines' numbers in the reader's log, ascending; 8 bytes each is all that is held."""
 
-    def __init__(self, reader: LogReader, text: str) -> None:
-        """`text` as LogPattern.parse takes it; a leading "!" keeps the lines that do not match. Raises ValueError."""
-        self.text = text
-        self.inverted = text.startswith("!")
-        self.pattern = LogPattern.parse(text.removeprefix("!"))
+    def __init__(self, reader: LogReader, pattern: LogPattern, *, inverted: bool = False) -> None:
+        self.pattern = pattern
+        self.inverted = inverted
+        """They are the lines that do not match."""
         self.numbers: array[int] = array("Q")
         self.scanned = 0
         """Lines looked at."""
         self._reader = reader
         self._growing: list[int] = []
+
+    @classmethod
+    def parse(cls, reader: LogReader, text: str) -> LogFilter:
+        """`text` as LogPattern.parse takes it; a leading "!" inverts. Raises ValueError."""
+        return cls(reader, LogPattern.parse(text.removeprefix("!")), inverted=text.startswith("!"))
+
+    @property
+    def text(self) -> str:
+        """As it was typed."""
+        return f"!{self.pattern.text}" if self.inverted else self.pattern.text
+
+    def accepts(self, text: str) -> bool:
+        """Whether a line with this shown text is among them."""
+        return (self.pattern.expression.search(text) is not None) != self.inverted
 
     def advance(self, lines: int = SLICE_LINES) -> bool:
         """Look at the next `lines` lines; False when there are no more for now. The last line of a source, whose
@@ -47,10 +60,10 @@ class LogFilter:
     def _judge_again(self, number: int) -> None:
         if number >= self.scanned:
             return
-        found = self.pattern.expression.search(self._reader.line(number).text) is not None
+        accepted = self.accepts(self._reader.line(number).text)
         place = bisect_left(self.numbers, number)
         kept = place < len(self.numbers) and self.numbers[place] == number
-        if (found != self.inverted) and not kept:
+        if accepted and not kept:
             self.numbers.insert(place, number)
-        elif (found == self.inverted) and kept:
+        elif kept and not accepted:
             del self.numbers[place]

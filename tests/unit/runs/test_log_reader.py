@@ -143,7 +143,7 @@ def test_a_search_finds_what_reading_every_line_finds(
             assert reader.find(wanted, start, forward=False) == (until[-1] if until else None)
             assert reader.find(wanted, start, wrap=True) == ((after or matching)[0] if matching else None)
             assert reader.find(wanted, start, False, wrap=True) == ((until or matching)[-1] if matching else None)
-        kept, left = LogFilter(reader, wanted), LogFilter(reader, "!" + wanted)
+        kept, left = LogFilter.parse(reader, wanted), LogFilter.parse(reader, "!" + wanted)
         for found in (kept, left):
             while found.advance(2):
                 pass
@@ -157,7 +157,7 @@ def stored(logs: RunLogs, source: int, offset: int) -> bytes:
 
 def test_a_filter_keeps_up_and_judges_a_growing_line_again(logs: RunLogs) -> None:
     reader = LogReader(logs.run_dir)
-    kept, left = LogFilter(reader, "loss"), LogFilter(reader, "!loss")
+    kept, left = LogFilter.parse(reader, "loss"), LogFilter.parse(reader, "!loss")
 
     def numbers() -> tuple[list[int], list[int]]:
         reader.refresh()

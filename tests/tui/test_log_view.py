@@ -1,0 +1,396 @@
+"""The log on the screen: it follows, it stays where it was put, it finds, and nothing of what it shows can do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.app import App, ComposeResult
+from textual.events import MouseScrollDown
+from textual.geometry import Offset
+from textual.selection import Selection
+
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from tests.unit.runs.logs import RunLogs
+from tui.widgets.filter_bar import FilterBar
+from tui.widgets.log_view import LogView
+from tui.widgets.log_window import LogState
+
+
+class LogApp(App[None]):
+    """A log view and its prompt, and nothing else."""
+
+    def __init__(self, run_dir: RunDir | None) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+        self.states: list[LogState] = []
+        self.answers: list[tuple[str, str]] = []
+
+    def compose(self) -> ComposeResult:
+        yield LogView(redraw_s=0.02)
+        yield FilterBar()
+
+    def on_mount(self) -> None:
+        self.view.open(self._run_dir)
+        self.view.focus()
+
+    def on_log_view_changed(self, event: LogView.Changed) -> None:
+        self.states.append(event.state)
+
+    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
+        self.answers.append((event.kind, event.text))
+
+    @property
+    def view(self) -> LogView:
+        return self.query_one(LogView)
+
+    def shown(self) -> list[str]:
+        """Rows of the screen that have something on them, without the scrollbar."""
+        view = self.view
+        rows = [view.render_line(y).text.rstrip() for y in range(view.size.height)]
+        return [row for row in rows if row]
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> RunLogs:
+    return RunLogs(tmp_path, (0, 1, LAUNCHER_SOURCE))
+
+
+def numbered(start: int, stop: int, name: str = "line") -> str:
+    return "".join(f"{name} {number}\n" for number in range(start, stop))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+async def test_it_follows_what_arrives_and_says_so(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: app.shown() == ["no output yet"])
+        logs.write(0, numbered(0, 100))
+        await until(lambda: app.shown()[-1:] == ["0 line 99"])
+        assert app.shown() == [f"0 line {number}" for number in range(90, 100)]
+        logs.write(1, "from another rank\n")
+        logs.write(LAUNCHER_SOURCE, "from the launcher\n")
+        await until(lambda: app.shown()[-2:] == ["1 from another rank", "L from the launcher"])
+        assert app.view.state.following
+        assert app.view.state.new_lines == 0
+
+
+async def test_the_reading_place_stays_while_lines_pour_in_and_they_are_counted(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 500))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: app.shown()[-1:] == ["0 line 499"])
+        assert app.view.move("page_up")
+        here = app.shown()
+        for batch in range(20):
+            logs.write(0, numbered(500 + 60 * batch, 560 + 60 * batch))
+            await asyncio.sleep(0.03)
+            assert app.shown() == here
+        await until(lambda: app.view.state.new_lines == 1_200)
+        assert not app.view.state.following
+        app.view.follow()
+        assert app.shown()[-1] == "0 line 1699"
+        assert app.view.state.new_lines == 0
+
+
+async def test_it_moves_by_rows_pages_and_to_both_ends(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 100))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)) as pilot:
+        await until(lambda: len(app.shown()) == 10)
+        assert app.view.move("top")
+        assert app.shown()[0] == "0 line 0"
+        assert not app.view.move("up")
+        assert app.view.move("down")
+        assert app.shown()[0] == "0 line 1"
+        app.view.move("page_down")
+        assert app.shown()[0] == "0 line 10"
+        app.view.move("page_up")
+        assert app.shown()[0] == "0 line 1"
+        await pilot._post_mouse_events([MouseScrollDown], app.view)
+        await until(lambda: app.shown()[0] == "0 line 4")
+        app.view.move("bottom")
+        assert app.view.state.following
+        assert not app.view.move("down")
+        app.view.move("up")
+        assert not app.view.state.following
+        app.view.move("down")
+        assert app.view.state.following
+
+
+async def test_a_resize_and_back_leaves_the_place(logs: RunLogs) -> None:
+    logs.write(0, "".join(f"line {number} {'word ' * 30}\n" for number in range(100)))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)) as pilot:
+        await until(lambda: len(app.shown()) == 10)
+        for wrap in (False, True):
+            app.view.move("top")
+            for _ in range(7):
+                app.view.move("page_down")
+            here = app.shown()
+            for size in ((200, 90), (30, 5), (60, 10)):
+                await pilot.resize_terminal(*size)
+                await pilot.pause()
+            assert app.shown() == here
+            if not wrap:
+                app.view.toggle_wrap()
+
+
+async def test_wrapped_lines_are_whole_and_can_be_walked_row_by_row(logs: RunLogs) -> None:
+    words = " ".join(str(number) for number in range(200))
+    logs.write(0, f"first\n{words}\nlast\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(40, 10)):
+        await until(lambda: len(app.shown()) == 3)
+        app.view.toggle_wrap()
+        assert app.shown()[-1] == "0 last"
+        app.view.move("top")
+        seen = list(app.shown())
+        while app.view.move("down"):
+            seen.append(app.shown()[-1])
+        width = app.view.size.width - 3
+        pieces = [words[at : at + width] for at in range(0, len(words), width)]
+        assert seen == [
+            "0 first",
+            f"0 {pieces[0]}".rstrip(),
+            *(f"  {piece}".rstrip() for piece in pieces[1:]),
+            "0 last",
+        ]
+        back = [app.shown()[0]]
+        while app.view.move("up"):
+            back.append(app.shown()[0])
+        assert back[::-1] == seen[: len(back)]
+
+
+async def test_a_search_marks_counts_and_goes_round(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 300))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 10)
+        app.view.move("top")
+        app.view.search("line 15")
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (1, 11, True))
+        assert "0 line 15" in app.shown()
+        app.view.next_match()
+        await until(lambda: app.view.state.match == 2)
+        assert "0 line 150" in app.shown()
+        app.view.previous_match()
+        await until(lambda: app.view.state.match == 1)
+        app.view.previous_match()
+        await until(lambda: app.view.state.match == 11)
+        assert app.view.copy_text() == "line 159"
+        logs.write(0, "another line 15\n")
+        await until(lambda: app.view.state.matches == 12)
+        app.view.next_match()
+        await until(lambda: app.view.state.match == 12)
+        app.view.next_match()
+        await until(lambda: app.view.state.match == 1)
+        app.view.search("nowhere")
+        await until(lambda: app.view.state.note == "no match")
+        app.view.search("")
+        assert app.view.state.search is None
+
+
+async def test_a_match_is_marked_in_its_row_and_nowhere_else(logs: RunLogs) -> None:
+    logs.write(0, "a needle in hay\nhay\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 2)
+        app.view.search("needle")
+        await until(lambda: app.view.state.match == 1)
+        found = app.view.get_component_rich_style("log-view--match", partial=True).bgcolor
+        marked = [
+            seg.text for y in (0, 1) for seg in app.view.render_line(y) if seg.style and seg.style.bgcolor == found
+        ]
+        assert marked == ["needle"]
+
+
+async def test_a_filter_keeps_the_place_and_keeps_up(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 300))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 6)):
+        await until(lambda: len(app.shown()) == 6)
+        app.view.move("top")
+        for _ in range(24):
+            app.view.move("page_down")
+        assert app.shown()[0] == "0 line 120"
+        app.view.filter("7")
+        await until(lambda: app.view.state.counted and app.shown()[0] == "0 line 127")
+        app.view.filter("!1")
+        await until(lambda: app.view.state.counted and app.shown()[0] == "0 line 200")
+        logs.write(1, "line 1\nline 2\n")
+        app.view.follow()
+        await until(lambda: app.shown()[-1] == "1 line 2")
+        assert "1 line 1" not in app.shown()
+        app.view.filter("nothing has this")
+        await until(lambda: app.view.state.counted and app.shown() == ["no line passes the filter nothing has this"])
+        app.view.filter("")
+        assert app.shown()[-1] == "1 line 2"
+
+
+async def test_a_search_goes_through_filtered_lines_only(logs: RunLogs) -> None:
+    logs.write(0, "a 1\nb 1\na 2\nb 2\na 3\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 5)
+        app.view.filter("a")
+        app.view.search("2")
+        await until(lambda: app.view.copy_text() == "a 2")
+        app.view.next_match()
+        await asyncio.sleep(0.1)
+        assert app.view.copy_text() == "a 2"
+
+
+async def test_errors_are_gone_to(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 50) + "ValueError: boom\n" + numbered(50, 100))
+    logs.write(1, numbered(0, 50) + "Killed\n" + numbered(50, 100))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 10)
+        app.view.previous_error()
+        await until(lambda: app.view.copy_text() == "Killed")
+        app.view.previous_error()
+        await until(lambda: app.view.copy_text() == "ValueError: boom")
+        app.view.previous_error()
+        await until(lambda: app.view.state.note == "no error above")
+        app.view.next_error()
+        await until(lambda: app.view.copy_text() == "Killed")
+
+
+async def test_a_rank_alone_shows_the_same_moment_and_back(logs: RunLogs) -> None:
+    for number in range(100):
+        logs.write(0, f"zero {number}\n")
+        logs.write(1, f"one {number}\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 10)
+        app.view.move("top")
+        for _ in range(6):
+            app.view.move("page_down")
+        assert app.shown()[0] == "0 zero 27"
+        app.view.next_source()
+        assert app.shown()[0] == "zero 27"
+        app.view.next_source()
+        assert app.shown()[0] == "one 27"
+        app.view.set_source(None)
+        assert app.shown()[0] == "1 one 27"
+        app.view.next_source(-1)
+        assert app.view.state.source == 1
+        app.view.jump_to(0, logs.run_dir.log(0).read_bytes().index(b"zero 80"))
+        assert app.view.state.source == 0
+        assert app.view.copy_text() == "zero 80"
+        assert "zero 80" in app.shown()
+
+
+async def test_times_of_arrival_are_shown(logs: RunLogs) -> None:
+    logs.write(0, "one\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 1)
+        app.view.toggle_timestamps()
+        assert app.shown() == [time.strftime("%H:%M:%S", time.localtime(logs.now)) + " 0 one"]
+
+
+async def test_a_frozen_view_holds_still_and_counts(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 5))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 5)
+        app.view.freeze(True)
+        logs.write(0, numbered(5, 50))
+        await until(lambda: app.view.state.new_lines == 45)
+        assert app.shown() == [f"0 line {number}" for number in range(5)]
+        app.view.freeze(False)
+        assert app.shown()[-1] == "0 line 49"
+
+
+async def test_long_lines_are_seen_by_going_sideways(logs: RunLogs) -> None:
+    logs.write(0, "x" * 50 + "needle" + "y" * 100 + "\nshort\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(40, 10)):
+        await until(lambda: len(app.shown()) == 2)
+        assert not app.view.move("left")
+        for _ in range(6):
+            assert app.view.move("right")
+        assert app.shown()[0].startswith("0 xxneedleyy")
+        while app.view.move("left"):
+            pass
+        assert app.shown()[0].startswith("0 xxx")
+
+
+async def test_what_is_selected_is_copied(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 3) + "漢字 wide\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(40, 10)):
+        await until(lambda: len(app.shown()) == 4)
+        app.screen.selections = {app.view: Selection(Offset(5, 1), Offset(2, 3))}
+        assert app.view.copy_text() == "1\nline 2\n漢字"
+        assert app.shown()[3] == "0 漢字 wide"
+
+
+async def test_the_prompt_answers_with_a_pattern_or_says_what_is_wrong(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)) as pilot:
+        bar = app.query_one(FilterBar)
+        bar.open("search")
+        await pilot.press("l", "o", "s", "s", "enter")
+        assert app.answers == [("search", "loss")]
+        assert not bar.is_open
+        bar.open("filter", "re:(")
+        await pilot.press("enter")
+        assert bar.is_open
+        assert "not a regular expression" in str(bar.query_one(".fault").render())
+        bar.open("filter", "")
+        await pilot.press("!", "x", "enter")
+        assert app.answers[1:] == [("filter", "!x")]
+
+
+HOSTILE = (
+    b"\x1b[2J\x1b[1;31mred\x1b]0;owned\x07\x1b]52;c;aGk=\x07\n"
+    b"\x1b]8;;http://x\x1b\\[bold]markup[/bold] [@click=app.quit]click[/]\n"
+    b" 5%\r 50%\r100%\n"
+    b"\x9b31m \xc2\x9b31m \xc2\x90q \xff\xfe\x00\x01\x02\n"
+    b"\xe2\x80\xae\xe2\x81\xa6evil\xe2\x80\xac\n" + ("a" + "\u0301" * 2_000 + "\n").encode() + "漢字😀\n".encode() * 3
+    + b"\x1bP+q544e\x1b\\\x1b_G\x1b\\\x1b^x\x1b\\\x1bXy\n"
+    + b"tab\there\x0b\x0c\x85\x1b\n"
+    + b"\x1b[31m" * 2_000_000 + b"\n"
+    + b"\x1b]" + b"z" * 10_000_000
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunLogs, wrap: bool) -> None:
+    logs.write(0, HOSTILE)
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(lambda: len(app.shown()) > 5)
+        app.view.search("evil")
+        await until(lambda: app.view.state.match == 1)
+        if wrap:
+            app.view.toggle_wrap()
+        seen = []
+        app.view.move("top")
+        for _ in range(40):
+            await pilot.pause()
+            for y in range(app.view.size.height):
+                strip = app.view.render_line(y)
+                seen.append(strip.text)
+                assert strip.cell_length == app.view.scrollable_content_region.width
+            app.view.move("page_down")
+        categories = {unicodedata.category(character) for text in seen for character in text}
+        assert categories.isdisjoint({"Cc", "Cf", "Cs", "Zl", "Zp"})
+        everything = "\n".join(seen)
+        assert "[@click=app.quit]click[/]" in everything
+        assert "100%" in everything
+        assert "10,000,002 bytes in all" in everything or not wrap
+    assert logs.run_dir.log(0).read_bytes() == HOSTILE

@@ -1,0 +1,124 @@
+"""The thread behind a log view: it searches, filters and counts matches in a reader of its own, so that keys answer at
+once whatever the log's length."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from engine.runs.log_filter import LogFilter
+from engine.runs.log_pattern import LogPattern
+from engine.runs.log_reader import LogReader
+
+SLICE_LINES: Final = 1 << 14
+"""Looked at between two questions whether something more urgent has come."""
+
+
+@dataclass(frozen=True)
+class Seek:
+    """A line that is looked for."""
+
+    pattern: LogPattern
+    from_line: int
+    forward: bool
+    wrap: bool = False
+
+
+class LogScan:
+    """One per opened log. `found` is called from the thread with the last seek and its line, None when there is none;
+    a seek that a newer one has overtaken says nothing."""
+
+    def __init__(self, reader: LogReader, found: Callable[[Seek, int | None], object]) -> None:
+        self._reader = reader
+        self._found = found
+        self._wake = threading.Event()
+        self._closed = False
+        self._seek: Seek | None = None
+        self._thread: threading.Thread | None = None
+        self.filter: LogFilter | None = None
+        """The lines that are shown, growing while the thread looks; None: all."""
+        self.matches: LogFilter | None = None
+        """The lines that the search matches, likewise; None: no search."""
+
+    def keep(self, text: str | None) -> None:
+        """Show only lines that match (LogFilter's patterns). Raises ValueError."""
+        self.filter = None if text is None else LogFilter.parse(self._reader, text)
+        self.arrived()
+
+    def count(self, pattern: LogPattern | None) -> None:
+        """Count the lines that match."""
+        self.matches = None if pattern is None else LogFilter(self._reader, pattern)
+        self.arrived()
+
+    def seek(self, seek: Seek) -> None:
+        """Look for a line; what was looked for before is given up."""
+        self._seek = seek
+        self.arrived()
+
+    def arrived(self) -> None:
+        """There is more to look at."""
+        if self._seek is None and self.filter is None and self.matches is None:
+            return
+        self._wake.set()
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="log scan", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, soon."""
+        self._closed = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            if self._reader.refresh():
+                self._begin_anew()
+            busy = True
+            while busy and not self._closed:
+                busy = self._answer() or self._advance(self.filter) or self._advance(self.matches)
+            self._wake.wait()
+        self._reader.close()
+
+    def _answer(self) -> bool:
+        seek = self._seek
+        if seek is None:
+            return False
+        number = self._look(seek)
+        if self._seek is seek:
+            self._seek = None
+            self._found(seek, number)
+        return True
+
+    def _look(self, seek: Seek) -> int | None:
+        """The line, among those that are shown."""
+        shown, line, wrapped = self.filter, seek.from_line, not seek.wrap
+        last = self._reader.line_count - 1
+        while not self._overtaken(seek):
+            found = None
+            if 0 <= line <= last:
+                found = self._reader.find(seek.pattern, line, seek.forward, stop=lambda: self._overtaken(seek))
+            if found is not None:
+                if shown is None or shown.accepts(self._reader.line(found).text):
+                    return found
+                line = found + (1 if seek.forward else -1)
+            elif wrapped:
+                return None
+            else:
+                line, wrapped = 0 if seek.forward else last, True
+        return None
+
+    def _overtaken(self, seek: Seek) -> bool:
+        return self._closed or self._seek is not seek
+
+    def _advance(self, found: LogFilter | None) -> bool:
+        """Look at a slice; whether there is more."""
+        return found is not None and found.advance(SLICE_LINES)
+
+    def _begin_anew(self) -> None:
+        if self.filter is not None:
+            self.filter = LogFilter(self._reader, self.filter.pattern, inverted=self.filter.inverted)
+        if self.matches is not None:
+            self.matches = LogFilter(self._reader, self.matches.pattern)

@@ -1,0 +1,359 @@
+"""A log on the screen: any length, any line at once, bounded work per frame; only the rows on the screen are read."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from time import localtime, strftime
+from typing import ClassVar, Final
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.events import MouseScrollDown, MouseScrollUp, Resize
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
+from textual.selection import Selection
+from textual.strip import Strip
+
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.runs.log_pattern import ERRORS, LogPattern
+from engine.runs.log_reader import LogLine
+from tui.glyphs import RANK_STYLES
+from tui.widgets.log_rows import Mark, Row, text_strip
+from tui.widgets.log_scan import Seek
+from tui.widgets.log_window import STEP_CHARACTERS, LogState, LogWindow
+
+REDRAW_S: Final = 0.1
+"""Between two looks at what has arrived."""
+WHEEL_ROWS: Final = 3
+COPIED_LINES: Final = 10_000
+_JUDGED_CHARACTERS: Final = 2_000
+"""Of a line, looked at for whether it tells of an error."""
+
+
+class LogView(ScrollView, can_focus=True, inherit_bindings=False):
+    """Over a run's directory. It has no keys of its own: the app's actions call its methods."""
+
+    ALLOW_SELECT = True
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "log-view--time",
+        "log-view--error",
+        "log-view--match",
+        "log-view--current",
+        "log-view--empty",
+        *(f"log-view--rank{number}" for number in range(len(RANK_STYLES))),
+    }
+    DEFAULT_CSS = """
+    LogView {
+        height: 1fr; overflow-x: hidden; overflow-y: scroll; scrollbar-size-vertical: 1; color: $foreground;
+        & > .log-view--time { color: $text-muted; }
+        & > .log-view--error { color: $text-error; }
+        & > .log-view--match { background: $warning; color: $background; }
+        & > .log-view--current { text-style: bold underline; }
+        & > .log-view--empty { color: $text-muted; }
+        RANK_STYLES
+    }
+    """.replace(
+        "RANK_STYLES",
+        "\n".join(f"& > .log-view--rank{number} {{ color: {style}; }}" for number, style in enumerate(RANK_STYLES)),
+    )
+
+    class Changed(Message):
+        """The view's state is another one. A newer one replaces one that waits."""
+
+        def __init__(self, view: LogView, state: LogState) -> None:
+            super().__init__()
+            self.view = view
+            self.state = state
+
+        @property
+        def control(self) -> LogView:
+            return self.view
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, LogView.Changed) and message.view is self.view
+
+    class _Found(Message):
+        def __init__(self, seek: Seek, number: int | None) -> None:
+            super().__init__()
+            self.seek = seek
+            self.number = number
+
+    def __init__(self, *, redraw_s: float = REDRAW_S, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._window = LogWindow(self._tell_found)
+        self._redraw_s = redraw_s
+        self.state = LogState()
+        """What was last told by Changed."""
+        self._drawn: tuple[object, ...] = ()
+        self._marks: dict[int, list[Mark]] = {}
+
+    def on_mount(self) -> None:
+        self.set_interval(self._redraw_s, self._look)
+
+    def on_unmount(self) -> None:
+        self._window.close()
+
+    # What is shown
+
+    def open(self, run_dir: RunDir | None, source: int | None = None) -> None:
+        """Show this run's log from now on, following; None: nothing."""
+        self._window.open(run_dir, source)
+        self._show()
+
+    @property
+    def sources(self) -> list[int]:
+        """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
+        return self._window.sources
+
+    def set_source(self, source: int | None) -> None:
+        """Show one source's log, or (None) all merged, at the same moment; search and filter stay."""
+        self._window.set_source(source)
+        self._show()
+
+    def next_source(self, step: int = 1) -> None:
+        """Go through all merged, each rank, and the launcher, in a circle."""
+        self._window.next_source(step)
+        self._show()
+
+    def follow(self, on: bool = True) -> None:
+        """Show the end, and what arrives there; or stay here."""
+        if on:
+            self._window.follow()
+        else:
+            self._window.stay()
+        self._show()
+
+    def freeze(self, frozen: bool) -> None:
+        """Show nothing new; lines go on arriving and are counted."""
+        self._window.freeze(frozen)
+        self._show()
+
+    def toggle_wrap(self) -> None:
+        self._window.set_wrap(not self._window.wrap)
+        self._show()
+
+    def toggle_timestamps(self) -> None:
+        """Show when each line reached the head, local time."""
+        self._window.timestamps = not self._window.timestamps
+        self._window.settle()
+        self._show()
+
+    # What is looked for
+
+    def search(self, text: str) -> None:
+        """Mark every match and go to the next one from here, the newest one while following; LogPattern's forms.
+        Empty text ends the search. Raises ValueError for a pattern that is none."""
+        pattern = LogPattern.parse(text) if text else None
+        self._window.search(pattern)
+        if pattern is not None:
+            self._window.seek_first(pattern)
+        self._show()
+
+    def next_match(self) -> None:
+        if self._window.pattern is not None:
+            self._window.seek(self._window.pattern, 1, wrap=True)
+
+    def previous_match(self) -> None:
+        if self._window.pattern is not None:
+            self._window.seek(self._window.pattern, -1, wrap=True)
+
+    def filter(self, text: str) -> None:
+        """Show only lines that match, with a leading "!" only those that do not; empty text shows all again.
+        Raises ValueError for a pattern that is none."""
+        self._window.keep(text or None)
+        self._show()
+
+    def next_error(self) -> None:
+        self._window.seek(ERRORS, 1)
+
+    def previous_error(self) -> None:
+        self._window.seek(ERRORS, -1)
+
+    def jump_to(self, source: int, offset: int) -> None:
+        """Show the line that byte `offset` of a source's log belongs to."""
+        self._window.jump_to(source, offset)
+        self._show()
+
+    # Where it is, and what is taken from it
+
+    def move(self, name: str) -> bool:
+        """down, up, page_down, page_up, top, bottom, left or right; False when there is nothing that way."""
+        window = self._window
+        page = max(1, window.height - 1)
+        moved = True
+        match name:
+            case "down" | "up":
+                moved = window.scroll(1 if name == "down" else -1)
+            case "page_down" | "page_up":
+                moved = window.scroll(page if name == "page_down" else -page)
+            case "top":
+                window.top()
+            case "bottom":
+                window.follow()
+            case "left" | "right":
+                moved = window.sideways(STEP_CHARACTERS if name == "right" else -STEP_CHARACTERS)
+        self._show()
+        return moved
+
+    def copy_text(self) -> str:
+        """What is selected, else the line that a search or jump went to, else the line at the top."""
+        selection = self.text_selection
+        if selection is not None and (selected := self.get_selection(selection)):
+            return selected[0]
+        line = self._window.here()
+        return "" if line is None else line.text
+
+    def text(self) -> str:
+        """The lines on the screen, whole."""
+        lines = (next(rows).line for _, rows in groupby(self._window.rows, key=lambda row: row.position))
+        return "\n".join("".join(text for text, _ in self._gutter(line)) + line.text for line in lines)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        start = 0 if selection.start is None else selection.start.y
+        stop = self._window.shown_count if selection.end is None else selection.end.y + 1
+        texts = []
+        for position, line in enumerate(self._window.lines(start, min(stop, start + COPIED_LINES)), start):
+            if (span := selection.get_span(position)) is not None:
+                texts.append(line.text[max(0, span[0]) : None if span[1] < 0 else span[1]])
+        return "\n".join(texts), "\n"
+
+    # Looking, drawing, telling
+
+    def _look(self) -> None:
+        self._window.look()
+        self._show()
+
+    def _show(self) -> None:
+        """Draw what differs from what is drawn, and tell what differs from what was told."""
+        window = self._window
+        self._place_scrollbar()
+        state = window.state()
+        if state != self.state:
+            self.state = state
+            self.post_message(self.Changed(self, state))
+        nothing = "" if window.rows else self._nothing()
+        drawn = (tuple(window.rows), window.pattern, window.current, window.gutter_width, nothing)
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self._marks.clear()
+            self.refresh()
+
+    def _tell_found(self, seek: Seek, number: int | None) -> None:
+        if self.is_running:
+            self.post_message(self._Found(seek, number))
+
+    def on_log_view__found(self, message: _Found) -> None:
+        message.stop()
+        self._window.answer(message.seek, message.number)
+        self._show()
+
+    def _place_scrollbar(self) -> None:
+        # Told to the scrollbar directly: the reactive would lay out the whole screen ten times a second.
+        window = self._window
+        size = Size(window.width, max(window.shown_count, window.height))
+        if size != self.virtual_size:
+            self.set_reactive(LogView.virtual_size, size)
+            self.vertical_scrollbar.window_virtual_size = size.height
+        self.vertical_scrollbar.window_size = window.height
+        if self.scroll_offset.y != window.position:
+            self.scroll_target_y = self.scroll_y = window.position
+
+    def _on_scroll_to(self, message: ScrollTo) -> None:
+        """The scrollbar was dragged."""
+        message.prevent_default().stop()
+        if message.y is not None:
+            self._window.put(round(message.y))
+            self._show()
+
+    def _on_scroll_up(self, message: ScrollUp) -> None:
+        message.prevent_default().stop()
+        self.move("page_up")
+
+    def _on_scroll_down(self, message: ScrollDown) -> None:
+        message.prevent_default().stop()
+        self.move("page_down")
+
+    def on_resize(self, event: Resize) -> None:
+        self._window.resize(self.scrollable_content_region.width, self.scrollable_content_region.height)
+        self._show()
+
+    def _on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        event.prevent_default()
+        if self._window.scroll(WHEEL_ROWS):
+            event.stop()
+        self._show()
+
+    def _on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        event.prevent_default()
+        if self._window.scroll(-WHEEL_ROWS):
+            event.stop()
+        self._show()
+
+    def render_line(self, y: int) -> Strip:
+        base, window = self.rich_style, self._window
+        if y < len(window.rows):
+            row = window.rows[y]
+            gutter = Strip.blank(window.gutter_width, base) if row.part else self._gutter_strip(row, base)
+            return Strip.join([gutter, self._text_strip(row, base)])
+        if y == 0:
+            style = base + self.get_component_rich_style("log-view--empty", partial=True)
+            return Strip([Segment(self._nothing(), style)]).adjust_cell_length(window.width, base)
+        return Strip.blank(window.width, base)
+
+    def _nothing(self) -> str:
+        """Why there is nothing to see."""
+        if self._window.run_dir is None:
+            return "no run is shown"
+        if self.state.filter is None or not self.state.lines:
+            return "no output yet"
+        return f"no line passes the filter {self.state.filter}" + ("" if self.state.counted else " so far")
+
+    def _gutter(self, line: LogLine) -> list[tuple[str, str]]:
+        """What stands before a line: texts and the component classes of their styles."""
+        parts = []
+        if self._window.timestamps:
+            parts.append((strftime("%H:%M:%S ", localtime(line.at)), "log-view--time"))
+        if width := self._window.label_width:
+            launcher = line.source == LAUNCHER_SOURCE
+            label = "L" if launcher else str(line.source)
+            kind = "time" if launcher else f"rank{line.source % len(RANK_STYLES)}"
+            parts.append((f"{label:>{width}} ", f"log-view--{kind}"))
+        return parts
+
+    def _gutter_strip(self, row: Row, base: Style) -> Strip:
+        return Strip(
+            Segment(text, base + self.get_component_rich_style(style, partial=True))
+            for text, style in self._gutter(row.line)
+        )
+
+    def _text_strip(self, row: Row, base: Style) -> Strip:
+        line, style = row.line, base
+        if ERRORS.expression.search(line.text, 0, _JUDGED_CHARACTERS):
+            style += self.get_component_rich_style("log-view--error", partial=True)
+        if line.number == self._window.current:
+            style += self.get_component_rich_style("log-view--current", partial=True)
+        marks = list(self._marks_of(line))
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(row.position)) is not None:
+            end = len(line.text) if span[1] < 0 else span[1]
+            marks.append(Mark(span[0], end, self.screen.get_component_rich_style("screen--selection")))
+        return text_strip(row, self._window.text_width, style, marks).apply_offsets(row.start, row.position)
+
+    def _marks_of(self, line: LogLine) -> list[Mark]:
+        """Where the search matches; worked out once per drawing, since a wrapped line has many rows."""
+        if self._window.pattern is None:
+            return []
+        if line.number not in self._marks:
+            found = self.get_component_rich_style("log-view--match", partial=True)
+            self._marks[line.number] = [Mark(*span, found) for span in self._window.pattern.spans(line.text)]
+        return self._marks[line.number]
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._marks.clear()
+        self.refresh()

@@ -1,0 +1,422 @@
+"""Which lines of a log are on a screen: the place, the filter, the search, the rows. Knows nothing of how it is drawn.
+
+The place is the number of the line at the top, so lines that pour in, a filter that is still looking, and a screen that
+changes its size leave it where it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.runs.log_filter import LogFilter
+from engine.runs.log_pattern import ERRORS, LogPattern
+from engine.runs.log_reader import LogLine, LogReader
+from tui.widgets.log_rows import Row, rows_of
+from tui.widgets.log_scan import LogScan, Seek
+
+STEP_CHARACTERS: Final = 8
+"""Sideways."""
+CLOCK_CELLS: Final = 9
+"""Of a timestamp and the space after it."""
+
+
+@dataclass(frozen=True)
+class LogState:
+    """What there is to say about the view, for titles and badges."""
+
+    source: int | None = None
+    """Whose log: a rank, LAUNCHER_SOURCE, or None for all merged."""
+    following: bool = True
+    frozen: bool = False
+    new_lines: int = 0
+    """Arrived since it last showed the end."""
+    lines: int = 0
+    shown: int = 0
+    """Lines that the filter lets through."""
+    search: str | None = None
+    match: int | None = None
+    """Which of the matches is the current one, from 1."""
+    matches: int = 0
+    counted: bool = True
+    """All lines have been looked at for the search and the filter."""
+    filter: str | None = None
+    wrap: bool = False
+    timestamps: bool = False
+    note: str = ""
+    """What the last key came to, when it came to nothing: "no match"."""
+
+
+class LogWindow:
+    """A window of `width` × `height` cells on a run's log. `found` is called from another thread when a search has an
+    answer, which goes to `answer`."""
+
+    def __init__(self, found: Callable[[Seek, int | None], object]) -> None:
+        self._found = found
+        self.width, self.height = 0, 0
+        self.wrap = self.timestamps = False
+        self._reader: LogReader | None = None
+        self._scan: LogScan | None = None
+        self._begin(None, None)
+
+    def _begin(self, run_dir: RunDir | None, source: int | None) -> None:
+        self.close()
+        self.run_dir = run_dir
+        self.source = source
+        self._reader = None if run_dir is None else LogReader(run_dir, source)
+        self._scan = None if self._reader is None else LogScan(self._reader.copy(), self._found)
+        self.sources = [] if self._reader is None else self._reader.sources()
+        """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
+        self.following = True
+        self.pattern: LogPattern | None = None
+        self.current: int | None = None
+        """The line that a search or a jump went to."""
+        self.note = ""
+        self.rows: list[Row] = []
+        """What is on the screen, at most `height` rows."""
+        self._top = (0, 0)
+        """Where the window was put: the number of the line at the top, and which of its rows."""
+        self._left = 0
+        self._seen = 0
+        """Lines there were when the end was last shown."""
+        self._frozen_at: int | None = None
+        """Lines there were when the window was frozen."""
+
+    def open(self, run_dir: RunDir | None, source: int | None = None) -> None:
+        """Show this run's log, following; None: nothing."""
+        self._begin(run_dir, source)
+        self.settle()
+
+    def close(self) -> None:
+        if self._scan is not None:
+            self._scan.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._scan = self._reader = None
+
+    def resize(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.settle()
+
+    def look(self) -> None:
+        """Take notice of what has arrived."""
+        if self._reader is None:
+            return
+        top, current = self._top_line(), self.line(self.current)
+        if self._reader.refresh():
+            # The index was mended after a crash: the same lines have other numbers now.
+            self._top = (0 if top is None else self._same_place(top), self._top[1])
+            self.current = None if current is None else self._same_line(current)
+            self._seen = min(self._seen, self.line_count)
+        self.sources = self._reader.sources()
+        if self._scan is not None:
+            self._scan.arrived()
+        self.settle()
+
+    def state(self) -> LogState:
+        matches = None if self._scan is None else self._scan.matches
+        count, match = self.line_count, None
+        if matches is not None and self.current is not None:
+            place = bisect_right(matches.numbers, self.current)
+            match = place if place and matches.numbers[place - 1] == self.current else None
+        return LogState(
+            source=self.source,
+            following=self.following,
+            frozen=self._frozen_at is not None,
+            new_lines=max(0, count - self._seen),
+            lines=count,
+            shown=self.shown_count,
+            search=None if self.pattern is None else self.pattern.text,
+            match=match,
+            matches=0 if matches is None else len(matches.numbers),
+            counted=all(found is None or found.scanned >= count for found in (matches, self._kept)),
+            filter=None if self._kept is None else self._kept.text,
+            wrap=self.wrap,
+            timestamps=self.timestamps,
+            note=self.note,
+        )
+
+    # What is shown
+
+    def set_source(self, source: int | None) -> None:
+        """Show one source's log, or (None) all merged, at the same moment; search and filter stay."""
+        if self._reader is None or source == self.source:
+            return
+        following, pattern, new_lines = self.following, self.pattern, self.line_count - self._seen
+        kept = None if self._kept is None else self._kept.text
+        top, current = self._top_line(), self.line(self.current)
+        self._begin(self.run_dir, source)
+        if top is not None and not following:
+            self._top = (self._same_place(top), 0)
+            self.current = None if current is None else self._same_line(current)
+        self.following = following
+        self._seen = max(0, self.line_count - new_lines)
+        self.search(pattern)
+        self.keep(kept)
+
+    def next_source(self, step: int) -> None:
+        choices: list[int | None] = [None, *self.sources]
+        here = choices.index(self.source) if self.source in choices else 0
+        self.set_source(choices[(here + step) % len(choices)])
+
+    def follow(self) -> None:
+        """Show the end, and what arrives there."""
+        self.following, self.note = True, ""
+        self.settle()
+
+    def stay(self) -> None:
+        """Stay where it is, whatever arrives."""
+        if self.following and self.rows:
+            self._top = (self.rows[0].line.number, self.rows[0].part)
+        self.following, self.note = False, ""
+
+    def freeze(self, frozen: bool) -> None:
+        """Show nothing new; lines go on arriving and are counted."""
+        self._frozen_at = self.line_count if frozen else None
+        self.settle()
+
+    def set_wrap(self, wrap: bool) -> None:
+        self.wrap, self._left, self._top = wrap, 0, (self._top[0], 0)
+        self.settle()
+
+    def keep(self, text: str | None) -> None:
+        """Show only the lines that LogFilter's pattern keeps; None: all. Raises ValueError."""
+        if self._scan is not None:
+            self._scan.keep(text)
+            self.note = ""
+            self.settle()
+
+    # What is looked for
+
+    def search(self, pattern: LogPattern | None) -> None:
+        """Count and mark what matches; None ends that."""
+        self.pattern, self.note = pattern, ""
+        if self._scan is not None:
+            self._scan.count(pattern)
+        self.settle()
+
+    def seek_first(self, pattern: LogPattern) -> None:
+        """The next match from here, itself included; the newest while following."""
+        self.current = None
+        if self.following:
+            self._seek(pattern, self.line_count - 1, -1, wrap=True)
+        else:
+            self._seek(pattern, self._top_number(), 1, wrap=True)
+
+    def seek(self, pattern: LogPattern, step: int, *, wrap: bool = False) -> None:
+        """The next match after (step 1) or before (-1) the current line when it can be seen, else the screen's top."""
+        on_screen = {row.line.number for row in self.rows}
+        if self.current is not None and self.current in on_screen:
+            self._seek(pattern, self.current + step, step, wrap)
+        else:
+            self._seek(pattern, self._top_number() - (step < 0), step, wrap)
+
+    def _seek(self, pattern: LogPattern, from_line: int, step: int, wrap: bool = False) -> None:
+        if self._scan is not None:
+            self._scan.seek(Seek(pattern, from_line, step > 0, wrap))
+
+    def answer(self, seek: Seek, number: int | None) -> None:
+        """Go where a search has found something, or say that it has not."""
+        if number is not None:
+            self.go_to(number)
+            return
+        what = "error" if seek.pattern is ERRORS else "match"
+        self.note = f"no {what}" if seek.wrap else f"no {what} {'below' if seek.forward else 'above'}"
+
+    def jump_to(self, source: int, offset: int) -> None:
+        """Show the line that byte `offset` of a source's log belongs to."""
+        if self._reader is None:
+            return
+        if self.source not in (None, source):
+            self.set_source(source)
+        if self._kept is not None:
+            self.keep(None)
+        self._reader.refresh()
+        if (number := self._reader.number_of(source, offset)) is not None:
+            self.go_to(number)
+
+    def go_to(self, number: int) -> None:
+        """Make a line the current one, on the screen, with some of what came before it above it."""
+        self.current = number
+        self.stay()
+        if number not in {row.line.number for row in self.rows if row.part == 0}:
+            self._top = (self._number(max(0, self._position(number) - self.height // 3)), 0)
+        self.settle()
+
+    # Where it is
+
+    def top(self) -> None:
+        self.stay()
+        self._top = (self._number(0), 0)
+        self.settle()
+
+    def put(self, position: int, part: int = 0) -> None:
+        """Put the line at a position at the top; at the end, follow."""
+        if (position, part) >= self._end():
+            self.follow()
+            return
+        self.stay()
+        self._top = (self._number(position), part)
+        self.settle()
+
+    def scroll(self, rows: int) -> bool:
+        """Move by rows of the screen; the end, reached, is followed. False when there is nothing that way."""
+        if not self.rows:
+            return False
+        start = position, part = self.rows[0].position, self.rows[0].part
+        if not self.wrap:
+            position += rows
+        elif rows > 0:
+            below = self._rows_from(position, part, rows + 1)
+            position, part = below[-1].position, below[-1].part
+        else:
+            part += rows
+            while part < 0 < position:
+                position -= 1
+                part += self._height_of(position)
+        place = min(max((0, 0), (position, max(0, part))), self._end())
+        if place == start and (self.following or rows < 0):
+            return False
+        self.put(*place)
+        return True
+
+    def sideways(self, characters: int) -> bool:
+        """Show what is further right or left; False when there is nothing that way."""
+        room = max((len(row.line.text) for row in self.rows), default=0) - self.text_width // 2
+        left = max(0, min(self._left + characters, room))
+        if self.wrap or left == self._left:
+            return False
+        self._left = left
+        self.settle()
+        return True
+
+    # What there is
+
+    @property
+    def line_count(self) -> int:
+        return 0 if self._reader is None else self._reader.line_count
+
+    @property
+    def shown_count(self) -> int:
+        """Lines that the filter keeps, while frozen of those that had arrived by then."""
+        if self._kept is not None:
+            count = len(self._kept.numbers)
+            return count if self._frozen_at is None else min(count, bisect_left(self._kept.numbers, self._frozen_at))
+        return self.line_count if self._frozen_at is None else min(self.line_count, self._frozen_at)
+
+    @property
+    def position(self) -> int:
+        """Of the line at the top, among those that are shown."""
+        return self.rows[0].position if self.rows else 0
+
+    @property
+    def label_width(self) -> int:
+        """Cells for the rank's number in front of a line; 0 when all lines are of one source."""
+        if self.source is not None:
+            return 0
+        return max((len(str(source)) for source in self.sources if source != LAUNCHER_SOURCE), default=1)
+
+    @property
+    def gutter_width(self) -> int:
+        label = self.label_width
+        return (CLOCK_CELLS if self.timestamps else 0) + (label + 1 if label else 0)
+
+    @property
+    def text_width(self) -> int:
+        return max(1, self.width - self.gutter_width)
+
+    def lines(self, start: int, stop: int) -> list[LogLine]:
+        """The lines that are shown at positions `start` to `stop`."""
+        start, stop = max(0, start), min(stop, self.shown_count)
+        if self._reader is None or start >= stop:
+            return []
+        if self._kept is None:
+            return self._reader.lines(start, stop)
+        lines: list[LogLine] = []
+        for _, run in groupby(enumerate(self._kept.numbers[start:stop]), key=lambda pair: pair[1] - pair[0]):
+            together = [number for _, number in run]
+            lines += self._reader.lines(together[0], together[-1] + 1)
+        return lines
+
+    def line(self, number: int | None) -> LogLine | None:
+        if self._reader is None or number is None:
+            return None
+        return next(iter(self._reader.lines(number, number + 1)), None)
+
+    def here(self) -> LogLine | None:
+        """The current line, else the one at the top."""
+        return self.line(self.current) or self._top_line()
+
+    @property
+    def _kept(self) -> LogFilter | None:
+        return None if self._scan is None else self._scan.filter
+
+    def _number(self, position: int) -> int:
+        """The line that is shown at a position."""
+        if self._kept is None:
+            return position
+        return self._kept.numbers[position] if 0 <= position < len(self._kept.numbers) else 0
+
+    def _position(self, number: int) -> int:
+        """Where a line is shown, or the next one that is."""
+        return number if self._kept is None else bisect_left(self._kept.numbers, number)
+
+    def _top_number(self) -> int:
+        return self.rows[0].line.number if self.rows else self._top[0]
+
+    def _top_line(self) -> LogLine | None:
+        return self.rows[0].line if self.rows else None
+
+    def _same_line(self, line: LogLine) -> int | None:
+        if self._reader is None or self.source not in (None, line.source):
+            return None
+        return self._reader.number_of(line.source, line.offset)
+
+    def _same_place(self, line: LogLine) -> int:
+        """The number that a line of another log has here, or what arrived next."""
+        number = self._same_line(line)
+        if number is None and self._reader is not None:
+            number = self._reader.first_since(line.at)
+        return number or 0
+
+    # The rows
+
+    def settle(self) -> None:
+        """Work out the rows of the screen."""
+        if self.width < 1 or self.height < 1:
+            return
+        end = self._end()
+        place = end if self.following else min((self._position(self._top[0]), self._top[1]), end)
+        self.rows = self._rows_from(*place, self.height)
+        if self.following and self._frozen_at is None:
+            self._seen = self.line_count
+
+    def _end(self) -> tuple[int, int]:
+        """Position and row at the top when the last row of the last line is at the bottom."""
+        count = self.shown_count
+        if not self.wrap:
+            return max(0, count - self.height), 0
+        rows = 0
+        for position in range(count - 1, max(-1, count - 1 - self.height), -1):
+            rows += self._height_of(position)
+            if rows >= self.height:
+                return position, rows - self.height
+        return 0, 0
+
+    def _height_of(self, position: int) -> int:
+        return sum(len(self._rows_of(line, position)) for line in self.lines(position, position + 1))
+
+    def _rows_from(self, position: int, part: int, height: int) -> list[Row]:
+        rows: list[Row] = []
+        for place, line in enumerate(self.lines(position, position + height), position):
+            rows += self._rows_of(line, place)
+            if len(rows) >= height + part:
+                break
+        return rows[part : part + height]
+
+    def _rows_of(self, line: LogLine, position: int) -> list[Row]:
+        return rows_of(line, position, self.text_width, wrap=self.wrap, left=self._left)
