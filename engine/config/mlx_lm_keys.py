@@ -17,6 +17,17 @@ from typing import Any
 Check = Callable[[Any], bool]
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
+OPTIMIZER_ARGUMENTS = {
+    "adam": ("betas", "eps", "bias_correction"),
+    "adamw": ("betas", "eps", "weight_decay", "bias_correction"),
+    "muon": ("momentum", "weight_decay", "nesterov", "ns_steps"),
+    "sgd": ("momentum", "weight_decay", "dampening", "nesterov"),
+    "adafactor": (
+        *("eps", "clip_threshold", "decay_rate", "beta_1", "weight_decay"),
+        *("scale_parameter", "relative_step", "warmup_init"),
+    ),
+}
+"""What mlx.optimizers takes besides learning_rate, which is a key of its own."""
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 """Those of mlx.optimizers.schedulers that take numbers only."""
@@ -56,17 +67,17 @@ def is_count_or_all(value: Any) -> bool:
 
 
 def is_optimizer_config(value: Any) -> bool:
-    """Per optimizer, its arguments: scalars, or lists of numbers (betas, eps)."""
+    """Per optimizer, its arguments: numbers, flags, or lists of numbers (betas, eps)."""
 
     def argument(found: Any) -> bool:
         if isinstance(found, list):
             return len(found) <= 8 and all(is_number(item) for item in found)
-        return is_number(found) or is_flag(found) or is_text(found)
+        return is_number(found) or is_flag(found)
 
     return isinstance(value, dict) and all(
         name in OPTIMIZERS
         and isinstance(arguments, dict)
-        and all(is_text(key) and argument(found) for key, found in arguments.items())
+        and all(key in OPTIMIZER_ARGUMENTS[name] and argument(found) for key, found in arguments.items())
         for name, arguments in value.items()
     )
 
@@ -90,9 +101,9 @@ def is_lora_parameters(value: Any) -> bool:
         return False
     names = value.get("keys", [])
     return (
-        is_integer(1)(value.get("rank"))
-        and is_share(value.get("dropout"))
-        and is_number(value.get("scale"))
+        is_integer(1)(value.get("rank", 8))
+        and is_share(value.get("dropout", 0.0))
+        and is_number(value.get("scale", 20.0))
         and isinstance(names, list)
         and len(names) <= 1000
         and all(is_text(name) for name in names)
@@ -118,14 +129,15 @@ KEYS: dict[str, Key] = {
     "fine_tune_type": one_of(FINE_TUNE_TYPES),
     "optimizer": one_of(OPTIMIZERS),
     "optimizer_config": Key(
-        is_optimizer_config, "per optimizer a table of numbers, such as {adamw = {weight_decay = 0.01}}"
+        is_optimizer_config,
+        "per optimizer a table of its own arguments, such as {adamw = {weight_decay = 0.01, betas = [0.9, 0.95]}}",
     ),
     "data": TEXT,
     "seed": Key(is_integer(0), "a whole number, 0 or more"),
     "num_layers": COUNT_OR_ALL,
     "batch_size": COUNT,
     "iters": COUNT,
-    "val_batches": COUNT_OR_ALL,
+    "val_batches": Key(is_integer(-1), "a whole number, -1 for all, 0 for none"),
     "learning_rate": Key(lambda value: is_number(value) and value > 0, "a finite number above 0"),
     "steps_per_report": COUNT,
     "steps_per_eval": COUNT,

@@ -1,0 +1,284 @@
+"""Every fault is named with its key, its value and what is accepted, in plain words, and all of them come at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.config.documents import SIZE_LIMIT
+from engine.config.load import load_config
+from engine.config.mlx_lm_keys import KEYS
+from engine.errors import ConfigError
+from tests.unit.config.documents import JOB, NODES, faults_of, load, only_fault
+
+CASES = [
+    # [cluster]
+    ('[cluster]\nname = "a b"\n' + NODES + JOB, "cluster.name", "letters, digits"),
+    ('[cluster]\nbackend = "mpi"\n' + NODES + JOB, "cluster.backend", "'auto' or 'ring'"),
+    ("[cluster]\nstarting_port = 80\n" + NODES + JOB, "cluster.starting_port", "1024 or more"),
+    ("[cluster]\nstarting_port = 65001\n" + NODES + JOB, "cluster.starting_port", "65000 or less"),
+    ("[cluster]\nstarting_port = '9'\n" + NODES + JOB, "cluster.starting_port", "a whole number"),
+    ("[cluster]\nnmae = 'x'\n" + NODES + JOB, "cluster.nmae", "is name meant?"),
+    ("cluster = 3\n" + NODES + JOB, "cluster", "[cluster] on a line of its own"),
+    ("[clutser]\n" + NODES + JOB, "clutser", "is cluster meant?"),
+    ("[checkpoint]\nevery = 3\n" + NODES + JOB, "checkpoint", "a later release"),
+    # [[node]]
+    (JOB, "node", "at least one node"),
+    ("node = []\n" + JOB, "node", "at least one node"),
+    ("[node]\nname = 'a'\n" + JOB, "node", "double brackets"),
+    ("node = [1]\n" + JOB, "node[0]", "a table"),
+    ("[[node]]\n" * 10_000 + JOB, "node", "at most 64 nodes"),
+    (NODES + '[[node]]\nname = "a"\n' + JOB, "node[2].name", "node[0] has this one"),
+    ('[[node]]\nname = "a b"\n' + JOB, "node[0].name", "letters, digits"),
+    ('[[node]]\nname = "a\\n"\n' + JOB, "node[0].name", "letters, digits"),
+    ('[[node]]\nname = "a;id"\n' + JOB, "node[0].name", "letters, digits"),
+    ('[[node]]\nname = "$(id)"\n' + JOB, "node[0].name", "letters, digits"),
+    ('[[node]]\nname = "-a"\n' + JOB, "node[0].name", "letters, digits"),
+    ('[[node]]\nname = ""\n' + JOB, "node[0].name", "letters, digits"),
+    ("[[node]]\nname = 3\n" + JOB, "node[0].name", "a text in quotes"),
+    ('[[node]]\nssh = "localhost"\n' + JOB, "node[0].ssh", "127.0.0.1: localhost can stand for ::1"),
+    ('[[node]]\nssh = "ana@ultra.local"\n' + JOB, "node[0].ssh", "this machine alone"),
+    ('[[node]]\nssh = "-oProxyCommand=id"\n' + JOB, "node[0].ssh", "a host name"),
+    ('[[node]]\nssh = "a;id"\n' + JOB, "node[0].ssh", "a host name"),
+    ('[[node]]\nssh = "$(id)"\n' + JOB, "node[0].ssh", "a host name"),
+    ('[[node]]\nssh = "127.0.0.1\\n"\n' + JOB, "node[0].ssh", "a host name"),
+    ('[[node]]\nips = ["10.0.0.1"]\n' + JOB, "node[0].ips[0]", "this machine alone"),
+    ("[[node]]\nips = []\n" + JOB, "node[0].ips", "1 to 8 addresses"),
+    ("[[node]]\nips = [4]\n" + JOB, "node[0].ips[0]", "a text in quotes"),
+    ('[[node]]\nips = "127.0.0.1"\n' + JOB, "node[0].ips", "a list"),
+    ('[[node]]\npython = "-c"\n' + JOB, "node[0].python", "does not begin with -"),
+    ('[[node]]\npython = "py\\u0000"\n' + JOB, "node[0].python", "control characters"),
+    ('[[node]]\nworkdir = "$HOME/x"\n' + JOB, "node[0].workdir", "variables are not"),
+    ('[[node]]\nworkdir = "../x"\n' + JOB, "node[0].workdir", "without .."),
+    ('[[node]]\nworkdir = "~nobody-of-that-name/x"\n' + JOB, "node[0].workdir", "a user that exists"),
+    ("[[node]]\nworkdir = true\n" + JOB, "node[0].workdir", "a text in quotes"),
+    ('[[node]]\nmodel = ""\n' + JOB, "node[0].model", "a path"),
+    ("[[node]]\n[[node]]\nshare = 0\n" + JOB, "node[1].share", "above 0"),
+    ("[[node]]\nshare = -1.5\n" + JOB, "node[0].share", "above 0"),
+    ("[[node]]\nshare = nan\n" + JOB, "node[0].share", "finite"),
+    ("[[node]]\nshare = true\n" + JOB, "node[0].share", "a number"),
+    ("[[node]]\nshare = 1e300\n" + JOB, "node[0].share", "1e-06 to 1e+06"),
+    ("[[node]]\nrdma = 'rdma_en2'\n" + JOB, "node[0].rdma", "a later release"),
+    ("[[node]]\npyhton = 'x'\n" + JOB, "node[0].pyhton", "is python meant?"),
+    # [job]
+    (NODES, "job.model", "or command"),
+    ("job = 1\n" + NODES + "", "job", "[job] on a line of its own"),
+    (NODES + "[job]\ndata = 'd'\n", "job.model", "a directory of mlx-lm's form"),
+    (NODES + "[job]\nmodel = 'm'\n", "job.data", "train.jsonl"),
+    (NODES + JOB + "name = 'a b'", "job.name", "letters, digits"),
+    (NODES + JOB + "name = 7", "job.name", "a text in quotes"),
+    (NODES + JOB + "batch_size = 1", "job.batch_size", "2 or more: the global batch is divided over 2 nodes"),
+    (NODES + JOB + "batch_size = 0", "job.batch_size", "a whole number, 1 or more"),
+    (NODES + JOB + "batch_size = '8'", "job.batch_size", "a whole number"),
+    (NODES + JOB + "batch_size = 8.0", "job.batch_size", "a whole number"),
+    (NODES + JOB + "batch_size = true", "job.batch_size", "a whole number"),
+    (NODES + JOB + "bacth_size = 8", "job.bacth_size", "is batch_size meant?"),
+    (NODES + JOB + "iters = 0", "job.iters", "1 or more"),
+    (NODES + JOB + "iters = -3", "job.iters", "1 or more"),
+    (NODES + JOB + "iters = 0x" + "f" * 6000, "job.iters", "1 or more"),
+    (NODES + JOB + "learning_rate = nan", "job.learning_rate", "finite"),
+    (NODES + JOB + "learning_rate = inf", "job.learning_rate", "finite"),
+    (NODES + JOB + "learning_rate = 2026-11-21", "job.learning_rate", "finite"),
+    (NODES + JOB + "optimizer = 'lion'", "job.optimizer", "one of adam, adamw"),
+    (NODES + JOB + "optimizer_config = {adamw = {weight_deacy = 0.1}}", "job.optimizer_config", "weight_decay"),
+    (NODES + JOB + "fine_tune_type = 'qlora'", "job.fine_tune_type", "one of lora, dora, full"),
+    (NODES + JOB + "strategy = 'magic'", "job.strategy", "'data'"),
+    (NODES + JOB + "strategy = 'sharded'", "job.strategy", "a later release"),
+    (NODES + JOB + "max_grad_norm = 0", "job.max_grad_norm", "above 0"),
+    (NODES + JOB + "optimizer_precision = 'bfloat16'", "job.optimizer_precision", "float32, parameter"),
+    (NODES + JOB + "lora_parameters = {rank = 8, alpha = 16}", "job.lora_parameters", "no alpha"),
+    (NODES + JOB + "lr_schedule = {name = 'warm'}", "job.lr_schedule", "cosine_decay"),
+    (NODES + JOB + "train = false", "job.train", "true"),
+    (NODES + JOB + "iters = 4\ngrad_accumulation_steps = 5", "job.grad_accumulation_steps", "never updated"),
+    (NODES + JOB + "hf_dataset = {path = 'x'}", "job.hf_dataset", "not read"),
+    (NODES + '[job]\nmodel = "-m"\ndata = "d"\n', "job.model", "does not begin with -"),
+    (NODES + '[job]\nmodel = "a\\nb"\ndata = "d"\n', "job.model", "control characters"),
+    (NODES + '[job]\nmodel = "m"\ndata = "$(id)"\n', "job.data", "a plain path"),
+    (NODES + JOB + "config = 'absent.yaml'", "the file", "[job] config names"),
+    (NODES + JOB + "config = 3", "job.config", "a path"),
+    (NODES + JOB + 'adapter_path = "a\\u0000"', "job.adapter_path", "not empty"),
+    # [job] command
+    (NODES + "[job]\ncommand = ['a']\nmodel = 'm'\n", "job.model", "a command brings its own"),
+    (NODES + "[job]\ncommand = ['a']\niters = 3\n", "job.iters", "a command brings its own"),
+    (NODES + "[job]\ncommand = []\n", "job.command", "not empty"),
+    (NODES + "[job]\ncommand = ['']\n", "job.command", "not empty"),
+    (NODES + "[job]\ncommand = 'python x.py'\n", "job.command", "a list of texts"),
+    (NODES + "[job]\ncommand = ['-rf']\n", "job.command[0]", "a program's name"),
+    (NODES + "[job]\ncommand = ['a', 3]\n", "job.command[1]", "a text in quotes"),
+    (NODES + '[job]\ncommand = ["a", "b\\u0000"]\n', "job.command[1]", "without NUL"),
+    (NODES + "[job]\ncommand = ['a']\nenv = {MLX_RANK = '0'}\n", "job.env.MLX_RANK", "are set for it"),
+    (NODES + "[job]\ncommand = ['a']\nenv = {'a=b' = '0'}\n", "job.env.'a=b'", "a variable's name"),
+    (NODES + "[job]\ncommand = ['a']\nenv = {A = 1}\n", "job.env[A]", "a text in quotes"),
+    ("[[node]]\nshare = 2\n[job]\ncommand = ['a']\n", "node[0].share", "the job is a command"),
+    ("[[node]]\nmodel = 'm'\n[job]\ncommand = ['a']\n", "node[0].model", "the job is a command"),
+    # the rest
+    (NODES + JOB + "[preflight]\nall_sum_s = 0", "preflight.all_sum_s", "above 0"),
+    (NODES + JOB + "[preflight]\nskip = 'ports'", "preflight.skip", "a list"),
+    (NODES + JOB + "[preflight]\nsync_script = 'x'", "preflight.sync_script", "a later release"),
+    (NODES + JOB + "[recovery]\nlease_s = 1", "recovery.lease_s", "3 or more"),
+    (NODES + JOB + "[recovery]\nlease_s = inf", "recovery.lease_s", "finite"),
+    (NODES + JOB + "[recovery]\non_lease_expiry = 'die'", "recovery.on_lease_expiry", "'end' or 'continue'"),
+    (NODES + JOB + "[ui]\nascii = 'no'", "ui.ascii", "true or false"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "accepted"), CASES, ids=[f"{n}-{case[1]}" for n, case in enumerate(CASES)])
+def test_a_fault_names_its_key_and_what_is_accepted(tmp_path: Path, text: str, key: str, accepted: str) -> None:
+    faults = faults_of(tmp_path, text)
+    found = [fault for fault in faults if fault.key == key]
+    assert len(found) == 1, [str(fault) for fault in faults]
+    assert accepted in found[0].accepted
+    # "job = 1" also lacks a model; everything else is one fault and nothing that follows from it.
+    assert len(faults) == 1 or key == "job"
+
+
+def test_all_faults_come_at_once_and_each_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("iters: none\nlearning_rte: 1e-5\n")
+    text = (
+        "[cluster]\nbackend = 'mpi'\n[[node]]\nname = 'a'\nshare = 0\n[[node]]\nname = 'b'\nssh = 'localhost'\n"
+        "[[node]]\nname = 'c'\n[[node]]\nname = 'c'\n"
+        "[job]\nmodel = 'm'\ndata = 'd'\nconfig = 'lora.yaml'\nbatch_size = 'x'\nepochs = 2\n[ui]\nascii = 1\n"
+    )
+    faults = faults_of(tmp_path, text)
+    assert {fault.key for fault in faults} == {
+        *("cluster.backend", "node[0].share", "node[1].ssh", "node[3].name"),
+        *("job.batch_size", "job.epochs", "iters", "learning_rte", "ui.ascii"),
+    }
+    assert {fault.file for fault in faults if fault.key in ("iters", "learning_rte")} == {str(tmp_path / "lora.yaml")}
+    assert len(str(ConfigError(faults)).splitlines()) == len(faults)
+
+
+def test_a_fault_reads_as_a_sentence(tmp_path: Path) -> None:
+    fault = faults_of(tmp_path, NODES + JOB + "iters = 0")[0]
+    assert str(fault) == f"{tmp_path}/flightdeck.toml: job.iters = 0: expected a whole number, 1 or more"
+
+
+def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "flightdeck.toml")
+    assert len(raised.value.faults) == 1
+    assert "flightdeck init" in str(raised.value)
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        with pytest.raises(ConfigError) as raised:
+            load_config(path)
+        assert len(raised.value.faults) == 1
+
+
+def test_a_file_too_large_is_refused_by_its_size(tmp_path: Path) -> None:
+    file = tmp_path / "flightdeck.toml"
+    with file.open("wb") as large:
+        large.truncate(SIZE_LIMIT + 10**12)
+    with pytest.raises(ConfigError, match="1,000,000 bytes"):
+        load_config(file)
+
+
+def test_a_syntax_error_says_its_line(tmp_path: Path) -> None:
+    assert only_fault(tmp_path, '[cluster]\nname = "x\n')[0] == "line 2"
+    assert only_fault(tmp_path, b'[cluster]\n# \xff\nname = "x"\n')[:2] == ("line 2", "b'\\xff'")
+    (tmp_path / "lora.yaml").write_text("iters: 3\nseed: [1, 2\n")
+    assert only_fault(tmp_path, NODES + JOB + "config = 'lora.yaml'")[0].startswith("line ")
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        "- 1\n",
+        "just text\n",
+        "a: 2020-13-45\n",
+        "a: !!int x\n",
+        "[" * 3000,
+        "a: !!python/object:os.system 1\n",
+        "a: \x01",
+    ],
+)
+def test_a_yaml_that_is_none_is_one_fault(tmp_path: Path, yaml: str) -> None:
+    (tmp_path / "lora.yaml").write_text(yaml)
+    faults = faults_of(tmp_path, NODES + JOB + "config = 'lora.yaml'")
+    assert [fault.file for fault in faults] == [str(tmp_path / "lora.yaml")]
+
+
+def test_a_yaml_of_growing_aliases_is_refused_without_growing(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+    (tmp_path / "lora.yaml").write_text("\n".join([*levels, "lora_parameters: *a59", "optimizer_config: {adam: *a59}"]))
+    keys = {fault.key for fault in faults_of(tmp_path, NODES + JOB + "config = 'lora.yaml'")}
+    assert {"lora_parameters", "optimizer_config", "the file"} <= keys
+
+
+def test_our_own_keys_do_not_belong_into_the_yaml(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("command: [rm]\n")
+    key, _, accepted = only_fault(tmp_path, NODES + JOB + "config = 'lora.yaml'")
+    assert (key, accepted) == ("command", "nothing here: this key belongs into flightdeck.toml")
+
+
+def test_a_value_of_the_yaml_that_is_overridden_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("iters: many\n")
+    assert load(tmp_path, NODES + JOB + "iters = 3\nconfig = 'lora.yaml'").job.mlx_lm["iters"] == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["x = " + "[" * 5000, "x = " + "{a=" * 5000, "x" + ".x" * 3000 + " = 1", "x = " + "9" * 5000]
+)
+def test_deep_nesting_and_endless_numbers_are_faults(tmp_path: Path, text: str) -> None:
+    assert len(faults_of(tmp_path, text + "\n" + NODES + JOB)) == 1
+
+
+def test_a_thousand_unknown_keys_are_counted(tmp_path: Path) -> None:
+    faults = faults_of(tmp_path, NODES + JOB + "\n".join(f"zz{n} = 1" for n in range(1000)))
+    assert len(faults) == 21
+    assert faults[-1].value == "(980 more keys)"
+
+
+def test_hostile_values_are_printed_harmless_and_short(tmp_path: Path) -> None:
+    _, value, _ = only_fault(tmp_path, NODES + JOB + 'optimizer = "\\u001b[2J\\u202e' + "x" * 500 + '"')
+    assert value.isprintable()
+    assert len(value) <= 80
+
+
+_SCALARS = st.one_of(
+    st.text(max_size=12).map(lambda text: '"' + "".join(f"\\U{ord(sign):08x}" for sign in text) + '"'),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.sampled_from(["true", "false", "1979-05-27", "07:32:00", "[]", "{}", "[[1], {a = 1}]", '"a;id"', '"127.0.0.1"']),
+)
+_VALUES = st.one_of(_SCALARS, st.lists(_SCALARS, max_size=3).map(lambda items: "[" + ", ".join(items) + "]"))
+_NAMES = st.sampled_from(
+    [*KEYS, "name", "ssh", "ips", "python", "workdir", "share", "command", "env", "strategy", "skip"]
+)
+_TABLE = st.dictionaries(_NAMES, _VALUES, max_size=6).map(lambda keys: "\n".join(f"{k} = {v}" for k, v in keys.items()))
+_HEADER = st.sampled_from(
+    ["[cluster]", "[[node]]", "[[node]]", "[job]", "[preflight]", "[recovery]", "[ui]", "[job.env]"]
+)
+_DOCUMENT = st.lists(st.tuples(_HEADER, _TABLE), max_size=6).map(lambda parts: "\n".join("\n".join(p) for p in parts))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(
+    text=st.one_of(_DOCUMENT.map(str.encode), _DOCUMENT.map(lambda text: (text + JOB).encode()), st.binary(max_size=80))
+)
+def test_no_document_raises_anything_but_a_config_error(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "flightdeck.toml"
+    file.write_bytes(text)
+    try:
+        load_config(file)
+    except ConfigError as error:
+        assert error.faults
+        assert all(str(fault).isprintable() for fault in error.faults)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(lines=st.dictionaries(_NAMES, st.text(max_size=20), max_size=5), raw=st.binary(max_size=60))
+def test_no_yaml_raises_anything_but_a_config_error(tmp_path: Path, lines: dict[str, str], raw: bytes) -> None:
+    (tmp_path / "lora.yaml").write_bytes("\n".join(f"{k}: {v}" for k, v in lines.items()).encode() + b"\n" + raw)
+    (tmp_path / "flightdeck.toml").write_text(NODES + JOB + "config = 'lora.yaml'")
+    try:
+        load_config(tmp_path / "flightdeck.toml")
+    except ConfigError as error:
+        assert error.faults

@@ -1,0 +1,116 @@
+"""A right flightdeck.toml becomes a whole configuration: defaults filled in, paths absolute, the YAML's keys in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.documents import JOB, NODES, load
+
+
+def test_the_shortest_one_has_everything_filled_in(tmp_path: Path) -> None:
+    config = load(tmp_path, "[[node]]\n" + JOB)
+    assert config.file == tmp_path / "flightdeck.toml"
+    assert [(node.name, node.ssh, node.python, node.workdir) for node in config.nodes] == [
+        ("node0", "127.0.0.1", sys.executable, str(tmp_path))
+    ]
+    assert config.job.name == "tiny-4B"
+    assert config.job.model == str(tmp_path / "models/tiny-4B")
+    assert config.job.data == str(tmp_path / "data")
+    settings = config.job.mlx_lm
+    assert (settings["batch_size"], settings["iters"], settings["learning_rate"]) == (4, 1000, 1e-5)
+    assert (settings["train"], settings["optimizer_precision"], settings["max_grad_norm"]) == (True, "float32", None)
+    assert settings["adapter_path"] is None
+    assert (config.recovery.lease_s, config.preflight.all_sum_s) == (60.0, 2.0)
+
+
+def test_full_fine_tuning_trains_all_layers_and_lora_sixteen(tmp_path: Path) -> None:
+    assert load(tmp_path, NODES + JOB + 'fine_tune_type = "full"').job.mlx_lm["num_layers"] == -1
+    assert load(tmp_path, NODES + JOB + 'fine_tune_type = "full"\nnum_layers = 3').job.mlx_lm["num_layers"] == 3
+    assert load(tmp_path, NODES + JOB).job.mlx_lm["num_layers"] == 16
+
+
+def test_inline_keys_win_over_the_yaml_and_the_yaml_over_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/lora.yaml").write_text(
+        "train: true\nlearning_rate: 1e-5\nbatch_size: 6\niters: 20\nmodel: elsewhere\n"
+        "lora_parameters: {rank: 16}\noptimizer: AdamW\n"
+        "lr_schedule:\n  name: cosine_decay\n  arguments: [1e-5, 1000, 1e-7]\n"
+    )
+    job = load(tmp_path, NODES + JOB + 'config = "conf/lora.yaml"\niters = 30\n').job
+    assert job.model == str(tmp_path / "models/tiny-4B")
+    assert (job.mlx_lm["batch_size"], job.mlx_lm["iters"], job.mlx_lm["learning_rate"]) == (6, 30, 1e-5)
+    assert job.mlx_lm["lora_parameters"] == {"rank": 16, "dropout": 0.0, "scale": 20.0}
+    assert job.mlx_lm["optimizer"] == "adamw"
+    assert job.mlx_lm["lr_schedule"]["arguments"] == [1e-5, 1000, 1e-7]
+
+
+def test_a_null_in_the_yaml_is_a_key_not_given(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("iters: null\nseed: ~\n")
+    settings = load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm
+    assert (settings["iters"], settings["seed"]) == (1000, 0)
+
+
+def test_an_empty_yaml_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("# nothing yet\n")
+    assert load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm["iters"] == 1000
+
+
+def test_home_is_expanded_and_relative_paths_are_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ana")
+    monkeypatch.chdir("/")
+    config = load(
+        tmp_path,
+        '[[node]]\nmodel = "~/m"\npython = "venv/bin/python"\nworkdir = "/abs"\n[job]\nmodel = "~/models/Qwen3.5 4B"\n'
+        'data = "./d"\nadapter_path = "out"\n',
+    )
+    assert config.job.model == "/home/ana/models/Qwen3.5 4B"
+    assert config.job.name == "Qwen3-5-4B"
+    assert config.job.data == str(tmp_path / "d")
+    assert config.job.mlx_lm["adapter_path"] == str(tmp_path / "out")
+    node = config.nodes[0]
+    assert (node.model, node.python, node.workdir) == ("/home/ana/m", str(tmp_path / "venv/bin/python"), "/abs")
+
+
+def test_an_interpreter_without_a_folder_is_looked_for_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python9").write_text("")
+    (tmp_path / "bin/python9").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert load(tmp_path, '[[node]]\npython = "python9"\n' + JOB).nodes[0].python == str(tmp_path / "bin/python9")
+
+
+def test_a_link_to_an_interpreter_stays_a_link_since_a_virtual_environment_is_one(tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    assert load(tmp_path, '[[node]]\npython = "./python"\n' + JOB).nodes[0].python == str(tmp_path / "python")
+
+
+def test_a_command_has_no_training_keys_and_is_named_after_its_script(tmp_path: Path) -> None:
+    job = load(tmp_path, NODES + '[job]\ncommand = ["python", "-u", "my_script.py", "--x"]\nenv = {LEVEL = "2"}\n').job
+    assert job.command == ("python", "-u", "my_script.py", "--x")
+    assert (job.name, job.model, job.mlx_lm, job.env) == ("my_script", None, {}, {"LEVEL": "2"})
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    text = (NODES + JOB).replace("\n", "\r\n").encode()
+    assert len(load(tmp_path, b"\xef\xbb\xbf" + text).nodes) == 2
+
+
+def test_shares_and_the_other_tables_are_taken_over(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[cluster]\nname = 'studio'\nstarting_port = 30000\n[[node]]\nshare = 3\n[[node]]\nshare = 1.5\n"
+        "[recovery]\nlease_s = 10\n[preflight]\nskip = ['ports_free']\n[ui]\nascii = true\n" + JOB,
+    )
+    assert [node.share for node in config.nodes] == [3.0, 1.5]
+    assert (config.cluster.name, config.cluster.starting_port) == ("studio", 30000)
+    assert (config.recovery.lease_s, config.preflight.skip, config.ui.ascii) == (10.0, ("ports_free",), True)
+
+
+def test_loading_writes_nothing(tmp_path: Path) -> None:
+    load(tmp_path, NODES + JOB)
+    assert [path.name for path in tmp_path.iterdir()] == ["flightdeck.toml"]

@@ -1,0 +1,50 @@
+"""The copied keys are those of the installed mlx-lm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from engine.config.mlx_lm_keys import DEFAULTS, KEYS, OPTIMIZER_ARGUMENTS, OPTIMIZERS, SCHEDULES
+
+_ASK = """
+import inspect, json
+import mlx.optimizers as optim
+from mlx.optimizers import schedulers
+from mlx_lm.lora import CONFIG_DEFAULTS
+kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": optim.SGD, "adafactor": optim.Adafactor}
+arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
+print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
+"""
+OURS = {"optimizer_precision", "max_grad_norm"}
+DIFFERENT = {"model", "data", "train", "adapter_path"}
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_defaults_are_mlx_lms_but_for_those_that_differ_on_purpose(installed: dict[str, Any]) -> None:
+    theirs = {key: value for key, value in installed["defaults"].items() if key not in DIFFERENT}
+    assert {key: value for key, value in DEFAULTS.items() if key not in OURS | DIFFERENT} == theirs
+    assert installed["defaults"].keys() > DIFFERENT
+
+
+def test_every_default_but_none_is_accepted() -> None:
+    assert [key for key, value in DEFAULTS.items() if value is not None and not KEYS[key].check(value)] == []
+
+
+def test_optimizers_take_the_arguments_that_are_accepted(installed: dict[str, Any]) -> None:
+    for name in OPTIMIZERS:
+        assert {"self", "learning_rate", *OPTIMIZER_ARGUMENTS[name]} == set(installed["arguments"][name])
+
+
+def test_schedules_are_mlxs(installed: dict[str, Any]) -> None:
+    assert set(SCHEDULES) <= set(installed["schedules"])
