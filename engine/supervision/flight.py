@@ -95,15 +95,16 @@ class Flight:
             self._second_at = now
             self._ranks.tell(BEAT)
         # Liveness is read before the last read of a log.
-        launcher_alive = self._launcher is not None and self._launcher.alive()
+        launcher_alive = self._launcher is not None and self._launcher.alive(thorough=thorough)
         changed = self._ranks.look(thorough=thorough)
         self._listen_to_launcher()
         await asyncio.to_thread(self._mirror.pump)
         self.intake.poll()
         self._enter_changes(changed)
-        if abort is not None and self._trigger is not Trigger.ABORT:
+        if abort is not None and self._stop is None:
             self._abort(abort)
         elif abort is not None and abort.now and self._stop is not None:
+            # Whatever it is that ends the attempt, it has been judged worth ending: an abort can only hurry it.
             self._stop.hurry()
         if self._stop is None:
             self._decide(now, launcher_alive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,9 @@ from engine.runs.journal import Journal, read_journal, replay
 from engine.supervision.states import follow
 from engine.supervision.store_writer import Put, StoreWriter
 
+_RESERVE_BYTES = 32_768
+_ROOM_LIMIT_S = 600.0
+_LOOK_EVERY_S = 1.0
 _CHANGES_THE_RECORD = frozenset({"planned", "state", "attempt", "rank_started"})
 
 
@@ -22,6 +26,8 @@ class Logbook:
     def __init__(self, path: Path, put: Put, clock: Callable[[], datetime]) -> None:
         self._journal = Journal(path, clock)
         self._store = StoreWriter(put)
+        self._reserve = path.with_name(f".{path.name}.reserve")
+        _set_aside(self._reserve)
         self.entries = read_journal(path)
         """What an earlier supervisor has written; not added to."""
         self.record: RunRecord | None = replay(self.entries) if self.entries else None
@@ -51,8 +57,21 @@ class Logbook:
             self._journal.append("note", message=f"the store cannot be written: {problem}")
 
     def close(self) -> None:
-        """Returns when journal and store have what there is; waits for the store's other writers."""
+        """Returns when journal and store have what there is. On a full disk the journal's end goes into room that was
+        set aside, since nothing else is written by now; failing that, it waits for room."""
+        self._reserve.unlink(missing_ok=True)
+        deadline = time.monotonic() + _ROOM_LIMIT_S
+        while not self._journal.flush() and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
         self._store.close()
         if (problem := self._store.problem()) is not None:
             self._journal.append("note", message=f"the store cannot be written: {problem}")
         self._journal.close()
+
+
+def _set_aside(reserve: Path) -> None:
+    try:
+        reserve.write_bytes(b" " * _RESERVE_BYTES)
+    except OSError:
+        # No room to begin with: then there is nothing to keep.
+        reserve.unlink(missing_ok=True)

@@ -43,6 +43,7 @@ class Ranks:
     def __init__(self, files: NodeFiles, planned: Sequence[PlannedRank]) -> None:
         self._files = files
         self._fifos: dict[int, int] = {}
+        self._boot_id = processes.boot_id()
         self.all = [Rank(rank) for rank in planned]
 
     def look(self, *, thorough: bool) -> list[Rank]:
@@ -80,9 +81,12 @@ class Ranks:
         if rank.identity is None:
             rank.identity = read_identity(self._files.identity(rank.number))
         # Liveness before the record: a keeper that leaves in between has written it by then.
-        gone = thorough and rank.identity is not None and not _keeper_alive(rank.identity)
+        gone = thorough and rank.identity is not None and not self._keeper_alive(rank.identity)
         rank.record = read_exit(self._files.exit(rank.number))
         rank.vanished = rank.record is None and (rank.vanished or gone)
+
+    def _keeper_alive(self, identity: Identity) -> bool:
+        return identity.boot_id == self._boot_id and processes.alive(identity.keeper_pid, identity.keeper_start)
 
     def _tell(self, rank: Rank, word: bytes) -> None:
         try:
@@ -94,7 +98,3 @@ class Ranks:
         except (FileNotFoundError, BlockingIOError):
             # Full: a keeper that does not listen has beats enough, and is ended by signals.
             return
-
-
-def _keeper_alive(identity: Identity) -> bool:
-    return identity.boot_id == processes.boot_id() and processes.alive(identity.keeper_pid, identity.keeper_start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -123,7 +124,13 @@ class Supervisor:
 
         def keep(result: CheckResult) -> None:
             results[result.name] = result
-            _write_report(self._run_dir, list(results.values()), self._plan.skip)
+            so_far = PreflightReport(
+                checks=list(results.values()),
+                overall_status=CheckStatus.RUNNING,
+                overridden=list(self._plan.skip),
+                finished_at=datetime.now(UTC),
+            )
+            _write_report(self._run_dir, so_far)
 
         audit = functools.partial(audit_log, home=_home(self._run_dir))
         checking = run_checks(self._plan.config, skip=self._plan.skip, on_result=keep, audit=audit)
@@ -135,7 +142,7 @@ class Supervisor:
                 await asyncio.wait({checks})
                 return None
         report = checks.result()
-        write_atomic(self._run_dir.preflight, report.model_dump_json(indent=1))
+        _write_report(self._run_dir, report)
         return report
 
     def _launch(self) -> tuple[Attempt, LauncherWatch]:
@@ -217,11 +224,10 @@ def _failed_check(failed: CheckResult) -> Verdict:
     )
 
 
-def _write_report(run_dir: RunDir, results: list[CheckResult], skip: tuple[str, ...]) -> None:
-    report = PreflightReport(
-        checks=results, overall_status=CheckStatus.RUNNING, overridden=list(skip), finished_at=datetime.now(UTC)
-    )
-    write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
+def _write_report(run_dir: RunDir, report: PreflightReport) -> None:
+    """For those who look; a full disk must not end the run that it tells of."""
+    with contextlib.suppress(OSError):
+        write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
 
 
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:

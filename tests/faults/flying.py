@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -56,6 +57,10 @@ print("rank", rank, "done", flush=True)
 def ring(fault: str = "pass") -> str:
     """The ring's program; `fault` is one line in which `rank` and `step` are known."""
     return RING.format(fault=fault)
+
+
+PLANNED: list[Run] = []
+"""The runs of the test that is going on, for conftest to clear away."""
 
 
 @dataclass
@@ -130,6 +135,19 @@ class Run:
             assert time.monotonic() < deadline, f"not within {within_s} s\n{self.troubles()}"
             time.sleep(0.01)
 
+    def clear_away(self) -> None:
+        """Leave nothing behind of a test that has failed: the supervisor first, then all that it has started."""
+        try:
+            who = json.loads(self.dir.supervisor.read_text())
+            if processes.alive(who["pid"], who["start"]):
+                kill_and_await(who["pid"])
+            while left := processes.with_nonce(self.nonce):
+                for process in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+        except (FileNotFoundError, IndexError):
+            return
+
     def troubles(self) -> str:
         """Everything that tells why a test failed."""
         texts = ["", *(json.dumps(entry) for entry in self.entries)]
@@ -169,7 +187,9 @@ def plan_run(
     left_out = tuple(CHECKS) if skip is None else skip
     plan = Plan.of(config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
     write_plan(run_dir.plan, plan)
-    return Run(run_dir, plan, workdir)
+    run = Run(run_dir, plan, workdir)
+    PLANNED.append(run)
+    return run
 
 
 def two_nodes(workdir: Path, *pythons: str) -> tuple[NodeConfig, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_rank_that_leaves_early_with_0_is_the_culprit(home: Path, tmp_path: Pa
 
 
 def test_a_missing_interpreter_is_named_with_its_node(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, os.sys.executable, "/no/such/python"))
+    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, "/no/such/python"))
     cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
     assert cause == "the interpreter /no/such/python is missing on right"
     assert run.record.exit_code == 127
@@ -98,6 +99,18 @@ def test_a_launcher_that_refuses_its_arguments_is_quoted(home: Path, tmp_path: P
     record = run.ended()
     assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
     assert record.cause is not None and "The ring backend requires IPs" in record.cause
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_appears_is_named(home: Path, tmp_path: Path) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o700)
+    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, str(sleeper)))
+    # Rank 0 gives up on its peer before the limit; its end is the consequence of rank 1's.
+    record = run.ended(within_s=90.0)
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    assert (record.rank, record.host) == (1, "right")
 
 
 @pytest.mark.parametrize("fault", ["import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]"])

@@ -1,0 +1,75 @@
+"""The head's disk is full: training is not stopped, the gap is closed when there is room, the end is known."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.models import RunState
+from engine.runs.layout import LAUNCHER_SOURCE
+from tests.faults.flying import fly, ring
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None,
+    reason="mounts a small tmpfs, which takes root on Linux",
+)
+
+SIZE = 512 * 1024
+
+
+@pytest.fixture
+def small_disk(home: Path) -> Iterator[Path]:
+    """The runs' directory on a disk of half a MiB; the node's own files are elsewhere."""
+    runs = home / "runs"
+    runs.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(runs)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this container may not mount a tmpfs")
+    yield home
+    subprocess.run(["umount", "-l", str(runs)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Leave no byte of room there."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (65_536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return filler
+
+
+def test_the_run_goes_on_and_its_end_is_in_the_journal(small_disk: Path, tmp_path: Path) -> None:
+    run = fly(small_disk, tmp_path, script=ring())
+    run.await_output("step")
+    fill(run.dir.path.parent)
+    before = run.files.log(0).stat().st_size
+    run.wait(lambda: run.files.log(0).stat().st_size > before + 200)
+    run.finish()
+    run.wait(lambda: run.record.state.ended)
+    assert run.record.state is RunState.SUCCEEDED, run.troubles()
+
+
+def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path: Path) -> None:
+    run = fly(small_disk, tmp_path, script=ring("print('x' * 100)"))
+    run.await_output("step")
+    filler = fill(run.dir.path.parent)
+    before = run.files.log(0).stat().st_size
+    run.wait(lambda: run.files.log(0).stat().st_size > before + 20_000)
+    filler.unlink()
+    run.finish()
+    assert run.ended().state is RunState.SUCCEEDED
+    notes = [entry["message"] for entry in run.entries if entry["event"] == "note"]
+    assert any("rank0.log" in note for note in notes), notes
+    assert run.dir.log(LAUNCHER_SOURCE).exists()

@@ -1,0 +1,124 @@
+"""The stages of a stop, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.runs.plan_file import PlannedRank
+from engine.supervision.abort import UNCONFIRMED_S, Graces, Stage, Stop
+from engine.supervision.ranks import Ranks
+from engine.worker.processes import Process
+from engine.worker.wire import ExitRecord, NodeFiles, write_atomic
+
+GRACES = Graces(stop_s=2.5, save_s=30.0, term_s=0.8)
+NOBODY = 2**22 + 7
+"""A pid above Linux's highest: a signal to it reaches nobody."""
+
+
+class Ending:
+    """A stop of two ranks whose keepers are the test itself."""
+
+    def __init__(self, directory: Path, *, cooperative: bool = True, left: Sequence[Process] = ()) -> None:
+        self.files = NodeFiles(directory)
+        for rank in (0, 1):
+            os.mkfifo(self.files.control(rank))
+        self.ranks = Ranks(self.files, [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)])
+        self.left = list(left)
+        self.saving = False
+        self.stages: list[Stage] = []
+        self.now = 100.0
+        self.stop = Stop(
+            self.ranks,
+            None,
+            "nonce",
+            GRACES,
+            cooperative=cooperative,
+            on_stage=lambda stage, _left: self.stages.append(stage),
+            saving=lambda: self.saving,
+            list_processes=lambda _nonce: self.left,
+        )
+
+    def advance(self, seconds: float) -> list[Stage]:
+        """Let time pass in ticks; the stages so far."""
+        for _ in range(round(seconds * 10)):
+            self.stop.advance(self.now)
+            self.now += 0.1
+        return self.stages
+
+    def exit(self, *ranks: int) -> None:
+        for rank in ranks:
+            write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, 0, None, 0.0, 0))))
+        self.ranks.look(thorough=False)
+
+    def heard(self, rank: int) -> bytes:
+        fifo = os.open(self.files.control(rank), os.O_RDWR | os.O_NONBLOCK)
+        try:
+            return os.read(fifo, 4096)
+        except BlockingIOError:
+            return b""
+        finally:
+            os.close(fifo)
+
+
+def test_keepers_are_asked_once_and_proof_follows_the_last_record(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    assert ending.advance(1.0) == [Stage.STOP]
+    assert (ending.heard(0), ending.heard(1)) == (b"stop\n", b"stop\n")
+    ending.exit(0)
+    assert ending.advance(0.5) == [Stage.STOP]
+    ending.exit(1)
+    assert ending.advance(0.5) == [Stage.STOP, Stage.VERIFYING, Stage.STOPPED]
+    assert ending.stop.done
+
+
+def test_now_leaves_out_the_cooperative_stop(tmp_path: Path) -> None:
+    ending = Ending(tmp_path, cooperative=False)
+    assert ending.advance(0.1) == [Stage.TERM]
+    assert ending.heard(0) == b"end\n"
+
+
+def test_hurry_cuts_a_cooperative_stop_short(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.advance(0.5)
+    ending.stop.hurry()
+    assert ending.advance(0.1) == [Stage.STOP, Stage.TERM]
+
+
+def test_keepers_that_do_not_answer_are_killed_within_five_seconds(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    stages = ending.advance(4.5)
+    assert stages == [Stage.STOP, Stage.KILL, Stage.STOPPED]
+
+
+def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.saving = True
+    assert ending.advance(20.0) == [Stage.STOP]
+    ending.saving = False
+    assert ending.advance(5.0)[1] is Stage.KILL
+
+
+def test_saving_is_waited_for_within_its_own_grace_only(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.saving = True
+    assert ending.advance(32.0)[1] is Stage.KILL
+
+
+def test_what_outlives_every_kill_is_unconfirmed_and_named(tmp_path: Path) -> None:
+    ending = Ending(tmp_path, left=[Process(NOBODY, "stuck in the kernel")])
+    ending.exit(0, 1)
+    assert ending.advance(UNCONFIRMED_S - 1) == [Stage.VERIFYING]
+    assert ending.advance(2) == [Stage.VERIFYING, Stage.UNCONFIRMED]
+    assert ending.stop.left == [Process(NOBODY, "stuck in the kernel")]
+
+
+def test_nothing_is_stopped_while_something_is_left(tmp_path: Path) -> None:
+    ending = Ending(tmp_path, left=[Process(NOBODY, "slow")])
+    ending.exit(0, 1)
+    ending.advance(2.0)
+    ending.left.clear()
+    assert ending.advance(0.2) == [Stage.VERIFYING, Stage.STOPPED]
