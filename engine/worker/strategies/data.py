@@ -26,8 +26,6 @@ from ..reporting import Reporter, ReportWindow
 from ..sampler import Indices, Sampler, fixed_batches, share_counts, share_slice
 from .gradients import Gradients
 
-_PIECE = 4
-"""Validation batches between two looks at the stop request."""
 _CACHE_BYTES = 2**30
 
 
@@ -123,14 +121,11 @@ class DataParallel:
         self._model.eval()
         loss, tokens = 0.0, 0.0
         batches = fixed_batches(len(examples), self._job.batch_size, self._job.seed, limit)
-        for start in range(0, len(batches), _PIECE):
-            sums = [0.0, 0.0]
-            for indices in batches[start : start + _PIECE]:
-                mine = self._mine(indices)
-                if len(mine):
-                    batch = examples.batch(mine)
-                    sums[0] += self._gradients.loss(batch)
-                    sums[1] += batch.targets
+        for indices in batches:
+            mine = self._mine(indices)
+            batch = examples.batch(mine) if len(mine) else None
+            sums = [self._gradients.loss(batch), float(batch.targets)] if batch else [0.0, 0.0]
+            # A whole validation may take longer than a stop has time: the request is looked for in every batch.
             total = floats(self._collective.sum(mx.array([*sums, float(self._control.stop_asked)])))
             loss, tokens = loss + total[0], tokens + total[1]
             if total[2]:
@@ -221,7 +216,9 @@ class DataParallel:
                 self._reporter.report(self._job.iters, self._window.close(micro.iteration, self._updater.learning_rate))
 
     def _leave(self, outcome: Outcome) -> Outcome:
-        self._save(outcome.iteration, last=True)
+        # What was never trained must not replace what an earlier run has left.
+        if outcome.iteration > 0:
+            self._save(outcome.iteration, last=True)
         return outcome
 
     def _save(self, iteration: int, *, last: bool) -> None:
@@ -229,7 +226,7 @@ class DataParallel:
         self._reporter.phase("saving")
         if self._collective.rank == 0:
             # As in mlx-lm, the end of the training has no numbered file of its own.
-            numbered = not last or 0 < iteration < self._job.iters
+            numbered = not last or iteration < self._job.iters
             begun = time.perf_counter()
             where = str(self._job.adapter_path)
             self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=where)
