@@ -1,0 +1,116 @@
+"""The record of every run, one TinyDB table in `<home>/state.json`.
+
+Readers take no lock and change nothing: the file is replaced whole. A change is a short lock, read, change, atomic
+write. What cannot be read is set aside by the next writer, the copy before is used, and it is said.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+from tinydb import TinyDB
+from tinydb.middlewares import CachingMiddleware
+from tinydb.table import Document, Table
+
+from engine.errors import StateError
+from engine.models import RunRecord
+from engine.security.audit import audit_log
+from engine.security.home import make_home
+from engine.security.identifiers import shown
+from engine.store.atomic import AtomicStorage
+from engine.store.lock import WAIT_S, WriteLock
+
+_Answer = TypeVar("_Answer")
+
+
+class _Runs(Table):
+    """Run id → record."""
+
+    document_id_class = str  # type: ignore[assignment]
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Store:
+    """Cheap to construct: reads nothing and makes nothing until it is asked. Any number may be open at once."""
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        wait_s: float = WAIT_S,
+        clock: Callable[[], datetime] = _now,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`wait_s` is how long a writer waits for another one."""
+        self._home = home
+        self._path = home / "state.json"
+        self._lock = WriteLock(home / "state.lock", wait_s=wait_s, sleep=sleep)
+        self._clock = clock
+        self.notices: list[str] = []
+        """What was found damaged and what was done about it, one line each, for people. What is then missing, at least
+        the last change, is in the runs' journals: replay them and `rebuild`."""
+
+    def runs(self) -> list[RunRecord]:
+        """Every record, newest first; [] when nothing was ever stored. Raises StateError."""
+        found = self._transaction(lambda table: table.all())
+        records = [record for document in found if (record := self._record(document)) is not None]
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
+
+    def get_run(self, run_id: str) -> RunRecord | None:
+        """Raises StateError."""
+        found = self._transaction(lambda table: table.get(doc_id=cast(int, run_id)))
+        return None if found is None else self._record(found)
+
+    def put_run(self, record: RunRecord) -> None:
+        """Insert the record, or replace the one of its id; on the disk when this returns.
+
+        Raises StateError, naming the other writer's pid when that one does not come to an end, or why the disk refuses;
+        what was stored before is then still there.
+        """
+        self.rebuild([record])
+
+    def rebuild(self, records: Iterable[RunRecord]) -> None:
+        """Put them all in one change: what the journals say. Records of other runs stay. Raises StateError."""
+        documents = [Document(record.model_dump(mode="json"), doc_id=record.id) for record in records]  # type: ignore[arg-type]
+
+        def put(table: Table) -> None:
+            # TinyDB's own upsert merges: a field that is null again would keep its old value.
+            if known := [document.doc_id for document in documents if table.contains(doc_id=document.doc_id)]:
+                table.remove(doc_ids=known)
+            table.insert_multiple(documents)
+
+        make_home(self._home)
+        with self._lock:
+            told = len(self.notices)
+            try:
+                self._transaction(put)
+            except OSError as fault:
+                todo = "make room on its disk" if fault.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                why = fault.strerror or str(fault)
+                raise StateError("the state cannot be written", where=str(self._path), why=why, todo=todo) from fault
+        if self.notices[told:]:
+            audit_log("state", "damaged", {"notices": self.notices[told:]}, home=self._home)
+
+    def _transaction(self, action: Callable[[Table], _Answer]) -> _Answer:
+        """One read, and one write at the end when the action has changed something. Nothing is kept from one to the
+        next, neither TinyDB's cache of queries nor anything read: another process may write in between."""
+        storage = CachingMiddleware(AtomicStorage)  # type: ignore[no-untyped-call]
+        with TinyDB(self._path, self.notices.append, self._clock, storage=storage) as database:
+            return action(_Runs(database.storage, "runs", cache_size=0))
+
+    def _record(self, document: Mapping[str, Any]) -> RunRecord | None:
+        try:
+            return RunRecord.model_validate(document)
+        except ValidationError as fault:
+            why = shown(str(fault.errors()[0]["msg"]))
+            self.notices.append(f"{self._path}: the record of run {shown(document.get('id'))} is left out: {why}")
+            return None
