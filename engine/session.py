@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "RunWatch"]
 
 _POLL_S = 0.05
+_SUPERVISOR_STARTS = 3
+"""How often an abort gives a run another supervisor before it says that this does not help."""
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
 """What the head adds to mlx-lm's report dicts."""
 
@@ -188,7 +190,8 @@ class Engine:
 
     async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
         """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative
-        stop. Ends at once, with no progress, when the run has ended. Idempotent. Raises RunNotFound."""
+        stop. Ends at once, with no progress, when the run has ended. Idempotent. Raises RunNotFound, and LaunchError
+        when no supervisor can be kept alive for it."""
         from engine.security.audit import audit_log
         from engine.supervision import spawn
         from engine.supervision.requests import ABORT, place_request
@@ -203,8 +206,14 @@ class Engine:
         told = StopProgress("asked", datetime.now(UTC))
         yield told
         # Given up by nobody but the caller: a stop that cannot be proved is retried by the supervisor.
+        starts = 0
         while not snapshot.record.state.ended:
             if not snapshot.supervised:
+                starts += 1
+                if starts > _SUPERVISOR_STARTS:
+                    raise LaunchError(
+                        "no supervisor stays with the run", where=directory.id, todo=f"see {directory.supervisor_log}"
+                    )
                 # Another one may be faster than we are, and is as good.
                 with contextlib.suppress(LaunchError):
                     await asyncio.to_thread(spawn.start, directory, adopt=True)

@@ -160,7 +160,7 @@ class FlightDeckApp(App[int]):
     def on_snapshot_taken(self, message: SnapshotTaken) -> None:
         self._latest = message
         if message.run == self._shown and not self.state.frozen:
-            self.change(snapshot=message.snapshot, has_log=True, now=self.clock())
+            self.change(snapshot=message.snapshot, now=self.clock())
 
     def on_runs_read(self, message: RunsRead) -> None:
         if not self.state.frozen:
@@ -190,10 +190,16 @@ class FlightDeckApp(App[int]):
 
     def open_run(self, run: str) -> None:
         """Show a run on the dashboard, and follow it while it goes on."""
-        self._shown = run
-        self.change(snapshot=None, has_log=False)
-        self.bridge.follow(run)
-        self.deck.logs.open(run)
+        assert self.engine is not None
+        try:
+            run_dir = self.engine.find(run)
+        except Exception as error:  # RunNotFound, or a store that cannot be read: said, and the plan stays
+            self.say(str(error), severity="error")
+            return
+        self._shown = run_dir.id
+        self.change(snapshot=None, has_log=True, searching=False)
+        self.bridge.follow(run_dir.id)
+        self.deck.logs.open(run_dir)
         if self.deck.state.view != "run":
             self.deck.go("dashboard")
 
@@ -202,7 +208,7 @@ class FlightDeckApp(App[int]):
         self._shown = None
         self.bridge.follow(None)
         self.deck.logs.open(None)
-        self.change(snapshot=None, has_log=False)
+        self.change(snapshot=None, has_log=False, searching=False)
 
     # Actions
 

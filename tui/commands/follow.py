@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from engine.errors import LaunchError
 from engine.events import RunSnapshot
 from engine.models import CheckResult, CheckStatus, RunRecord, RunState
 from engine.session import Engine
@@ -13,8 +14,9 @@ from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, plural, rate
 
 POLL_S = 0.1
-ORPHAN_PATIENCE_S = 5.0
+ORPHAN_PATIENCE_S = 2.0
 """How long a run may be without a supervisor before we start one that adopts it."""
+RESCUES = 3
 
 
 def until_ended(snapshot: RunSnapshot) -> bool:
@@ -37,7 +39,7 @@ class Follower:
         self._trained_to = -1
         self._validated: set[int] = set()
         self._marked: set[tuple[int, str]] = set()
-        self._alone_since: float | None = None
+        self._rescue = Rescue(engine, run, lines)
 
     def follow(self, done: Callable[[RunSnapshot], bool]) -> RunSnapshot:
         """Print what happens until `done` says so, and give the last snapshot."""
@@ -46,7 +48,7 @@ class Follower:
             self._tell(snapshot)
             if done(snapshot):
                 return snapshot
-            self._look_after(snapshot)
+            self._rescue.look(snapshot)
             time.sleep(POLL_S)
 
     def _tell(self, snapshot: RunSnapshot) -> None:
@@ -89,16 +91,31 @@ class Follower:
         for iteration, _, text in sorted(events):
             self._lines.say(f"iteration {iteration:>{width}}{total}   {text}")
 
-    def _look_after(self, snapshot: RunSnapshot) -> None:
-        """A run whose supervisor was killed is given another one."""
-        if snapshot.supervised:
+
+class Rescue:
+    """Gives a run whose supervisor was killed another one, a few times at most."""
+
+    def __init__(self, engine: Engine, run: str, lines: Lines) -> None:
+        self._engine = engine
+        self._run = run
+        self._lines = lines
+        self._alone_since: float | None = None
+        self._tries = 0
+
+    def look(self, snapshot: RunSnapshot) -> None:
+        """Raises LaunchError when no supervisor stays."""
+        if snapshot.supervised or snapshot.record.state.ended:
             self._alone_since = None
             return
         now = time.monotonic()
         if self._alone_since is None:
             self._alone_since = now
         elif now - self._alone_since > ORPHAN_PATIENCE_S:
-            self._alone_since = now
+            self._alone_since = None
+            self._tries += 1
+            if self._tries > RESCUES:
+                log = self._engine.find(self._run).supervisor_log
+                raise LaunchError("no supervisor stays with the run", where=self._run, todo=f"see {log}")
             self._lines.say("the run's supervisor is gone: starting another one that takes it over")
             self._engine.adopt_orphans()
 

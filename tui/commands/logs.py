@@ -13,7 +13,8 @@ from engine.errors import InputError
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.log_reader import LogLine, LogReader
 from engine.session import Engine, RunWatch
-from tui.commands.terminal import print_json
+from tui.commands.follow import Rescue
+from tui.commands.terminal import Lines, print_json
 
 OK = 0
 _POLL_S = 0.1
@@ -29,14 +30,15 @@ def logs(options: argparse.Namespace, engine: Engine) -> int:
     ranks = watch.poll().record.world_size
     if options.rank is not None and options.rank >= ranks:
         raise InputError(f"no rank {options.rank}", where=directory.id, why=f"it has ranks 0 to {ranks - 1}")
+    rescue = Rescue(engine, directory.id, Lines(sys.stderr))
     if options.raw:
         if source is None:
             raise InputError("--raw needs --rank or --launcher", why="the ranks' bytes are files of their own")
         if options.json or options.lines is not None:
             raise InputError("--raw gives the whole file", todo="leave out --json and --lines")
-        _copy(directory, source, watch, sys.stdout.buffer, follow=options.follow)
+        _copy(directory, source, watch, rescue, sys.stdout.buffer, follow=options.follow)
         return OK
-    lines = LogFollower(directory, source, watch).lines(last=options.lines, follow=options.follow)
+    lines = LogFollower(directory, source, watch, rescue).lines(last=options.lines, follow=options.follow)
     if options.json:
         if options.follow:
             raise InputError("--json is one document", todo="leave out --follow")
@@ -51,9 +53,10 @@ def logs(options: argparse.Namespace, engine: Engine) -> int:
 class LogFollower:
     """The lines of a run in order of arrival, each once: what was given out is remembered by byte offset."""
 
-    def __init__(self, directory: RunDir, source: int | None, watch: RunWatch) -> None:
+    def __init__(self, directory: RunDir, source: int | None, watch: RunWatch, rescue: Rescue) -> None:
         self._reader = LogReader(directory, source)
         self._watch = watch
+        self._rescue = rescue
         self._given: dict[int, int] = {}
         """Source → offset of its last line that was given out."""
         self._partial: list[int] = []
@@ -67,7 +70,7 @@ class LogFollower:
             self._next = max(0, self._reader.line_count - last)
         while True:
             # Asked before reading: what a run that has ended left is all there by then.
-            ended = not follow or self._watch.poll().record.state.ended
+            ended = not follow or self._ended()
             if self._reader.refresh():
                 # Numbers begin anew; offsets do not.
                 self._next, self._partial = 0, []
@@ -75,6 +78,11 @@ class LogFollower:
             if ended:
                 return
             time.sleep(_POLL_S)
+
+    def _ended(self) -> bool:
+        snapshot = self._watch.poll()
+        self._rescue.look(snapshot)
+        return snapshot.record.state.ended
 
     def _fresh(self, *, whole: bool) -> Iterator[LogLine]:
         """What has come; `whole` gives out lines without an end too."""
@@ -108,11 +116,14 @@ def _document(line: LogLine) -> dict[str, object]:
     return {"rank": rank, "at": datetime.fromtimestamp(line.at, UTC).isoformat(), "text": line.text}
 
 
-def _copy(directory: RunDir, source: int, watch: RunWatch, out: BinaryIO, *, follow: bool) -> None:
+def _copy(directory: RunDir, source: int, watch: RunWatch, rescue: Rescue, out: BinaryIO, *, follow: bool) -> None:
     """The bytes of one log file as they are, by offset."""
     offset = 0
     while True:
-        ended = not follow or watch.poll().record.state.ended
+        snapshot = watch.poll()
+        ended = not follow or snapshot.record.state.ended
+        if not ended:
+            rescue.look(snapshot)
         path = directory.log(source)
         if path.exists():
             with path.open("rb") as file:

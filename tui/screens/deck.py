@@ -18,6 +18,7 @@ from tui.state import VIEWS, DeckState
 from tui.widgets.checks_pane import ChecksPane
 from tui.widgets.history_pane import HistoryPane
 from tui.widgets.key_bar import KeyBar
+from tui.widgets.log_view import LogView
 from tui.widgets.logs_pane import LogsPane
 from tui.widgets.nodes_pane import NodesPane
 from tui.widgets.pane import Pane
@@ -167,6 +168,7 @@ class DeckScreen(Screen[None]):
     def do(self, action: Action) -> bool:
         """Do what is a matter of this screen; False when it is not."""
         if action.group == "logs":
+            self.focus_pane("logs")
             self.logs.do(action.id)
             return True
         done = getattr(self, f"do_{action.id}", None)
@@ -174,6 +176,10 @@ class DeckScreen(Screen[None]):
             return False
         done()
         return True
+
+    def on_log_view_changed(self, event: LogView.Changed) -> None:
+        self.deck.change(searching=event.state.search is not None)
+        self.logs.show(self.state)
 
     def _toggle_view(self, view: str) -> None:
         again = self.state.view == view and self.maximised_pane is None and not self.narrow
@@ -261,7 +267,7 @@ class DeckScreen(Screen[None]):
 
     def do_back(self) -> None:
         """One step back: the log's own bars, the maximised pane, the view, the shown run that has ended."""
-        if self.logs.back():
+        if self.state.pane == "logs" and self.logs.back():
             return
         if self.maximised_pane is not None:
             self.do_maximise()

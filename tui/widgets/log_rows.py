@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rich.cells import chop_cells
+from rich.cells import get_character_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
@@ -44,15 +44,36 @@ def rows_of(line: LogLine, position: int, width: int, *, wrap: bool, left: int =
     """A line's rows of `width` cells: all of them when wrapped, else the one that begins at character `left`."""
     if not wrap:
         return [Row(position, 0, left, line.text[left : left + width * _SLACK], line)]
-    text = line.text
-    if len(text) * 2 <= width or (text.isascii() and len(text) <= width):
-        return [Row(position, 0, 0, text, line)]
-    pieces = [text[at : at + width] for at in range(0, len(text), width)] if text.isascii() else chop_cells(text, width)
-    rows, start = [], 0
-    for part, piece in enumerate(pieces):
-        rows.append(Row(position, part, start, piece, line))
-        start += len(piece)
+    rows = []
+    start = 0
+    for part, end in enumerate(_ends(line.text, width)):
+        rows.append(Row(position, part, start, line.text[start:end], line))
+        start = end
     return rows
+
+
+def _ends(text: str, width: int) -> Iterator[int]:
+    """Where each of a text's rows ends; an empty text has one row."""
+    start = 0
+    while True:
+        end = min(start + width, len(text))
+        if not text[start:end].isascii():
+            cells, end = 0, start
+            while end < len(text) and (cells := cells + get_character_cell_size(text[end])) <= width:
+                end += 1
+            end = max(end, start + 1)
+        yield end
+        if end >= len(text):
+            return
+        start = end
+
+
+def height_of(line: LogLine, width: int, *, wrap: bool) -> int:
+    """How many rows `rows_of` has."""
+    text = line.text
+    if not wrap:
+        return 1
+    return max(1, -(-len(text) // width)) if text.isascii() else sum(1 for _ in _ends(text, width))
 
 
 def text_strip(row: Row, width: int, base: Style, marks: Sequence[Mark]) -> Strip:

@@ -16,7 +16,7 @@ from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.log_filter import LogFilter
 from engine.runs.log_pattern import ERRORS, LogPattern
 from engine.runs.log_reader import LogLine, LogReader
-from tui.widgets.log_rows import Row, rows_of
+from tui.widgets.log_rows import Row, height_of, rows_of
 from tui.widgets.log_scan import LogScan, Seek
 
 STEP_CHARACTERS: Final = 8
@@ -83,6 +83,8 @@ class LogWindow:
         self._left = 0
         self._seen = 0
         """Lines there were when the end was last shown."""
+        self._settled: tuple[object, ...] = ()
+        """What `rows` were worked out from."""
         self._frozen_at: int | None = None
         """Lines there were when the window was frozen."""
 
@@ -112,6 +114,7 @@ class LogWindow:
             self._top = (0 if top is None else self._same_place(top), self._top[1])
             self.current = None if current is None else self._same_line(current)
             self._seen = min(self._seen, self.line_count)
+            self._settled = ()
         self.sources = self._reader.sources()
         if self._scan is not None:
             self._scan.arrived()
@@ -187,7 +190,7 @@ class LogWindow:
         """Show only the lines that LogFilter's pattern keeps; None: all. Raises ValueError."""
         if self._scan is not None:
             self._scan.keep(text)
-            self.note = ""
+            self.note, self._settled = "", ()
             self.settle()
 
     # What is looked for
@@ -389,6 +392,11 @@ class LogWindow:
         """Work out the rows of the screen."""
         if self.width < 1 or self.height < 1:
             return
+        shape = (self.width, self.height, self.gutter_width, self.wrap, self._left, self.following, self._top)
+        settled = (*shape, self.shown_count, self.line_count if self.following else None)
+        if settled == self._settled and not any(row.line.partial for row in self.rows):
+            return
+        self._settled = settled
         end = self._end()
         place = end if self.following else min((self._position(self._top[0]), self._top[1]), end)
         self.rows = self._rows_from(*place, self.height)
@@ -408,7 +416,8 @@ class LogWindow:
         return 0, 0
 
     def _height_of(self, position: int) -> int:
-        return sum(len(self._rows_of(line, position)) for line in self.lines(position, position + 1))
+        lines = self.lines(position, position + 1)
+        return sum(height_of(line, self.text_width, wrap=self.wrap) for line in lines)
 
     def _rows_from(self, position: int, part: int, height: int) -> list[Row]:
         rows: list[Row] = []

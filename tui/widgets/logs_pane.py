@@ -1,45 +1,121 @@
-"""The logs: every rank's lines merged, or one rank's, over the run's files."""
+"""The logs: every rank's lines merged, or one rank's, over the run's files; with the bar for search and filter."""
 
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.widgets import Static
+from textual.widget import Widget
 
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from tui.state import DeckState
+from tui.widgets.filter_bar import FILTER, SEARCH, FilterBar
+from tui.widgets.log_view import LogState, LogView
 from tui.widgets.pane import Pane
 
 
-class LogsPane(Pane, can_focus=True):
-    """Frame and keys of the log view."""
+class LogsPane(Pane):
+    """Frame, title and keys of the log view."""
 
     NAME = "logs"
     HINTS = ("search", "filter", "next_rank", "follow")
 
     def compose(self) -> ComposeResult:
-        yield Static("no log yet", id="no-log", markup=False)
+        yield LogView(id="log")
+        yield FilterBar(id="ask")
+
+    @property
+    def view(self) -> LogView:
+        return self.query_one(LogView)
+
+    @property
+    def keys_go_to(self) -> Widget:
+        return self.view
 
     @property
     def full(self) -> bool:
         return False
 
+    def title(self, state: DeckState) -> str:
+        return title(self.view.state, state)
+
     def draw(self, state: DeckState) -> None:
-        pass
+        """The view draws itself."""
 
     def text(self) -> str:
-        return ""
+        return self.view.text()
 
-    def do(self, action: str) -> None:
-        """A log action of the table."""
+    def copy_text(self) -> str:
+        return self.view.copy_text()
+
+    def move(self, name: str) -> bool:
+        self.view.move(name)
+        return True
+
+    def open(self, run_dir: RunDir | None) -> None:
+        """Show the log of this run from now on."""
+        self.view.open(run_dir)
 
     def jump_to(self, source: int | None, offset: int) -> None:
         """Put the line at this byte offset of a source's log on the screen."""
-
-    def back(self) -> bool:
-        """Close the bar that is open; False when there is none."""
-        return False
-
-    def open(self, run: str | None) -> None:
-        """Show the log of this run from now on."""
+        self.view.jump_to(source, offset)
 
     def freeze(self, frozen: bool) -> None:
-        """Hold the view still."""
+        self.view.freeze(frozen)
+
+    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
+        self.view.focus()
+        if event.kind == SEARCH:
+            self.view.search(event.text)
+        else:
+            self.view.filter(event.text)
+
+    def do(self, action: str) -> None:
+        """A log action of the table."""
+        view, ask = self.view, self.query_one(FilterBar)
+        {
+            "search": lambda: ask.open(SEARCH, view.state.search or ""),
+            "filter": lambda: ask.open(FILTER, view.state.filter or ""),
+            "next_match": view.next_match,
+            "previous_match": view.previous_match,
+            "follow": lambda: view.follow(not view.state.following),
+            "next_error": view.next_error,
+            "previous_error": view.previous_error,
+            "previous_rank": lambda: view.next_source(-1),
+            "next_rank": view.next_source,
+            "all_ranks": lambda: view.set_source(None),
+            "wrap": view.toggle_wrap,
+            "timestamps": view.toggle_timestamps,
+        }[action]()
+
+    def back(self) -> bool:
+        """Close the prompt, end the search, end the filter: one of them; False when there is none."""
+        ask = self.query_one(FilterBar)
+        if ask.is_open:
+            ask.close()
+            self.view.focus()
+        elif self.view.state.search is not None:
+            self.view.search("")
+        elif self.view.state.filter is not None:
+            self.view.filter("")
+        else:
+            return False
+        return True
+
+
+def title(log: LogState, state: DeckState) -> str:
+    """Whose log, whether it follows, what has come since, and what is looked for."""
+    whose = {None: "all ranks", LAUNCHER_SOURCE: "launcher"}.get(log.source, f"rank {log.source}")
+    parts = ["logs", whose]
+    if log.frozen:
+        parts.append("FROZEN")
+    elif log.following:
+        parts.append("TAIL")
+    if log.new_lines:
+        parts.append(f"+{log.new_lines:,} line{'s' if log.new_lines != 1 else ''}")
+    if log.filter is not None:
+        parts.append(f"filter {log.filter!r} {log.shown:,} of {log.lines:,}")
+    if log.search is not None:
+        dots = "" if log.counted else ".."
+        parts.append(f"{log.match or 0:,}/{log.matches:,}{dots} {log.search!r}")
+    if log.note:
+        parts.append(log.note)
+    return state.glyphs.separator.join(parts)

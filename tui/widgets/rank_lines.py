@@ -88,13 +88,15 @@ def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
 
 
-def figures(state: DeckState, snapshot: RunSnapshot) -> Content:
+def figures(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
     record, none = snapshot.record, state.glyphs.none
     parts = [
         ("val", loss(record.val_loss) if record.val_loss is not None else none),
         ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
         ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
-        ("predicted", f"{none} (not measured)"),
+        ("predicted", "not measured"),
     ]
+    while sum(len(label) + len(value) + 4 for label, value in parts) > width + 3:
+        parts.pop(-2 if len(parts) > 1 else -1)
     return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts])

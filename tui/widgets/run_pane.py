@@ -62,7 +62,7 @@ class RunPane(Pane, can_focus=True):
         whole = tall or not has_loss
         ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
         self._put("#ranks", ranks)
-        self._put("#figures", [figures(state, snapshot)])
+        self._put("#figures", [figures(state, snapshot, self.room)])
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         static = self.query_one(selector, Static)
@@ -76,7 +76,7 @@ class RunPane(Pane, can_focus=True):
         lines = [
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_story.end(state, snapshot, self.room),
-            figures(state, snapshot),
+            figures(state, snapshot, 200),
             *table(state, snapshot, 200, headed=True),
             Content("iteration  train loss"),
             *(Content(f"{iteration:>9}  {loss:.6f}") for iteration, loss in snapshot.series.train),

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.runs.journal import Journal
-from engine.runs.layout import RunDir
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan, write_plan
 from engine.worker.processes import boot_id, start_time
 
@@ -75,7 +75,10 @@ class MadeRun:
         return self
 
     def attempt(self, number: int = 1) -> MadeRun:
-        self.journal.append("attempt", attempt=number, starting_port=20000, log_bases={}, event_bases={})
+        ranks = [str(rank.rank) for rank in self.plan.ranks]
+        logs = dict.fromkeys([*ranks, str(LAUNCHER_SOURCE)], 0)
+        bases = {"log_bases": logs, "event_bases": dict.fromkeys(ranks, 0)}
+        self.journal.append("attempt", attempt=number, starting_port=20000, **bases)
         return self
 
     def metrics(self, rows: Iterable[dict[str, Any]]) -> MadeRun:
