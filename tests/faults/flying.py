@@ -182,13 +182,27 @@ def plan_run(
         preflight=PreflightConfig(all_sum_s=0.3),
         recovery=recovery,
     )
+    return plan_config(home, config, workdir=workdir, skip=skip)
+
+
+def plan_config(
+    home: Path, config: FlightConfig, *, workdir: Path | None = None, skip: tuple[str, ...] | None = None
+) -> Run:
+    """A run's directory with the plan of `config`, without preflight unless `skip` says else."""
     run_dir = RunDir(home / "runs" / f"r{uuid.uuid4().hex[:8]}")
     run_dir.path.mkdir(mode=0o700, parents=True)
     left_out = tuple(CHECKS) if skip is None else skip
     plan = Plan.of(config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
     write_plan(run_dir.plan, plan)
-    run = Run(run_dir, plan, workdir)
+    run = Run(run_dir, plan, workdir or Path(config.nodes[0].workdir))
     PLANNED.append(run)
+    return run
+
+
+def fly_config(home: Path, config: FlightConfig, *, skip: tuple[str, ...] | None = None) -> Run:
+    """A run of `config` that has been started."""
+    run = plan_config(home, config, skip=skip)
+    spawn.start(run.dir)
     return run
 
 

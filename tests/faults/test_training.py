@@ -1,0 +1,116 @@
+"""Our own trainer under the supervisor: metrics once each, cooperative stops, and failures by their own name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.models import FlightConfig, RecoveryConfig
+from engine.demo import demo_config
+from engine.models import Reason, RunState
+from engine.supervision.adopt import adopt_orphans
+from tests.faults.flying import Run, fly_config, kill_and_await
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> FlightConfig:
+    """The demo on two ranks with small batches; its model and data are made once."""
+    config = demo_config(tmp_path_factory.mktemp("demo"), ranks=2, iters=8)
+    return with_keys(config, batch_size=2, max_seq_length=64).model_copy(update={"recovery": RecoveryConfig()})
+
+
+def with_keys(config: FlightConfig, **keys: Any) -> FlightConfig:
+    job = config.job.model_copy(update={"mlx_lm": {**config.job.mlx_lm, **keys}})
+    return config.model_copy(update={"job": job})
+
+
+def trained(run: Run) -> list[int]:
+    """The iterations that metrics.jsonl has a training loss of, in its order."""
+    if not run.dir.metrics.exists():
+        return []
+    rows = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+    return [row["iteration"] for row in rows if row["kind"] == "train"]
+
+
+def await_iteration(run: Run, iteration: int) -> None:
+    run.wait(lambda: iteration in trained(run))
+
+
+def test_a_training_succeeds_and_its_figures_are_in_the_record(home: Path, demo: FlightConfig) -> None:
+    run = fly_config(home, demo)
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.SUCCEEDED, Reason.COMPLETED), run.troubles()
+    assert (record.iteration, record.iterations, record.world_size) == (8, 8, 2)
+    assert trained(run) == list(range(1, 9))
+    last = json.loads(run.dir.metrics.read_text().splitlines()[-1])
+    assert record.train_loss == last.get("train_loss", record.train_loss)
+    assert record.train_loss is not None and math.isfinite(record.train_loss)
+    assert record.val_loss is not None and record.tokens_per_second is not None
+
+
+def test_a_supervisor_killed_in_training_doubles_no_metric(home: Path, demo: FlightConfig) -> None:
+    run = fly_config(home, with_keys(demo, iters=40))
+    for iteration in (3, 10):
+        await_iteration(run, iteration)
+        kill_and_await(run.supervisor)
+        assert adopt_orphans(home) == [run.dir.id]
+    assert run.ended().state is RunState.SUCCEEDED, run.troubles()
+    assert trained(run) == list(range(1, 41))
+
+
+def test_an_abort_is_cooperative_and_all_ranks_leave_at_the_same_step(home: Path, demo: FlightConfig) -> None:
+    run = fly_config(home, with_keys(demo, iters=5000))
+    await_iteration(run, 3)
+    assert run.abort() < 5.0
+    record = run.record
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, [])
+    ends = [
+        next(json.loads(line) for line in run.dir.events(rank).read_text().splitlines() if '"event": "end"' in line)
+        for rank in (0, 1)
+    ]
+    assert ends[0]["stopped"] is ends[1]["stopped"] is True
+    assert ends[0]["iteration"] == ends[1]["iteration"]
+
+
+def test_a_killed_trainer_is_the_cause_and_its_peer_is_not(home: Path, demo: FlightConfig) -> None:
+    run = fly_config(home, with_keys(demo, iters=5000))
+    await_iteration(run, 2)
+    os.kill(run.identity(0).trainer_pid, signal.SIGKILL)
+    record = run.ended()
+    assert (record.state, record.reason, record.rank, record.host) == (
+        RunState.FAILED,
+        Reason.RANK_KILLED,
+        0,
+        "node0",
+    ), run.troubles()
+    assert record.signal == signal.SIGKILL
+
+
+def test_divergence_is_told_by_its_name(home: Path, demo: FlightConfig) -> None:
+    run = fly_config(home, with_keys(demo, iters=200, learning_rate=1e30, val_batches=0))
+    record = run.ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.DIVERGED), run.troubles()
+
+
+def test_data_that_is_missing_is_the_trainers_own_line(home: Path, demo: FlightConfig, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    job = demo.job.model_copy(update={"data": str(empty)})
+    record = fly_config(home, demo.model_copy(update={"job": job})).ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.RANK_FAILED)
+    assert record.cause is not None and "train.jsonl is missing" in record.cause
+
+
+def test_preflight_blocks_and_names_rank_node_and_check(home: Path, demo: FlightConfig) -> None:
+    nodes = (demo.nodes[0], demo.nodes[1].model_copy(update={"python": "/no/such/python"}))
+    run = fly_config(home, demo.model_copy(update={"nodes": nodes}), skip=())
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.PREFLIGHT_FAILED, 0)
+    assert (record.rank, record.host) == (1, "node1")
+    assert record.cause is not None and "/no/such/python" in record.cause
