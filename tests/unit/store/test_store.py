@@ -1,0 +1,309 @@
+"""What is acknowledged is there afterwards, whatever happens to the file or to a writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import StateError
+from engine.models import RunState
+from engine.store.atomic import Unreadable, decode, encode
+from engine.store.lock import WriteLock
+from engine.store.store import Store
+from tests.unit.store.records import record
+
+
+def ids(store: Store) -> list[str]:
+    return sorted(run.id for run in store.runs())
+
+
+def test_an_empty_home_has_no_runs_and_reading_makes_nothing(home: Path) -> None:
+    store = Store(home)
+    assert store.runs() == []
+    assert store.get_run("run-00001") is None
+    assert store.notices == []
+    assert not home.exists()
+
+
+def test_a_record_comes_back_as_it_was_and_a_second_put_replaces_it(home: Path) -> None:
+    whole = record(1, cause="rank 1 was killed", host="node1", train_loss=1.25, unconfirmed=["node1"], exit_code=3)
+    Store(home).put_run(record(1, state=RunState.RUNNING, train_loss=4.5, iteration=3))
+    Store(home).put_run(whole)
+    assert Store(home).runs() == [whole]
+    assert Store(home).get_run("run-00001") == whole
+
+
+def test_runs_are_newest_first(home: Path) -> None:
+    store = Store(home)
+    for number in (2, 3, 1):
+        store.put_run(record(number))
+    assert [run.id for run in store.runs()] == ["run-00003", "run-00002", "run-00001"]
+
+
+def test_the_file_is_private_and_one_json_document(home: Path) -> None:
+    Store(home).put_run(record(1))
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert (home / "state.json").stat().st_mode & 0o777 == 0o600
+    assert "run-00001" in json.loads((home / "state.json").read_text())["body"]["runs"]
+
+
+def test_a_loss_that_is_not_finite_is_no_loss(home: Path) -> None:
+    Store(home).put_run(record(1, train_loss=math.nan))
+    (found,) = Store(home).runs()
+    assert found.train_loss is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: content.replace(b"succeeded", b"sacceeded", 1),
+        lambda content: b"\0" * len(content),
+        lambda content: content + b"x",
+        lambda content: b"\xff\xfe",
+        lambda content: b'{"runs": {}}',
+    ],
+    ids=["empty", "truncated", "torn by one byte", "altered", "zeroed", "extended", "not text", "of no known form"],
+)
+class TestDamaged:
+    def test_the_copy_before_is_loaded_it_is_said_and_the_damaged_file_kept(
+        self, home: Path, damage: Callable[[bytes], bytes]
+    ) -> None:
+        for number in (1, 2, 3):
+            Store(home).put_run(record(number))
+        path = home / "state.json"
+        damaged = damage(path.read_bytes())
+        path.write_bytes(damaged)
+
+        reader = Store(home)
+        assert ids(reader) == ["run-00001", "run-00002"]
+        assert "unreadable" in str(reader.notices[0])
+        assert "the copy before the last change was loaded" in str(reader.notices[1])
+
+        writer = Store(home)
+        writer.put_run(record(4))
+        assert ids(Store(home)) == ["run-00001", "run-00002", "run-00004"]
+        (kept,) = home.glob("state.json.corrupt-*")
+        assert kept.read_bytes() == damaged
+        assert kept.name in str(writer.notices[-1])
+        later = Store(home)
+        later.runs()
+        assert later.notices == []
+
+    def test_with_both_lost_it_is_said_and_the_runs_can_be_put_back(
+        self, home: Path, damage: Callable[[bytes], bytes]
+    ) -> None:
+        for number in (1, 2, 3):
+            Store(home).put_run(record(number))
+        for name in ("state.json", "state.json.previous"):
+            (home / name).write_bytes(damage((home / name).read_bytes()))
+        store = Store(home)
+        assert store.runs() == []
+        assert "lost" in str(store.notices[-1])
+        store.rebuild([record(1), record(2)])
+        store.rebuild([record(2, state=RunState.FAILED), record(3)])
+        assert ids(Store(home)) == ["run-00001", "run-00002", "run-00003"]
+        assert Store(home).get_run("run-00002") == record(2, state=RunState.FAILED)
+        assert len(list(home.glob("*.corrupt-*"))) == 2
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_single_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
+    content = encode({"runs": {"a": {"loss": 1.25}}})
+    at = data.draw(st.integers(0, len(content) - 1))
+    altered = bytearray(content)
+    altered[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises((Unreadable, StateError)):
+        decode(bytes(altered))
+
+
+def test_a_newer_schema_is_refused_and_left_alone(home: Path) -> None:
+    Store(home).put_run(record(1))
+    path = home / "state.json"
+    newer = path.read_bytes().replace(b'"schema": 1', b'"schema": 2', 1)
+    path.write_bytes(newer)
+    with pytest.raises(StateError, match="newer flightdeck"):
+        Store(home).runs()
+    with pytest.raises(StateError, match=r"state\.json"):
+        Store(home).put_run(record(2))
+    assert path.read_bytes() == newer
+
+
+def test_a_record_that_makes_no_sense_is_left_out_and_named(home: Path) -> None:
+    Store(home).put_run(record(1))
+    content = decode((home / "state.json").read_bytes())
+    content["runs"]["odd"] = {"id": "odd", "state": "flying"}
+    (home / "state.json").write_bytes(encode(content))
+    store = Store(home)
+    assert ids(store) == ["run-00001"]
+    assert "odd" in str(store.notices[0])
+
+
+def test_a_second_writer_waits_for_the_first(home: Path) -> None:
+    home.mkdir()
+    waiting = threading.Event()
+
+    def sleep(_: float) -> None:
+        waiting.set()
+
+    with WriteLock(home / "state.lock"):
+        second = threading.Thread(target=lambda: Store(home, wait_s=60, sleep=sleep).put_run(record(2)))
+        second.start()
+        assert waiting.wait(30)
+    second.join(30)
+    assert ids(Store(home)) == ["run-00002"]
+
+
+def test_a_writer_that_may_not_wait_is_told_who_holds_the_state_and_readers_are_not_held_up(home: Path) -> None:
+    Store(home).put_run(record(1))
+    with WriteLock(home / "state.lock"):
+        with pytest.raises(StateError, match=f"pid {os.getpid()} "):
+            Store(home, wait_s=0).put_run(record(2))
+        assert ids(Store(home)) == ["run-00001"]
+
+
+def test_four_writing_processes_lose_nothing(home: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from engine.store.store import Store\n"
+        "from tests.unit.store.records import record\n"
+        "first = int(sys.argv[2])\n"
+        "for number in range(first, first + 15): Store(Path(sys.argv[1]), wait_s=60).put_run(record(number))\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(home), str(100 * who)]) for who in range(4)]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert ids(Store(home)) == [f"run-{100 * who + number:05d}" for who in range(4) for number in range(15)]
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def small_disk(self, tmp_path: Path) -> Path:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        if sys.platform != "linux" or os.geteuid() != 0:
+            pytest.skip("a full disk needs root and a tmpfs to mount")
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, check=False
+        )
+        if mounted.returncode != 0:
+            pytest.skip("a full disk needs a tmpfs, which may not be mounted here")
+        return disk
+
+    def test_it_loses_nothing_says_so_and_goes_on_when_there_is_room(self, small_disk: Path) -> None:
+        try:
+            store = Store(small_disk)
+            store.put_run(record(1))
+            store.put_run(record(2))
+            filler = small_disk / "filler"
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(b"x" * 512)
+            with pytest.raises(StateError, match="make room"):
+                store.put_run(record(3))
+            assert ids(Store(small_disk)) == ["run-00001", "run-00002"]
+            assert store.notices == []
+            assert list(small_disk.glob(".state*")) == []
+            filler.unlink()
+            store.put_run(record(3))
+            assert ids(Store(small_disk)) == ["run-00001", "run-00002", "run-00003"]
+        finally:
+            subprocess.run(["umount", str(small_disk)], check=True)
+
+
+KILLED = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from engine.store.store import Store\n"
+    "from tests.unit.store.records import record\n"
+    "store = Store(Path(sys.argv[1]))\n"
+    "number = int(sys.argv[2])\n"
+    "while True:\n"
+    "    store.put_run(record(number))\n"
+    "    print(number, flush=True)\n"
+    "    number += 1\n"
+)
+
+
+def kill_writers(home: Path, times: int) -> None:
+    """Kill -9 a writer at random moments; what it has said to be written must be there each time."""
+    dice = random.Random(20260121)
+    acknowledged = 0
+    for _ in range(times):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(home), str(acknowledged + 1)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        # Blocked until it writes for the first time, so that the kill falls among its writes and not its imports.
+        said = [writer.stdout.readline()]
+        threading.Event().wait(dice.uniform(0, 0.04))
+        writer.kill()
+        said += writer.stdout.readlines()
+        writer.stdout.close()
+        writer.wait()
+        acknowledged = int(said[-1])
+        reader = Store(home)
+        found = ids(reader)
+        assert reader.notices == []
+        assert found[:acknowledged] == [f"run-{number:05d}" for number in range(1, acknowledged + 1)]
+        # One more may have been written without being said.
+        assert len(found) <= acknowledged + 1
+        acknowledged = len(found)
+    Store(home).put_run(record(acknowledged + 1))
+    assert sorted(path.name for path in home.iterdir()) == ["state.json", "state.json.previous", "state.lock"]
+
+
+def test_a_killed_writer_loses_nothing(home: Path) -> None:
+    kill_writers(home, 8)
+
+
+@pytest.mark.slow
+def test_a_writer_killed_a_hundred_times_loses_nothing(home: Path) -> None:
+    kill_writers(home, 100)
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "replace", "write"])
+def test_a_kill_between_any_two_steps_of_a_write_leaves_the_old_state_or_the_new(home: Path, call: str) -> None:
+    """Each system call of the write is in turn the last that the writer lives to make."""
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from engine.store.store import Store\n"
+        "from tests.unit.store.records import record\n"
+        "left = int(sys.argv[3])\n"
+        "def dying(real):\n"
+        "    def call(*args, **kwargs):\n"
+        "        global left\n"
+        "        done = real(*args, **kwargs)\n"
+        "        left -= 1\n"
+        "        if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return done\n"
+        "    return call\n"
+        "name = sys.argv[2]\n"
+        "setattr(os, name, dying(getattr(os, name)))\n"
+        "Store(Path(sys.argv[1])).put_run(record(3))\n"
+    )
+    Store(home).put_run(record(1))
+    Store(home).put_run(record(2))
+    deaths = 0
+    for nth in (1, 2, 3):
+        done = subprocess.run([sys.executable, "-c", program, str(home), call, str(nth)], check=False)
+        deaths += done.returncode == -9
+        reader = Store(home)
+        assert ids(reader) in (["run-00001", "run-00002"], ["run-00001", "run-00002", "run-00003"])
+        assert reader.notices == []
+    assert deaths
