@@ -380,7 +380,7 @@ async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunL
             app.view.toggle_wrap()
         seen = []
         app.view.move("top")
-        for _ in range(40):
+        for _ in range(12):
             await pilot.pause()
             for y in range(app.view.size.height):
                 strip = app.view.render_line(y)
