@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from typing import Any
 from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure, run_checks
+from engine.runs.diagnosis import explain
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
 from engine.security.audit import audit_log
+from engine.security.sanitise import sanitise
 from engine.store.store import Store
 from engine.supervision import lock
 from engine.supervision.attempt import Attempt, intend, launch
-from engine.supervision.culprit import Verdict, judge
+from engine.supervision.culprit import Evidence, Verdict, judge
 from engine.supervision.flight import TICK_S, Flight
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.logbook import Logbook
@@ -190,7 +192,7 @@ class Supervisor:
         evidence = await flight.watch(self._asked_to_stop)
         self._figures = flight.intake.latest
         self._unconfirmed = flight.unconfirmed
-        return judge(evidence)
+        return _with_fix(judge(evidence), evidence)
 
     def _asked_to_stop(self) -> Request | None:
         for request in take_requests(self._run_dir):
@@ -205,6 +207,17 @@ class Supervisor:
     def _end(self, verdict: Verdict) -> None:
         fields = {key: value for key, value in asdict(verdict).items() if key != "state" and value is not None}
         self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
+
+
+def _with_fix(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """The verdict with what is known to mend its cause, from the last words of the rank that it names."""
+    if verdict.state is not RunState.FAILED or verdict.fix is not None:
+        return verdict
+    blamed = [rank for rank in evidence.ranks if rank.rank == verdict.rank]
+    words = [word for rank in blamed for word in (rank.tail, rank.keeper_tail)] or [evidence.launcher_tail]
+    lines = [sanitise(line.encode(errors="replace")) for text in words for line in text.splitlines()]
+    explained = explain(lines)
+    return verdict if explained is None else replace(verdict, fix=explained[1])
 
 
 def _home(run_dir: RunDir) -> Path:

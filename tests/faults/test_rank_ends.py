@@ -64,6 +64,7 @@ def test_a_missing_interpreter_is_named_with_its_node(home: Path, tmp_path: Path
     run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, "/no/such/python"))
     cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
     assert cause == "the interpreter /no/such/python is missing on right"
+    assert run.record.fix is not None and "absolute path" in run.record.fix
     assert run.record.exit_code == 127
 
 
@@ -75,6 +76,7 @@ def test_a_busy_ring_port_is_named_with_its_holder(home: Path, tmp_path: Path) -
         run = fly(home, tmp_path, script=ring(), starting_port=first)
         cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
     assert cause.startswith(f"port {first + 1} is in use by pid {os.getpid()} (")
+    assert run.record.fix is not None
 
 
 def test_a_killed_keeper_ends_the_run_and_its_rank(home: Path, tmp_path: Path) -> None:
