@@ -20,6 +20,8 @@ from engine.worker.processes import with_nonce
 from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
 
 ITERATIONS = 8
+QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
+"""The two checks that take seconds have been flown with once, by `flown`."""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Don
 def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = running("demo", "--headless", "--iters", "100000")
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
     wait_for(process, "iteration")
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
@@ -129,7 +131,7 @@ def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
 def test_following_logs_gives_every_line_once_and_ends_with_the_run(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    demo = running("demo", "--headless", "--iters", "30")
+    demo = running("demo", "--headless", "--iters", "12", *QUICK)
     wait_for(demo, "running")
     follower = running("logs", "last", "--rank", "0", "-f")
     said, _ = follower.communicate(timeout=120)
@@ -145,7 +147,7 @@ def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborte
     script = tmp_path / "mine.py"
     script.write_text("import time\nfor n in range(10_000):\n    print('tick', n, flush=True)\n    time.sleep(0.05)\n")
     file = write_config(tmp_path, command=[sys.executable, str(script)])
-    process = running("launch", "-c", str(file), "--follow", "--skip", "gradient_layer")
+    process = running("launch", "-c", str(file), "--follow", *QUICK)
     wait_for(process, "running")
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
@@ -162,7 +164,7 @@ def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborte
 def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = running("demo", "--headless", "--iters", "100000")
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
     wait_for(process, "running")
     directory = Engine(shared_home).find("last")
     process.kill()
@@ -177,13 +179,13 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, 
     file = write_config(tmp_path, command=["./run.sh"])
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/sh\necho ran\n")
-    blocked = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer")
+    blocked = flightdeck(shared_home, "launch", "-c", str(file), *QUICK)
     assert blocked.code == 1
     assert "fail  program_present" in blocked.out
     assert f"fix: chmod +x {script}" in blocked.out
     assert "failed: preflight_failed" in blocked.out
     script.chmod(0o755)
-    flown_now = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer", "--follow", "--json")
+    flown_now = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
     assert (flown_now.code, json.loads(flown_now.out)["state"]) == (0, "succeeded"), flown_now.err
     assert "0 | ran" in flightdeck(shared_home, "logs").out
     audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
@@ -194,12 +196,24 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, 
 
 def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path, flown: Done, tmp_path: Path) -> None:
     script = tmp_path / "three.py"
-    script.write_text("import os, sys, time\nif os.environ['MLX_RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    script.write_text(THREE)
     file = write_config(tmp_path, command=["python", str(script)])
-    done = flightdeck(shared_home, "launch", "-c", str(file), "--skip", "gradient_layer", "--follow", "--json")
+    done = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
     record = json.loads(done.out)
     assert (done.code, record["state"], record["reason"]) == (1, "failed", "rank_failed")
     assert (record["rank"], record["host"], record["exit_code"]) == (1, "b", 3)
+    shown = flightdeck(shared_home, "show").out
+    assert "    | rank 1 gives up" in shown
+    assert "failed: rank_failed, rank 1 on b (exit 3)" in shown
+
+
+THREE = """
+import os, sys, time
+if os.environ["MLX_RANK"] == "1":
+    print("rank 1 gives up", flush=True)
+    sys.exit(3)
+time.sleep(60)
+"""
 
 
 def write_config(directory: Path, *, command: list[str]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from datetime import timedelta
 from pathlib import Path
 
@@ -94,6 +95,7 @@ async def test_preflight_streams_and_can_be_left_in_the_middle(home: Path) -> No
     assert by_name["gradient_layer"].summary == "overridden"
     assert engine.preflight_report(config, heard, skip=["gradient_layer"]).overall_status is CheckStatus.FAIL
     again = engine.preflight(config)
+    assert isinstance(again, AsyncGenerator)
     assert (await anext(again)).status is CheckStatus.RUNNING
     await again.aclose()
     audit = [json.loads(line) for line in (home / "audit.jsonl").read_text().splitlines()]
