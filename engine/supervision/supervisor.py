@@ -39,7 +39,7 @@ from engine.supervision.logbook import Logbook
 from engine.supervision.memory_kills import memory_kills
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.worker import processes
-from engine.worker.wire import write_atomic
+from engine.worker.wire import NodeFiles, write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
 
@@ -118,6 +118,10 @@ class Supervisor:
             self._abort = Request(ABORT, by="an earlier supervisor")
         attempt = Attempt.from_entry(planned, self._nonce)
         launcher = self._old_launcher(attempt)
+        if launcher is None and not self._anybody_came(attempt):
+            return Verdict(
+                RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
+            )
         return await self._watch(attempt, launcher, adopted=True, rebooted=rebooted)
 
     async def _preflight(self) -> PreflightReport | None:
@@ -175,6 +179,11 @@ class Supervisor:
             self._run_dir.log(LAUNCHER_SOURCE),
             attempt.log_bases[LAUNCHER_SOURCE],
         )
+
+    def _anybody_came(self, attempt: Attempt) -> bool:
+        """Whether a rank has ever started in an attempt."""
+        files = NodeFiles.of(self._nodes, self._plan.run_id, attempt.number)
+        return any(files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
 
     async def _watch(
         self, attempt: Attempt, launcher: LauncherWatch | None, *, adopted: bool = False, rebooted: bool = False

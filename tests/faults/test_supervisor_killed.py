@@ -92,7 +92,7 @@ def killed_at_a_random_moment(home: Path, workdir: Path, seed: int) -> Run:
     adopt_orphans(home)
     run.finish()
     record = run.ended()
-    launched = any(entry["event"] == "launcher" for entry in run.entries)
+    launched = any(entry["event"] in ("launcher", "rank_started") for entry in run.entries)
     expected = (RunState.SUCCEEDED, Reason.COMPLETED) if launched else (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert (record.state, record.reason) == expected, run.troubles()
     return run
