@@ -380,17 +380,17 @@ async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunL
             app.view.toggle_wrap()
         seen = []
         app.view.move("top")
-        for _ in range(12):
+        for page in range(12):
             await pilot.pause()
             for y in range(app.view.size.height):
                 strip = app.view.render_line(y)
                 seen.append(strip.text)
                 assert strip.cell_length == app.view.scrollable_content_region.width
-            app.view.move("page_down")
+            app.view.move("page_down" if page < 10 else "bottom")
         categories = {unicodedata.category(character) for text in seen for character in text}
         assert categories.isdisjoint({"Cc", "Cf", "Cs", "Zl", "Zp"})
         everything = "\n".join(seen)
         assert "[@click=app.quit]click[/]" in everything
         assert "100%" in everything
-        assert "10,000,002 bytes in all" in everything or not wrap
+        assert ("10,000,002 bytes in all" in everything.replace("\n  ", "")) == wrap
     assert logs.run_dir.log(0).read_bytes() == HOSTILE

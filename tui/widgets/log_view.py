@@ -24,6 +24,8 @@ from tui.widgets.log_rows import Mark, Row, text_strip
 from tui.widgets.log_scan import Seek
 from tui.widgets.log_window import STEP_CHARACTERS, LogState, LogWindow
 
+__all__ = ["LogState", "LogView"]
+
 REDRAW_S: Final = 0.1
 """Between two looks at what has arrived."""
 WHEEL_ROWS: Final = 3
@@ -171,9 +173,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     def previous_error(self) -> None:
         self._window.seek(ERRORS, -1)
 
-    def jump_to(self, source: int, offset: int) -> None:
-        """Show the line that byte `offset` of a source's log belongs to."""
-        self._window.jump_to(source, offset)
+    def jump_to(self, source: int | None, offset: int) -> None:
+        """Show the line that byte `offset` of a source's log belongs to; without a source nothing happens."""
+        if source is not None:
+            self._window.jump_to(source, offset)
         self._show()
 
     # Where it is, and what is taken from it
