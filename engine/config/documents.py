@@ -55,7 +55,10 @@ def file_text(path: Path) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
-    text = _read(path, "a flightdeck.toml: `flightdeck init` writes one, `flightdeck demo` needs none")
+    text = _read(
+        path,
+        "a flightdeck.toml: name one with -c FILE (the README shows one), or begin with `flightdeck demo`, which needs none",
+    )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -32,13 +32,15 @@ _EITHER = 'model = "<a directory of mlx-lm\'s form>" and data, or command = ["py
 
 @dataclass(frozen=True)
 class ReadJob:
-    """The job, and where its keys were found, for the faults that concern more than one table."""
+    """The job, None when it has faults; and which keys are right and where each given one was found, for the faults
+    that concern more than one key."""
 
-    config: JobConfig
+    config: JobConfig | None
+    settings: Mapping[str, Any]
     places: Mapping[str, Place]
 
 
-def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> ReadJob | None:
+def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> ReadJob:
     """[job], with every mlx-lm key filled in. Relative paths are below `base`, the configuration's folder."""
     before = len(faults.found)
     faults.unknown(place, table, (*OWN_KEYS, *KEYS), _LATER_KEYS)
@@ -58,10 +60,10 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
     faults.validated(place, JobConfig, own)
     if len(faults.found) > before:
-        return None
+        return ReadJob(None, settings, places)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings})
-    return ReadJob(config, places) if config else None
+    return ReadJob(config, settings, places)
 
 
 def _command(faults: Faults, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +98,17 @@ def _training(
         for key, value in keys.items():
             if key in KEYS and key != "config" and value is not None and key not in given:
                 given[key], places[key] = value, file_place
+    wrong: set[str] = set()
     for key, value in list(given.items()):
         if key == "optimizer" and isinstance(value, str):
             # mlx-lm reads AdamW and adamw alike.
             value = given[key] = value.lower()
         if not KEYS[key].check(value):
             faults.add(places[key], key, given.pop(key), KEYS[key].accepted)
+            wrong.add(key)
         elif key in PATH_KEYS and (accepted := path_form(value)):
             faults.add(places[key], key, given.pop(key), accepted)
+            wrong.add(key)
         elif key in PATH_KEYS:
             given[key] = resolved(value, base)
     if "model" not in places and "data" not in places:
@@ -114,7 +119,7 @@ def _training(
         faults.missing(place, "data", "a directory with train.jsonl, and valid.jsonl and test.jsonl where there are")
     settings = with_defaults(given)
     settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
-    return settings, places
+    return {key: value for key, value in settings.items() if key not in wrong}, places
 
 
 def _yaml_keys(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> tuple[Place, Mapping[Any, Any]]:

@@ -46,9 +46,9 @@ def load_config(path: Path) -> FlightConfig:
     preflight = _section(faults, name, document, "preflight", PreflightConfig)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
     ui = _section(faults, name, document, "ui", UiConfig)
-    cross_check(faults, name, cluster, nodes, job)
+    cross_check(faults, name, document, cluster, job)
     good = tuple(node for node in nodes if node is not None)
-    if faults.found or not (cluster and good and job and preflight and recovery and ui):
+    if faults.found or not (cluster and good and job.config and preflight and recovery and ui):
         raise ConfigError(faults.found)
     return FlightConfig(
         file=file, cluster=cluster, nodes=good, job=job.config, preflight=preflight, recovery=recovery, ui=ui

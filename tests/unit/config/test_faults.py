@@ -152,6 +152,13 @@ def test_all_faults_come_at_once_and_each_is_one_line(tmp_path: Path) -> None:
     assert len(str(ConfigError(faults)).splitlines()) == len(faults)
 
 
+def test_a_fault_of_one_key_hides_none_that_lies_between_keys(tmp_path: Path) -> None:
+    text = "[[node]]\nname = 'a'\n[[node]]\nname = 'a'\nshare = 0\n[job]\nmodel = 'm'\nbatch_size = 1\niters = 0\n"
+    assert {fault.key for fault in faults_of(tmp_path, text)} == {
+        *("node[1].name", "node[1].share", "job.batch_size", "job.iters", "job.data"),
+    }
+
+
 def test_a_fault_reads_as_a_sentence(tmp_path: Path) -> None:
     fault = faults_of(tmp_path, NODES + JOB + "iters = 0")[0]
     assert str(fault) == f"{tmp_path}/flightdeck.toml: job.iters = 0: expected a whole number, 1 or more"
@@ -161,7 +168,7 @@ def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "flightdeck.toml")
     assert len(raised.value.faults) == 1
-    assert "flightdeck init" in str(raised.value)
+    assert "-c FILE" in str(raised.value)
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
@@ -198,6 +205,7 @@ def test_a_syntax_error_says_its_line(tmp_path: Path) -> None:
         "a: !!python/object:os.system 1\n",
         "a: \x01",
     ],
+    ids=("list", "text", "date", "number", "nesting", "object", "control"),
 )
 def test_a_yaml_that_is_none_is_one_fault(tmp_path: Path, yaml: str) -> None:
     (tmp_path / "lora.yaml").write_text(yaml)
@@ -224,7 +232,9 @@ def test_a_value_of_the_yaml_that_is_overridden_is_no_fault(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["x = " + "[" * 5000, "x = " + "{a=" * 5000, "x" + ".x" * 3000 + " = 1", "x = " + "9" * 5000]
+    "text",
+    ["x = " + "[" * 5000, "x = " + "{a=" * 5000, "x" + ".x" * 3000 + " = 1", "x = " + "9" * 5000],
+    ids=("lists", "tables", "dotted", "number"),
 )
 def test_deep_nesting_and_endless_numbers_are_faults(tmp_path: Path, text: str) -> None:
     assert len(faults_of(tmp_path, text + "\n" + NODES + JOB)) == 1
