@@ -57,7 +57,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
     text = _read(
         path,
-        "a flightdeck.toml: name one with -c FILE (the README shows one), or begin with `flightdeck demo`, which needs none",
+        "a flightdeck.toml: name one with -c FILE, or begin with `flightdeck demo`, which needs none",
     )
     try:
         return tomllib.loads(text)

@@ -126,5 +126,5 @@ def _suggestion(key: object, names: list[str]) -> str:
     near = get_close_matches(key[:_KEY_WIDTH], names, n=1) if isinstance(key, str) else []
     if near:
         return f"a known key; is {near[0]} meant?"
-    listed = ", ".join(names) if len(names) <= 12 else "those of an mlx-lm training YAML, or see the README"
+    listed = ", ".join(names) if len(names) <= 12 else "those of an mlx-lm training YAML, and our own few"
     return f"a known key: {listed}"
