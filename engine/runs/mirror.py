@@ -59,7 +59,7 @@ class Gap:
     offset: int
     """Bytes that the head's file holds."""
     problem: str
-    """In words; the same as before when it is over."""
+    """In words, without the file's name; the same as before when it is over."""
     over: bool = False
 
 
@@ -295,7 +295,7 @@ class Mirror:
         try:
             result = action()
         except OSError as error:
-            problem = f"{path.name}: {_in_words(error)}"
+            problem = _in_words(error)
             if self._problems.get(path.name) != problem:
                 self._problems[path.name] = problem
                 self._tell(Gap(path.name, size(), problem))
@@ -305,7 +305,7 @@ class Mirror:
         return result
 
     def _report(self, path: Path, problem: str, size: int) -> None:
-        self._tell(Gap(path.name, size, f"{path.name}: {problem}", over=True))
+        self._tell(Gap(path.name, size, problem, over=True))
 
     def _tell(self, gap: Gap) -> None:
         # The journal may be on the very disk that is full; mirroring goes on all the same.

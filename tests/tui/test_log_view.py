@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import unicodedata
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from textual.geometry import Offset
 from textual.selection import Selection
 
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from tests.terminal import Terminal
 from tests.unit.runs.logs import RunLogs
 from tui.widgets.filter_bar import FilterBar
 from tui.widgets.log_view import LogView
@@ -394,3 +396,27 @@ async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunL
         assert "100%" in everything
         assert ("10,000,002 bytes in all" in everything.replace("\n  ", "")) == wrap
     assert logs.run_dir.log(0).read_bytes() == HOSTILE
+
+
+def test_no_escape_sequence_of_a_log_reaches_the_terminal(logs: RunLogs) -> None:
+    logs.write(0, HOSTILE[: HOSTILE.index(b"tab\there")])
+    with Terminal([sys.executable, "-m", "tests.bench.log_console", str(logs.run_dir.path)]) as terminal:
+        terminal.read_until(b"100%")
+        terminal.type(b"x")
+        terminal.read_until(b"answer 1.")
+        terminal.type(b"q")
+        terminal.wait()
+        written = bytes(terminal.output)
+    assert "漢字".encode() in written
+    for sequence in (
+        b"]0;owned",
+        b"]52;",
+        b"]8;;http",
+        b"+q544e",
+        b"\x9b31m",
+        b"\xc2\x9b",
+        b"\x1b_G",
+        "\u202e".encode(),
+    ):
+        assert sequence not in written
+    assert written.count("\u0301".encode()) <= 4 * written.count("a\u0301".encode())

@@ -228,8 +228,8 @@ def test_a_node_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path) -> N
     assert mirror.finish()
     assert run_dir.log(0).read_bytes() == b"line\n"
     assert [(gap.problem, gap.over) for gap in gaps] == [
-        ("rank0.log: Connection reset by peer", False),
-        ("rank0.log: Connection reset by peer", True),
+        ("Connection reset by peer", False),
+        ("Connection reset by peer", True),
     ]
 
 
