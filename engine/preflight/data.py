@@ -126,7 +126,7 @@ def _split_off(train: DataFile, valid: Path) -> str:
 
 async def _read(path: Path, settings: dict[str, Any]) -> DataFile:
     if not path.parent.is_dir():
-        return DataFile(path, fault=f"no such directory: {path.parent}{near(path.parent)}")
+        return DataFile(path, fault=f"no such directory: {path.parent}{near(path.parent, 'train.jsonl')}")
     if not path.is_file():
         return DataFile(path, fault=f"{path} is missing{near(path)}", absent=True)
     keys = {name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()}

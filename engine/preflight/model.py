@@ -67,7 +67,7 @@ async def look(config: FlightConfig) -> CheckResult:
 def read(directory: Path) -> ModelFiles:
     """Look into a model directory without loading anything of it."""
     if not directory.is_dir():
-        return ModelFiles(faults=[f"no such directory{near(directory)}"])
+        return ModelFiles(faults=[f"no such directory{near(directory, 'config.json')}"])
     faults: list[str] = []
     kind, repository = "?", None
     try:

@@ -103,8 +103,11 @@ class RunWatch:
         planned = self._plan.ranks[number]
         life = self._journal.rank(number)
         record = self._journal.record
-        if life.ended or record.state.ended:
+        begun = life.started or news.phase is not None
+        if life.ended or (record.state.ended and begun):
             phase = "ended"
+        elif record.state.ended:
+            phase = "waiting"
         elif self._journal.stop is not None and self._journal.stop.stage != "asked" and record.state in _ACTIVE:
             phase = "saving" if news.phase == "saving" else "stopping"
         elif news.phase is not None and news.attempt == record.attempts:

@@ -61,11 +61,10 @@ def preflight(options: argparse.Namespace, engine: Engine) -> int:
         print_json({**report.model_dump(mode="json"), "not_checked": engine.checks_not_yet()})
     else:
         failed = [check.name for check in report.checks if check.status is CheckStatus.FAIL]
-        skipped = [check.name for check in report.checks if check.status is CheckStatus.SKIP]
         words = "would be blocked by " + ", ".join(failed) if failed else "a launch would not be blocked"
         lines.say(f"{lines.word(report.overall_status.value)}: {words}")
-        if skipped:
-            lines.say(f"not run: {', '.join(skipped)}")
+        if report.overridden:
+            lines.say(lines.ink(f"overridden: {', '.join(report.overridden)}", "red"))
         lines.say(lines.ink(f"not checked in this release: {', '.join(engine.checks_not_yet())}", "dim"))
     return FAILED if report.overall_status is CheckStatus.FAIL else OK
 

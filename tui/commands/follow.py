@@ -17,6 +17,8 @@ POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0
 """How long a run may be without a supervisor before we start one that adopts it."""
 RESCUES = 3
+OVERRIDDEN = "overridden"
+"""A check's summary when --skip has left it out."""
 
 
 def until_ended(snapshot: RunSnapshot) -> bool:
@@ -52,13 +54,18 @@ class Follower:
             time.sleep(POLL_S)
 
     def _tell(self, snapshot: RunSnapshot) -> None:
+        if snapshot.record.state is RunState.PREFLIGHT:
+            self._tell_state(snapshot.record.state)
         for check in snapshot.checks:
             self._tell_check(check)
-        if snapshot.record.state is not self._state:
-            self._state = snapshot.record.state
-            if not self._state.ended:
-                self._lines.say(self._lines.word(self._state.value))
+        self._tell_state(snapshot.record.state)
         self._tell_progress(snapshot)
+
+    def _tell_state(self, state: RunState) -> None:
+        if state is not self._state:
+            self._state = state
+            if not state.ended:
+                self._lines.say(self._lines.word(state.value))
 
     def _tell_check(self, check: CheckResult) -> None:
         if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) is check.status:
@@ -123,11 +130,14 @@ class Rescue:
 def print_check(lines: Lines, check: CheckResult) -> None:
     """One line, and below a failure or warning what was seen and what mends it."""
     took = f" ({check.duration_s:.1f} s)" if check.duration_s is not None else ""
-    lines.say(f"  {lines.word(check.status.value, 4)}  {check.name:<16} {check.summary}{took}")
+    overridden = check.status is CheckStatus.SKIP and check.summary == OVERRIDDEN
+    summary = lines.ink(check.summary, "red") if overridden else check.summary
+    lines.say(f"  {lines.word(check.status.value, 4)}  {check.name:<16} {summary}{took}")
     if check.status not in (CheckStatus.FAIL, CheckStatus.WARN):
         return
     for node, seen in check.evidence.items():
-        lines.say(f"        {node}: {seen}")
+        if seen not in check.summary:
+            lines.say(f"        {node}: {seen}")
     if check.fix_command:
         lines.say(f"        fix: {check.fix_command}")
 

@@ -116,7 +116,7 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:
-    for rank in snapshot.ranks:
+    for rank in snapshot.ranks if snapshot.record.attempts else ():
         parts = [rank.phase]
         parts += [f"iteration {rank.iteration}"] if rank.iteration is not None else []
         parts += [f"{rank.step_s:.3f} s/step"] if rank.step_s is not None else []
