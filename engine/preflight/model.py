@@ -15,6 +15,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import Check, ranks_of, trains, verdict
 
 NAME = "model_present"
+CONFIGURATION = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -71,7 +72,7 @@ def read(directory: Path) -> ModelFiles:
     faults: list[str] = []
     kind, repository = "?", None
     try:
-        configuration = json.loads((directory / "config.json").read_bytes())
+        configuration = json.loads((directory / CONFIGURATION).read_bytes())
         kind = str(configuration["model_type"])
         name = configuration.get("_name_or_path")
         repository = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
@@ -103,10 +104,11 @@ def _shard_faults(directory: Path, present: set[str]) -> list[str]:
     return [f"empty: {', '.join(empty)}"] if empty else []
 
 
-def near(path: Path) -> str:
-    """ ", did you mean …?" for a path whose parent has something of a similar name."""
+def near(path: Path, holding: str = "") -> str:
+    """ ", did you mean …?" for a path whose parent has something of a similar name; `holding` is a file that must be
+    in it."""
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir() if (entry / holding).exists()]
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
