@@ -16,6 +16,7 @@ from engine.launch.ports import ring_ports
 from engine.launch.start_script import start_script
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
+from engine.supervision.memory_kills import memory_kills
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
 
 _LOCAL = "127.0.0.1"
@@ -32,7 +33,14 @@ class Attempt:
     log_bases: dict[int, int]
     """Source → size of the head's log when the attempt began, bytes."""
     event_bases: dict[int, int]
-    memory_kills: int | None
+    node_root: Path
+    """Where the node's files are: whoever adopts the run may have another environment."""
+    memory_kills: int | None = None
+    """The system's count when the attempt began."""
+
+    def files(self, run_id: str) -> NodeFiles:
+        """The attempt's files on the nodes."""
+        return NodeFiles.of(self.node_root, run_id, self.number)
 
     def entry(self) -> dict[str, Any]:
         return {
@@ -40,6 +48,7 @@ class Attempt:
             "starting_port": self.starting_port,
             "log_bases": {str(source): size for source, size in self.log_bases.items()},
             "event_bases": {str(rank): size for rank, size in self.event_bases.items()},
+            "node_root": str(self.node_root),
             "memory_kills": self.memory_kills,
         }
 
@@ -51,11 +60,12 @@ class Attempt:
             starting_port=int(entry["starting_port"]),
             log_bases={int(source): int(size) for source, size in entry["log_bases"].items()},
             event_bases={int(rank): int(size) for rank, size in entry["event_bases"].items()},
+            node_root=Path(entry["node_root"]),
             memory_kills=entry.get("memory_kills"),
         )
 
 
-def intend(run_dir: RunDir, plan: Plan, number: int, nonce: str, memory_kills: int | None) -> Attempt:
+def intend(run_dir: RunDir, plan: Plan, number: int, nonce: str, node_root: Path) -> Attempt:
     """Decide what the attempt will be: fresh ports, and where it begins in the head's files. Raises LaunchError."""
     sources = [rank.rank for rank in plan.ranks]
     return Attempt(
@@ -64,19 +74,20 @@ def intend(run_dir: RunDir, plan: Plan, number: int, nonce: str, memory_kills: i
         starting_port=ring_ports(port_count(plan.config.nodes), plan.config.cluster.starting_port),
         log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
         event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
-        memory_kills=memory_kills,
+        node_root=node_root,
+        memory_kills=memory_kills(),
     )
 
 
-def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, node_root: Path) -> mlx_launch.Launcher:
+def launch(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
     """Put the attempt's files in place and start mlx.launch. Raises LaunchError; nothing runs then."""
     for node in plan.config.nodes:
         if node.ssh != _LOCAL:
             raise LaunchError(
                 f"node {node.name} is not this machine", where=node.ssh, why="remote nodes come with a later release"
             )
-    bundle = stage_bundle(node_root)
-    files = NodeFiles.of(node_root, plan.run_id, attempt.number)
+    bundle = stage_bundle(attempt.node_root)
+    files = attempt.files(plan.run_id)
     here = run_dir.attempt(attempt.number)
     try:
         temporary = _prepare(plan, attempt, files, here, bundle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from engine.launch.hostfile import ports_of
 from engine.launch.ports import holder
 from engine.runs.json_lines import parse
 from engine.runs.plan_file import Plan
+from engine.security.redact import redact, redact_document
 from engine.supervision.attempt import Attempt
 from engine.supervision.culprit import Evidence, RankEvidence, Trigger, lacks_port
 from engine.supervision.launcher_watch import LauncherWatch, tail
@@ -40,6 +42,8 @@ class Witnesses:
         self._launcher = launcher
         self._adopted = adopted
         self._rebooted = rebooted
+        # What a rank has printed of its secrets must not be quoted.
+        self._environment = {**os.environ, **plan.config.job.env}
 
     def completed(self, rank: Rank) -> bool:
         """Whether its trainer has said that the training is complete."""
@@ -56,8 +60,8 @@ class Witnesses:
             record=rank.record,
             vanished=rank.vanished,
             launcher_code=rank.launcher_code,
-            tail=tail(self._files.log(rank.number)),
-            keeper_tail=tail(self._files.keeper_log(rank.number)),
+            tail=self._quotable(tail(self._files.log(rank.number))),
+            keeper_tail=self._quotable(tail(self._files.keeper_log(rank.number))),
             failure=self._last_event(rank.number, "failure"),
             end=self._last_event(rank.number, "end"),
         )
@@ -68,11 +72,14 @@ class Witnesses:
             ranks=[self._with_port(self.of(rank)) for rank in ranks],
             trigger=trigger,
             trainer=self._plan.config.job.command is None,
-            launcher_tail=self._launcher.tail() if self._launcher is not None else "",
+            launcher_tail=self._quotable(self._launcher.tail()) if self._launcher is not None else "",
             memory_killed=(memory_kills() or 0) > (self._attempt.memory_kills or 0),
             adopted=self._adopted,
             rebooted=self._rebooted,
         )
+
+    def _quotable(self, text: str) -> str:
+        return redact(text, self._environment)
 
     def _with_port(self, rank: RankEvidence) -> RankEvidence:
         """Asked when our own ranks are gone, so that whoever holds the port is somebody else."""
@@ -88,5 +95,5 @@ class Witnesses:
         wanted = f'"event": "{name}"'
         for line in reversed(tail(self._files.events(rank), size=_EVENT_TAIL_BYTES).splitlines()):
             if wanted in line[:_WHERE_THE_NAME_IS] and (event := parse(line.encode())) is not None:
-                return event
+                return dict(redact_document(event, self._environment))
         return None

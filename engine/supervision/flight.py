@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from engine.models import RunState
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
@@ -22,7 +21,7 @@ from engine.supervision.logbook import Logbook
 from engine.supervision.ranks import Rank, Ranks
 from engine.supervision.requests import Request
 from engine.worker.processes import Process
-from engine.worker.wire import BEAT, NodeFiles
+from engine.worker.wire import BEAT
 
 TICK_S = 0.1
 _SECOND_S = 1.0
@@ -42,7 +41,6 @@ class Flight:
         plan: Plan,
         attempt: Attempt,
         *,
-        node_root: Path,
         launcher: LauncherWatch | None,
         logbook: Logbook,
         adopted: bool = False,
@@ -51,7 +49,7 @@ class Flight:
     ) -> None:
         self._plan = plan
         self._attempt = attempt
-        files = NodeFiles.of(node_root, plan.run_id, attempt.number)
+        files = attempt.files(plan.run_id)
         self._launcher = launcher
         self._logbook = logbook
         self._start_limit_s = start_limit_s
@@ -80,7 +78,8 @@ class Flight:
         try:
             while not await self._tick(requests()):
                 await asyncio.sleep(TICK_S)
-            await asyncio.to_thread(self._mirror.finish)
+            if not await asyncio.to_thread(self._mirror.finish):
+                self._logbook.append("note", message="the mirrors are not complete: the nodes hold what is missing")
             self.intake.poll()
             return await asyncio.to_thread(self._witnesses.heard, self._ranks.all, self._trigger)
         finally:
@@ -200,6 +199,9 @@ class Flight:
                     stopped_by=record.stopped_by if record is not None else None,
                     error=record.error if record is not None else "no exit record",
                 )
+                if record is not None and record.dropped_bytes:
+                    lost = f"rank {rank.number}: {record.dropped_bytes} bytes of output were lost to a full disk"
+                    self._logbook.append("note", message=f"{lost} on {rank.planned.node}")
         if changed and all(rank.started for rank in self._ranks.all):
             if self._logbook.state is RunState.LAUNCHING:
                 self._logbook.change(RunState.RUNNING)

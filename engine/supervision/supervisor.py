@@ -36,10 +36,9 @@ from engine.supervision.culprit import Evidence, Verdict, judge
 from engine.supervision.flight import TICK_S, Flight
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.logbook import Logbook
-from engine.supervision.memory_kills import memory_kills
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.worker import processes
-from engine.worker.wire import NodeFiles, write_atomic
+from engine.worker.wire import write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
 
@@ -153,10 +152,10 @@ class Supervisor:
 
     def _launch(self) -> tuple[Attempt, LauncherWatch]:
         number = (self._logbook.record.attempts if self._logbook.record is not None else 0) + 1
-        attempt = intend(self._run_dir, self._plan, number, self._nonce, memory_kills())
+        attempt = intend(self._run_dir, self._plan, number, self._nonce, self._nodes)
         self._logbook.append("attempt", **attempt.entry())
         launcher = LauncherWatch.of(
-            launch(self._run_dir, self._plan, attempt, self._nodes),
+            launch(self._run_dir, self._plan, attempt),
             self._run_dir.log(LAUNCHER_SOURCE),
             attempt.log_bases[LAUNCHER_SOURCE],
         )
@@ -182,7 +181,7 @@ class Supervisor:
 
     def _anybody_came(self, attempt: Attempt) -> bool:
         """Whether a rank has ever started in an attempt."""
-        files = NodeFiles.of(self._nodes, self._plan.run_id, attempt.number)
+        files = attempt.files(self._plan.run_id)
         return any(files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
 
     async def _watch(
@@ -192,7 +191,6 @@ class Supervisor:
             self._run_dir,
             self._plan,
             attempt,
-            node_root=self._nodes,
             launcher=launcher,
             logbook=self._logbook,
             adopted=adopted,
