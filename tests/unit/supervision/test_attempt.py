@@ -1,0 +1,78 @@
+"""What an attempt tells its nodes, and that the journal can give it back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.errors import LaunchError
+from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.runs.plan_file import Plan
+from engine.supervision.attempt import Attempt, intend, launch, spec_of
+
+TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
+
+
+def plan(job: JobConfig = TRAINING, **node: Any) -> Plan:
+    nodes = (
+        NodeConfig(name="left", python=sys.executable, workdir="/w", share=3.0, model="/other"),
+        NodeConfig(name="right", python=sys.executable, workdir="/w", **node),
+    )
+    config = FlightConfig(cluster=ClusterConfig(), nodes=nodes, job=job)
+    return Plan.of(config, run_id="r", created_at=datetime(2026, 1, 1, tzinfo=UTC))
+
+
+def attempt(directory: Path, of: Plan) -> Attempt:
+    return intend(RunDir(directory), of, 2, "nonce", directory / "node")
+
+
+def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
+    spec = spec_of(plan(), attempt(tmp_path, plan()))
+    assert spec.job == {"iters": 5, "model": "/m", "data": "/d", "fine_tune_type": "lora", "strategy": "data"}
+    assert spec.command is None
+    assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce", 2, "ring")
+
+
+def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:
+    left, right = spec_of(plan(), attempt(tmp_path, plan())).ranks
+    assert (left.model, left.data, left.share) == ("/other", "/d", 3.0)
+    assert (right.model, right.data, right.share) == ("/m", "/d", 1.0)
+
+
+def test_the_ranks_are_offline_unless_the_job_says_else(tmp_path: Path) -> None:
+    assert spec_of(plan(), attempt(tmp_path, plan())).env == {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "A": "1",
+    }
+    online = plan(TRAINING.model_copy(update={"env": {"HF_HUB_OFFLINE": "0"}}))
+    assert spec_of(online, attempt(tmp_path, online)).env["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_command_is_no_job(tmp_path: Path) -> None:
+    command = plan(JobConfig(name="c", command=("python", "x.py"), mlx_lm={"iters": 5}))
+    spec = spec_of(command, attempt(tmp_path, command))
+    assert (spec.job, spec.command) == (None, ["python", "x.py"])
+
+
+def test_it_survives_the_journal_and_begins_where_the_heads_files_end(tmp_path: Path) -> None:
+    RunDir(tmp_path).log(1).write_bytes(b"earlier")
+    RunDir(tmp_path).events(0).write_bytes(b"{}\n")
+    made = attempt(tmp_path, plan())
+    assert made.log_bases == {0: 0, 1: 7, LAUNCHER_SOURCE: 0}
+    assert made.event_bases == {0: 3, 1: 0}
+    assert Attempt.from_entry(json.loads(json.dumps(made.entry())), "nonce") == made
+
+
+def test_another_machine_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    remote = plan(ssh="10.0.0.2")
+    with pytest.raises(LaunchError, match="node right is not this machine"):
+        launch(RunDir(tmp_path), remote, attempt(tmp_path, remote))
+    assert list(tmp_path.iterdir()) == []
