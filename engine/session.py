@@ -39,6 +39,8 @@ class Engine:
 
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or state_home()
+        self.notices: list[str] = []
+        """What was found damaged in the state and what was done about it, one line each, for people."""
         self._watches: dict[str, RunWatch] = {}
 
     def load_config(self, path: Path) -> FlightConfig:
@@ -256,11 +258,17 @@ class Engine:
 
     def _stored(self) -> list[RunRecord]:
         """The store's records, newest first, and those of run directories that it does not know."""
-        records = {record.id: record for record in self._store().runs()}
+        store = self._store()
+        records = {record.id: record for record in store.runs()}
+        known = len(records)
         for directory in self._directories():
             if directory.id not in records and directory.plan.exists():
                 with contextlib.suppress(StateError):
                     records[directory.id] = RunWatch(directory).poll().record
+        if store.notices and len(records) > known:
+            # What was lost from the state is in the runs' own journals.
+            store.rebuild(records.values())
+        self.notices += [notice for notice in store.notices if notice not in self.notices]
         return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
 
     def _directories(self) -> list[RunDir]:

@@ -50,6 +50,8 @@ def _carry_out(options: argparse.Namespace) -> int:
         _adopt(engine)
     module, _, function = options.command.rpartition(".")
     code: int = getattr(import_module(f"tui.commands.{module}"), function)(options, engine)
+    for notice in engine.notices:
+        print(f"flightdeck: {notice}", file=sys.stderr)
     return code
 
 

@@ -21,7 +21,12 @@ class LineTail:
         """Where the next line begins."""
 
     def lines(self) -> Iterator[bytes]:
-        """New complete lines without their ends, block by block to the end of the file; none while it is missing."""
+        """New complete lines without their ends, to the end of the file; none while it is missing."""
+        for block in self.blocks():
+            yield from block.split(b"\n")
+
+    def blocks(self) -> Iterator[bytes]:
+        """The same, several lines at a time; the last newline of a block is left out."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -34,7 +39,7 @@ class LineTail:
                 whole, newline, _torn = block.rpartition(b"\n")
                 if newline:
                     self.offset += len(whole) + 1
-                    yield from whole.split(b"\n")
+                    yield whole
                     size = _BLOCK
                 elif len(block) < size:
                     return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,20 +40,25 @@ class RankEvents:
         """Iterations at which a checkpoint was committed, ascending."""
 
     def poll(self) -> RankNews:
-        last: deque[bytes] = deque()
-        for line in self._tail.lines():
-            last.append(line)
-            if len(last) > _STATUS_LINES:
-                self._read(last.popleft(), only=_KEPT_EVENTS)
-        for line in last:
-            self._read(line)
+        waiting = b""
+        for block in self._tail.blocks():
+            # Of a long history only the last block tells the status; in the others a few events are looked for.
+            for line in _kept(waiting):
+                self._read(line)
+            waiting = block
+        if waiting:
+            lines = waiting.rsplit(b"\n", _STATUS_LINES)
+            if len(lines) > _STATUS_LINES:
+                for line in _kept(lines.pop(0)):
+                    self._read(line)
+            for line in lines:
+                self._read(line)
         return self.news
 
-    def _read(self, line: bytes, only: tuple[bytes, ...] = (b"",)) -> None:
-        if any(word in line for word in only):
-            event = parse(line)
-            if event is not None:
-                self._take(event)
+    def _read(self, line: bytes) -> None:
+        event = parse(line)
+        if event is not None:
+            self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         name = event.get("event")
@@ -92,6 +96,18 @@ class RankEvents:
         iteration = _whole(event.get("iteration"))
         if event.get("phase") == "committed" and iteration is not None and iteration not in self.checkpoints[-1:]:
             self.checkpoints.append(iteration)
+
+
+def _kept(block: bytes) -> list[bytes]:
+    """The lines of `block` that name one of the kept events, in order."""
+    starts: set[int] = set()
+    for word in _KEPT_EVENTS:
+        place = block.find(word)
+        while place >= 0:
+            starts.add(block.rfind(b"\n", 0, place) + 1)
+            place = block.find(word, place + len(word))
+    ends = ((start, block.find(b"\n", start)) for start in sorted(starts))
+    return [block[start : end if end >= 0 else len(block)] for start, end in ends]
 
 
 def _whole(value: Any) -> int | None:

@@ -126,3 +126,13 @@ def test_metrics_leave_out_what_the_head_adds(home: Path) -> None:
 def test_constructing_an_engine_touches_nothing(home: Path) -> None:
     Engine()
     assert not home.exists()
+
+
+def test_a_destroyed_state_is_said_and_filled_again_from_the_run_directories(home: Path) -> None:
+    runs = three_runs(home)
+    for state in home.glob("state.json*"):
+        state.write_bytes(b"\0" * 100)
+    engine = Engine()
+    assert [record.id for record in engine.runs()] == [run.id for run in reversed(runs)]
+    assert engine.notices
+    assert {record.id for record in Store(home).runs()} == {run.id for run in runs}
