@@ -128,6 +128,20 @@ def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
     assert with_nonce(nonce_of(shared_home, "last")) == []
 
 
+def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    wait_for(process, "demo: making")
+    runs_before = {record.id for record in Engine(shared_home).runs()}
+    while {path.name for path in (shared_home / "runs").iterdir()} == runs_before:
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert (process.returncode, "aborted: user_abort" in said) == (130, True), said
+    assert with_nonce(nonce_of(shared_home, "last")) == []
+
+
 def test_following_logs_gives_every_line_once_and_ends_with_the_run(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:

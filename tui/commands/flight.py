@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from engine.config.models import FlightConfig
 from engine.events import StopProgress
@@ -37,10 +39,13 @@ def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, leave once preflight has let it through."""
     config = engine.load_config(config_file(options))
     lines = _progress(options)
-    record = asyncio.run(engine.launch(config, skip=options.skip))
+    interrupts = DeferredInterrupt()
+    with interrupts:
+        record = asyncio.run(engine.launch(config, skip=options.skip))
     introduce(lines, record)
     follower = Follower(engine, record.id, lines)
     try:
+        interrupts.deliver()
         snapshot = follower.follow(until_ended if options.follow else until_past_preflight)
     except KeyboardInterrupt:
         lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
@@ -69,11 +74,14 @@ def abort(options: argparse.Namespace, engine: Engine) -> int:
 
 def _run(engine: Engine, config: FlightConfig, options: argparse.Namespace, lines: Lines) -> int:
     """Launch and follow a run that is this command's own: the first ctrl+c stops it."""
-    record = asyncio.run(engine.launch(config, skip=options.skip))
+    interrupts = DeferredInterrupt()
+    with interrupts:
+        record = asyncio.run(engine.launch(config, skip=options.skip))
     introduce(lines, record)
     follower = Follower(engine, record.id, lines)
     interrupted = False
     try:
+        interrupts.deliver()
         snapshot = follower.follow(until_ended)
     except KeyboardInterrupt:
         interrupted = True
@@ -83,6 +91,27 @@ def _run(engine: Engine, config: FlightConfig, options: argparse.Namespace, line
     print_end(lines, snapshot)
     code = _finish(options, snapshot.record)
     return INTERRUPTED if interrupted else code
+
+
+class DeferredInterrupt:
+    """While a run is being made, ctrl+c waits: half-way there would be a run that nobody knows of."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def deliver(self) -> None:
+        """Raises KeyboardInterrupt when ctrl+c was pressed meanwhile."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._asked = True
 
 
 async def _abort(engine: Engine, run: str, now: bool, lines: Lines) -> None:
