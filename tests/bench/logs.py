@@ -31,7 +31,7 @@ from tests.terminal import Terminal
 LINES_PER_SECOND = 50_000
 RANKS = (0, 1)
 KEY_P99_MS = 50.0
-GROWTH_MB = 8.0
+GROWTH_MB = 3.0
 OPEN_S = 0.3
 SEARCH_GB_PER_S = 1.0
 IDLE_KEYS = 60

@@ -66,6 +66,11 @@ def numbered(start: int, stop: int, name: str = "line") -> str:
     return "".join(f"{name} {number}\n" for number in range(start, stop))
 
 
+def offsets(view: LogView, y: int) -> list[tuple[str, tuple[int, int]]]:
+    """Where in the log the pieces of a row say that they are, for a selection by mouse."""
+    return [pair for piece in view.render_line(y) if piece.style for pair in piece.style.meta.items()]
+
+
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -335,6 +340,7 @@ async def test_what_is_selected_is_copied(logs: RunLogs) -> None:
     app = LogApp(logs.run_dir)
     async with app.run_test(size=(40, 10)):
         await until(lambda: len(app.shown()) == 4)
+        await until(lambda: ("offset", (0, 1)) in offsets(app.view, 1))
         app.screen.selections = {app.view: Selection(Offset(5, 1), Offset(2, 3))}
         assert app.view.copy_text() == "1\nline 2\n漢字"
         assert app.shown()[3] == "0 漢字 wide"

@@ -90,6 +90,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         """What was last told by Changed."""
         self._drawn: tuple[object, ...] = ()
         self._marks: dict[int, list[Mark]] = {}
+        self._selectable = False
 
     def on_mount(self) -> None:
         self.set_interval(self._redraw_s, self._look)
@@ -238,8 +239,11 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.post_message(self.Changed(self, state))
         nothing = "" if window.rows else self._nothing()
         drawn = (tuple(window.rows), window.pattern, window.current, window.gutter_width, nothing)
-        if drawn != self._drawn:
-            self._drawn = drawn
+        # A place in the log makes a style of its own for each line, and Textual keeps thousands of styles: rows that
+        # run past are not worth it, nobody selects them.
+        selectable = drawn == self._drawn or not window.following
+        if drawn != self._drawn or selectable != self._selectable:
+            self._drawn, self._selectable = drawn, selectable
             self._marks.clear()
             self.refresh()
 
@@ -342,7 +346,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if selection is not None and (span := selection.get_span(row.position)) is not None:
             end = len(line.text) if span[1] < 0 else span[1]
             marks.append(Mark(span[0], end, self.screen.get_component_rich_style("screen--selection")))
-        return text_strip(row, self._window.text_width, style, marks).apply_offsets(row.start, row.position)
+        strip = text_strip(row, self._window.text_width, style, marks)
+        return strip.apply_offsets(row.start, row.position) if self._selectable else strip
 
     def _marks_of(self, line: LogLine) -> list[Mark]:
         """Where the search matches; worked out once per drawing, since a wrapped line has many rows."""
