@@ -18,7 +18,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.preflight import jsonl
 from engine.preflight.check import Check, ranks_of, trains, verdict
 from engine.preflight.model import near
-from engine.preflight.process import run
+from engine.transport.local import LocalTransport
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -130,13 +130,12 @@ async def _read(path: Path, settings: dict[str, Any]) -> DataFile:
     if not path.is_file():
         return DataFile(path, fault=f"{path} is missing{near(path)}", absent=True)
     keys = {name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()}
-    finished = await run(
-        [sys.executable, "-I", str(Path(jsonl.__file__)), str(path), json.dumps(keys)], time_limit_s=_READ_LIMIT_S
-    )
+    command = [sys.executable, "-I", str(Path(jsonl.__file__)), str(path), json.dumps(keys)]
+    finished = await LocalTransport().run(command, timeout_s=_READ_LIMIT_S)
     if finished.code is None:
         return DataFile(path, fault=f"{path} could not be read in {_READ_LIMIT_S:.0f} s")
     if finished.code != 0:
-        return DataFile(path, fault=f"{path} cannot be read: {finished.last_line}")
+        return DataFile(path, fault=f"{path} cannot be read: {finished.last_words}")
     return interpret(path, json.loads(finished.stdout), mask_prompt=bool(settings.get("mask_prompt")))
 
 

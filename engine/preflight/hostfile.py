@@ -17,7 +17,7 @@ from engine.config.models import FlightConfig
 from engine.launch.hostfile import write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import Check, ranks_of, verdict
-from engine.preflight.process import run
+from engine.transport.local import LocalTransport
 
 NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
@@ -34,9 +34,9 @@ async def look(config: FlightConfig) -> CheckResult:
     with tempfile.TemporaryDirectory(prefix="flightdeck-") as directory:
         path = Path(directory) / "hostfile.json"
         write_hostfile(path, config.nodes)
-        finished = await run([sys.executable, "-c", _ASK, str(path)], time_limit_s=_PARSE_LIMIT_S)
+        finished = await LocalTransport().run([sys.executable, "-c", _ASK, str(path)], timeout_s=_PARSE_LIMIT_S)
     if finished.code != 0:
-        why = "MLX's parser did not answer" if finished.code is None else finished.last_line
+        why = "MLX's parser did not answer" if finished.code is None else finished.last_words
         return verdict(NAME, CheckStatus.FAIL, f"MLX does not accept the hostfile: {why}")
     parsed = json.loads(finished.stdout)
     expected = [[rank, node.ssh, list(node.ips)] for rank, node in ranks_of(config)]

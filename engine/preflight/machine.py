@@ -14,8 +14,8 @@ from engine.errors import LaunchError
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import verdict
-from engine.preflight.process import run
 from engine.preflight.versions import MLX_MINIMUM, ask, dotted, install_command, new_enough
+from engine.transport.local import LocalTransport
 
 _ROOM_BYTES = 1_000_000_000
 """Less than this is a warning: logs and checkpoints need room."""
@@ -49,10 +49,10 @@ async def _mlx() -> CheckResult:
 
 
 async def _backends() -> CheckResult:
-    finished = await run([sys.executable, "-c", _ASK_BACKENDS], time_limit_s=_ASK_LIMIT_S)
+    finished = await LocalTransport().run([sys.executable, "-c", _ASK_BACKENDS], timeout_s=_ASK_LIMIT_S)
     if finished.code != 0:
-        return verdict("backends", CheckStatus.FAIL, finished.last_line or "MLX did not answer")
-    device, *backends = finished.stdout.split()
+        return verdict("backends", CheckStatus.FAIL, finished.last_words or "MLX did not answer")
+    device, *backends = finished.stdout.decode().split()
     summary = f"default device {device}, distributed: {', '.join(backends) or 'none'}"
     return verdict("backends", CheckStatus.PASS if "ring" in backends else CheckStatus.FAIL, summary)
 
@@ -76,8 +76,8 @@ async def _rdma() -> CheckResult:
     if tool is None:
         why = "no ibv_devices: RDMA over Thunderbolt needs macOS 26.2 or later on a Thunderbolt 5 Mac"
         return verdict("rdma", CheckStatus.SKIP, why)
-    finished = await run([tool], time_limit_s=_ASK_LIMIT_S)
-    devices = [line.split()[0] for line in finished.stdout.splitlines()[2:] if line.split()]
+    finished = await LocalTransport().run([tool], timeout_s=_ASK_LIMIT_S)
+    devices = [line.split()[0] for line in finished.stdout.decode(errors="replace").splitlines()[2:] if line.split()]
     if not devices:
         return verdict("rdma", CheckStatus.WARN, "no devices: RDMA is switched on in Recovery OS by `rdma_ctl enable`")
     return verdict("rdma", CheckStatus.PASS, ", ".join(devices))

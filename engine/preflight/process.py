@@ -1,4 +1,7 @@
-"""A program that a check runs: in a process group of its own, with a time limit, ended with the check."""
+"""mlx.launch for a check: with a stdin that it can live with, in a process group of its own, ended with the check.
+
+What needs no such stdin is run by a transport.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,6 @@ class Finished:
     stdout: str
     """The last MiB, decoded with replacement."""
     stderr: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line it said, on stderr first: usually why it failed."""
-        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
 
 
 async def run(

@@ -45,6 +45,9 @@ def locate(command: tuple[str, ...], node: NodeConfig) -> tuple[str, str | None,
     workdir = Path(node.workdir)
     if not workdir.is_dir():
         return "", f"workdir {workdir} is not there{near(workdir)}", f"mkdir -p {_quoted(workdir)}"
+    # The keeper's own words for what differs from node to node.
+    here = {"{workdir}": node.workdir, "{python}": node.python}
+    command = tuple(here.get(word, word.replace("{workdir}", node.workdir)) for word in command)
     first = command[0]
     if first in _PYTHON_NAMES:
         program = Path(node.python)

@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import Check, ranks_of, verdict
-from engine.preflight.process import run
+from engine.transport.local import LocalTransport
 
 NAME = "versions_match"
 MLX_MINIMUM = (0, 32, 1)
@@ -71,12 +71,12 @@ async def ask(python: str) -> Interpreter:
     if not Path(python).exists():
         return Interpreter(problem=f"no such interpreter: {python}")
     try:
-        finished = await run([python, "-c", _ASK], time_limit_s=_IMPORT_LIMIT_S)
+        finished = await LocalTransport().run([python, "-c", _ASK], timeout_s=_IMPORT_LIMIT_S)
     except OSError as error:
         return Interpreter(problem=f"{python} cannot be run: {error.strerror}")
     if finished.code is None:
         return Interpreter(problem=f"{python} did not answer in {_IMPORT_LIMIT_S:.0f} s")
-    return parse(finished.stdout, finished.code, finished.last_line)
+    return parse(finished.stdout.decode(errors="replace"), finished.code, finished.last_words)
 
 
 def parse(stdout: str, code: int, last_line: str) -> Interpreter:

@@ -22,6 +22,12 @@ async def test_the_nodes_own_python_runs_a_script_of_its_workdir(config: FlightC
     assert result.evidence["node1"] == f"{config.nodes[1].python} {tmp_path / 'mine.py'}"
 
 
+async def test_placeholders_stand_for_this_nodes_paths(config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    result = await check.look(with_command(config, "{python}", "{workdir}/mine.py"))
+    assert result.evidence["node0"] == f"{config.nodes[0].python} {tmp_path / 'mine.py'}"
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
