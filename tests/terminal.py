@@ -44,7 +44,7 @@ class Terminal:
             if not self._read_some(deadline):
                 raise TimeoutError(f"no {text!r} in: …{bytes(self.output[-2000:])!r}")
 
-    def type(self, keys: bytes) -> None:
+    def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
     def kill(self) -> None:
