@@ -86,7 +86,7 @@ def first_paint(code: str, last: bytes, quit_key: bytes, directory: Path) -> flo
     with _start(code, directory) as terminal:
         terminal.read_until(last)
         painted = time.perf_counter() - spawned
-        terminal.type(quit_key)
+        terminal.press(quit_key)
         terminal.wait()
     return painted
 
@@ -96,7 +96,7 @@ def imported(directory: Path) -> dict[str, set[str]]:
     result = directory / "modules.json"
     with _start(WATCHED, directory, str(result)) as terminal:
         terminal.read_until(b"ready to launch")
-        terminal.type(b"q")
+        terminal.press(b"q")
         terminal.wait()
     return {when: set(names) for when, names in json.loads(result.read_text()).items()}
 

@@ -408,9 +408,9 @@ def test_no_escape_sequence_of_a_log_reaches_the_terminal(logs: RunLogs) -> None
     logs.write(0, HOSTILE[: HOSTILE.index(b"tab\there")])
     with Terminal([sys.executable, "-m", "tests.bench.log_console", str(logs.run_dir.path)]) as terminal:
         terminal.read_until(b"100%")
-        terminal.type(b"x")
+        terminal.press(b"x")
         terminal.read_until(b"answer 1.")
-        terminal.type(b"q")
+        terminal.press(b"q")
         terminal.wait()
         written = bytes(terminal.output)
     assert "漢字".encode() in written
