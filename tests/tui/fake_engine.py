@@ -15,6 +15,7 @@ from engine.errors import FlightDeckError, RunNotFound
 from engine.events import Diagnosis, Mark, RankStatus, RunSnapshot, Series, StopProgress
 from engine.models import CheckResult, CheckStatus, NodeFacts, Reason, RunRecord, RunState
 from engine.runs.layout import RunDir
+from engine.runs.mirror import Mirror
 from engine.session import Engine
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
@@ -305,7 +306,15 @@ class FakeWatch:
 
 
 def write_logs(run: RunDir) -> None:
-    """The same training output for both ranks, and a launcher that says nothing."""
+    """The training output of both ranks, line by line in turn, indexed as a run's own mirror does it."""
     run.path.mkdir(parents=True, exist_ok=True)
-    for rank in range(2):
-        run.log(rank).write_text("".join(f"{line}\n" for line in LOG_LINES))
+    mirror = Mirror(run, lambda gap: None, clock=lambda: NOW.timestamp() - 41)
+    files = [run.log(rank).open("ab", buffering=0) for rank in range(2)]
+    with files[0], files[1]:
+        for rank in range(2):
+            mirror.follow(rank, 1, None, 0)
+        for line in LOG_LINES:
+            for file in files:
+                file.write(f"{line}\n".encode())
+            mirror.pump()
+    mirror.finish()

@@ -18,7 +18,6 @@ from tui.state import VIEWS, DeckState
 from tui.widgets.checks_pane import ChecksPane
 from tui.widgets.history_pane import HistoryPane
 from tui.widgets.key_bar import KeyBar
-from tui.widgets.log_view import LogView
 from tui.widgets.logs_pane import LogsPane
 from tui.widgets.nodes_pane import NodesPane
 from tui.widgets.pane import Pane
@@ -176,10 +175,6 @@ class DeckScreen(Screen[None]):
             return False
         done()
         return True
-
-    def on_log_view_changed(self, event: LogView.Changed) -> None:
-        self.deck.change(searching=event.state.search is not None)
-        self.logs.show(self.state)
 
     def _toggle_view(self, view: str) -> None:
         again = self.state.view == view and self.maximised_pane is None and not self.narrow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from textual.app import ComposeResult
 from textual.widget import Widget
 
@@ -10,6 +12,9 @@ from tui.state import DeckState
 from tui.widgets.filter_bar import FILTER, SEARCH, FilterBar
 from tui.widgets.log_view import LogState, LogView
 from tui.widgets.pane import Pane
+
+if TYPE_CHECKING:
+    from tui.app import FlightDeckApp
 
 
 class LogsPane(Pane):
@@ -60,6 +65,11 @@ class LogsPane(Pane):
 
     def freeze(self, frozen: bool) -> None:
         self.view.freeze(frozen)
+
+    def on_log_view_changed(self, event: LogView.Changed) -> None:
+        # Taken here and not on the screen: a message does not bubble past the widget whose handler caused it.
+        cast("FlightDeckApp", self.app).change(searching=event.state.search is not None)
+        self.show(self.state)
 
     def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
         self.view.focus()
