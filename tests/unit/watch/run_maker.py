@@ -49,6 +49,7 @@ class MadeRun:
         number: int = 0,
         created: datetime = START,
     ) -> None:
+        self.home = home
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
         config = flight_config(ranks, iters, name)
@@ -77,7 +78,7 @@ class MadeRun:
     def attempt(self, number: int = 1) -> MadeRun:
         ranks = [str(rank.rank) for rank in self.plan.ranks]
         logs = dict.fromkeys([*ranks, str(LAUNCHER_SOURCE)], 0)
-        bases = {"log_bases": logs, "event_bases": dict.fromkeys(ranks, 0)}
+        bases = {"node_root": str(self.home / "node"), "log_bases": logs, "event_bases": dict.fromkeys(ranks, 0)}
         self.journal.append("attempt", attempt=number, starting_port=20000, **bases)
         return self
 
