@@ -153,7 +153,7 @@ def is_consequence(rank: RankEvidence) -> bool:
     """Whether a rank's end is another rank's fault: it lost its peers, or was ended by somebody."""
     if rank.record is not None and rank.record.stopped_by is not None:
         return True
-    return _lost_its_peers(rank)
+    return _lost_its_peers(rank) or _left_together(rank)
 
 
 def lacks_port(rank: RankEvidence) -> bool:
@@ -186,7 +186,7 @@ def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> _Weight | None
         return _Weight.OWN if rank.vanished and not rebooted else None
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record)
-    if _lost_its_peers(rank):
+    if _lost_its_peers(rank) or _left_together(rank):
         return _Weight.CONSEQUENCE
     if record.code == 0:
         return None if _succeeded(rank, trainer) and trainer else _Weight.EARLY
@@ -210,6 +210,11 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
     else:
         text = _final(rank.tail)
     return bool(_PEER_LOST.search(text) or _CANNOT_CONNECT.search(text))
+
+
+def _left_together(rank: RankEvidence) -> bool:
+    """A trainer stops when any rank has been told to: one that has only agreed has not begun it."""
+    return rank.end is not None and rank.end.get("stopped") is True
 
 
 def _of_rank(fault: _Fault, evidence: Evidence) -> Verdict:

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,6 +146,7 @@ class Supervisor:
             if self._asked_to_stop() is not None:
                 checks.cancel()
                 await asyncio.wait({checks})
+                _write_report(self._run_dir, _cut_short(results.values(), self._plan.skip))
                 return None
         report = checks.result()
         _write_report(self._run_dir, report)
@@ -241,6 +243,17 @@ def _failed_check(failed: CheckResult) -> Verdict:
         rank,
         node,
         fix=failed.fix_command,
+    )
+
+
+def _cut_short(results: Iterable[CheckResult], skip: tuple[str, ...]) -> PreflightReport:
+    """The report of a preflight that an abort has ended."""
+    unfinished = {"status": CheckStatus.SKIP, "summary": "not finished: the run was aborted"}
+    checks = [
+        result.model_copy(update=unfinished) if result.status is CheckStatus.RUNNING else result for result in results
+    ]
+    return PreflightReport(
+        checks=checks, overall_status=CheckStatus.SKIP, overridden=list(skip), finished_at=datetime.now(UTC)
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from engine.config.models import RecoveryConfig
-from engine.models import Reason, RunState
+from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.supervision.requests import ABORT, place_request
 from engine.worker import processes
 from tests.faults.flying import Run, fly, ring
@@ -58,8 +59,21 @@ def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     at_a_random_moment(home, tmp_path, seed)
 
 
-def test_before_anything_has_been_launched(home: Path, tmp_path: Path) -> None:
-    aborted(fly(home, tmp_path, script=ring(), skip=()))
+def mentioning(path: Path) -> list[str]:
+    """The command lines on this machine that name `path`."""
+    listed = subprocess.run(["ps", "-axww", "-o", "command="], capture_output=True, text=True, check=True).stdout
+    return [command for command in listed.splitlines() if str(path) in command]
+
+
+def test_in_the_middle_of_preflights_all_sum(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring(), skip=())
+    run.wait(lambda: any("all_sum" in command for command in mentioning(home)))
+    aborted(run)
+    assert run.record.attempts == 0
+    report = PreflightReport.model_validate_json(run.dir.preflight.read_bytes())
+    assert CheckStatus.RUNNING not in {report.overall_status, *(check.status for check in report.checks)}
+    # Only the supervisor's own last moments may still be there.
+    run.wait(lambda: mentioning(home) == [], within_s=5.0)
 
 
 def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ def test_a_training_succeeds_and_its_figures_are_in_the_record(home: Path, demo:
 
 
 def test_a_supervisor_killed_in_training_doubles_no_metric(home: Path, demo: FlightConfig) -> None:
-    run = fly_config(home, with_keys(demo, iters=40))
-    for iteration in (3, 10):
+    run = fly_config(home, with_keys(demo, iters=20))
+    for iteration in (3, 8):
         await_iteration(run, iteration)
         kill_and_await(run.supervisor)
         assert adopt_orphans(home) == [run.dir.id]
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
-    assert trained(run) == list(range(1, 41))
+    assert trained(run) == list(range(1, 21))
 
 
 def test_an_abort_is_cooperative_and_all_ranks_leave_at_the_same_step(home: Path, demo: FlightConfig) -> None:

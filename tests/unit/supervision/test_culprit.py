@@ -191,6 +191,14 @@ def test_hostile_last_words_are_harmless_and_short() -> None:
     assert not set(cause) & set("\x1b\x07\u202e")
 
 
+def test_a_keeper_told_to_stop_from_outside_is_named_and_not_those_who_left_with_it() -> None:
+    stopped = {"event": "end", "completed": False, "stopped": True, "iteration": 7}
+    ranks = (rank(0, 0, at=1.0, end=stopped), rank(1, 0, at=2.0, end=stopped, stopped_by="signal TERM"))
+    verdict = judge(evidence(*ranks))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_KILLED, 1)
+    assert verdict.cause == "its keeper was told to stop from outside (signal TERM)"
+
+
 RECORDS = st.builds(
     lambda number, code, sig, at, stopped, tail, end: rank(
         number, code, sig, at, stopped_by=stopped, tail=tail, end=end
