@@ -12,8 +12,9 @@ from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.runs.journal import Journal
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
+from engine.supervision.attempt import intend
 from engine.worker.processes import boot_id, start_time
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -76,10 +77,8 @@ class MadeRun:
         return self
 
     def attempt(self, number: int = 1) -> MadeRun:
-        ranks = [str(rank.rank) for rank in self.plan.ranks]
-        logs = dict.fromkeys([*ranks, str(LAUNCHER_SOURCE)], 0)
-        bases = {"node_root": str(self.home / "node"), "log_bases": logs, "event_bases": dict.fromkeys(ranks, 0)}
-        self.journal.append("attempt", attempt=number, starting_port=20000, **bases)
+        made = intend(self.directory, self.plan, number, "n", self.home / "node")
+        self.journal.append("attempt", **made.entry())
         return self
 
     def metrics(self, rows: Iterable[dict[str, Any]]) -> MadeRun:
