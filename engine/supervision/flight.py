@@ -100,7 +100,7 @@ class Flight:
         await asyncio.to_thread(self._mirror.pump)
         self.intake.poll()
         self._enter_changes(changed)
-        if abort is not None and self._stop is None:
+        if abort is not None and self._stop is None and not self._all_home():
             self._abort(abort)
         elif abort is not None and abort.now and self._stop is not None:
             # Whatever it is that ends the attempt, it has been judged worth ending: an abort can only hurry it.
@@ -128,6 +128,10 @@ class Flight:
             self._end(Trigger.LAUNCHER_GONE)
         elif not all(rank.started for rank in ranks) and now - self._began > self._start_limit_s:
             self._end(Trigger.NOT_STARTED)
+
+    def _all_home(self) -> bool:
+        """Every rank has done what it was to do: there is nothing left to abort."""
+        return all(rank.ended and not self._failed(rank) for rank in self._ranks.all)
 
     def _failed(self, rank: Rank) -> bool:
         if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:

@@ -57,6 +57,17 @@ def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path
     assert run.ended().state is RunState.ABORTED
 
 
+def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    run.finish()
+    run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
+    place_request(run.dir, ABORT, by="test")
+    adopt_orphans(home)
+    assert run.ended().state is RunState.SUCCEEDED
+
+
 def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Path) -> None:
     run = fly(home, tmp_path, script=ring(), recovery=HURRIED.model_copy(update={"lease_s": 3.0}))
     run.await_output("step")
