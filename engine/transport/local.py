@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -16,22 +17,21 @@ class LocalTransport:
     """The Transport of nodes that are this machine."""
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd="/",
-            start_new_session=True,
-        )
+        starting = asyncio.create_task(_start(argv))
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio would end the program itself and not what it has started by then.
+            with contextlib.suppress(OSError):
+                await _end(await starting)
+            raise
         try:
             stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
         except TimeoutError:
             return Completed(None, b"", b"")
         finally:
-            # Also after a good end: a child it has left would hold our pipes open.
-            kill_group(process.pid, signal.SIGKILL)
-            await asyncio.shield(process.wait())
+            # Also after a good end: what it has left behind in its group goes too.
+            await asyncio.shield(_end(process))
         return Completed(process.returncode, stdout, stderr)
 
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
@@ -39,6 +39,23 @@ class LocalTransport:
 
     async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
         await asyncio.to_thread(_put, Path(path), content, mode)
+
+
+async def _start(argv: Sequence[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill the process's whole group. Nobody in it runs on; that the children's zombies go is left to init."""
+    kill_group(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def _read_from(path: Path, offset: int, size: int) -> bytes:
