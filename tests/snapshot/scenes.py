@@ -31,6 +31,13 @@ def ended() -> list[RunSnapshot]:
     return everything()[1:]
 
 
+async def _settled(console: Console) -> None:
+    """Wait until nothing on the screen changes any more."""
+    seen = ""
+    while seen != (seen := console.screen):
+        await console.pilot.pause(0.25)
+
+
 @dataclass(frozen=True)
 class Scene:
     """One picture."""
@@ -57,8 +64,7 @@ class Scene:
             await console.until(lambda: not app.state.probing and app.bridge.caught_up, "the run")
             await pilot.press(*self.keys)
             await console.shows(self.shows)
-            await pilot.wait_for_scheduled_animations()
-            await pilot.pause(0.1)
+            await _settled(console)
 
         return app, reach
 

@@ -71,20 +71,20 @@ def facts(*, mismatch: bool = False, problem: str | None = None, old_s: float = 
 
 
 CHECKS = [
-    CheckResult(name="versions", status=CheckStatus.PASS, summary="python 3.11.9, mlx 0.32.4, mlx-lm 0.32.2 on both",
+    CheckResult(name="versions_match", status=CheckStatus.PASS, summary="the same on both: python 3.11.9, mlx 0.32.4",
                 evidence={f"local-{index}": "python 3.11.9 mlx 0.32.4" for index in range(2)}, duration_s=0.6),
-    CheckResult(name="hostfile", status=CheckStatus.PASS, summary="2 hosts, parsed by MLX", duration_s=0.0),
+    CheckResult(name="hostfile_valid", status=CheckStatus.PASS, summary="MLX reads 2 ranks", duration_s=0.0),
     CheckResult(name="model_present", status=CheckStatus.PASS, summary="llama, 2 layers, same files on both",
                 duration_s=0.1),
     CheckResult(name="data_matches", status=CheckStatus.PASS, summary="512 train, 64 valid, 64 test lines",
                 duration_s=0.1),
-    CheckResult(name="ports", status=CheckStatus.PASS, summary="40210 and 40211 are free", duration_s=0.0),
-    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="all_sum of 2 ranks, 0.21 ms, 2,114 sums exact",
+    CheckResult(name="ports_free", status=CheckStatus.PASS, summary="40210 and 40211 are free", duration_s=0.0),
+    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="2 ranks, exact, 0.15 ms, 0.75 GB/s",
                 duration_s=3.1),
 ]  # fmt: skip
 
 FAILED_PORTS = CheckResult(
-    name="ports",
+    name="ports_free",
     status=CheckStatus.FAIL,
     summary="port 40211 is held by pid 4711 (python)",
     evidence={"local-0": "40210 is free", "local-1": "40211: pid 4711, python train.py"},

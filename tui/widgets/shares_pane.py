@@ -14,6 +14,9 @@ from tui.widgets.nodes_pane import node_names
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 
+ALL_SUM = "gradient_layer"
+"""The preflight check that times a real all_sum over the real ring."""
+
 
 class SharesPane(Pane, can_focus=True):
     """Shares as bars; "not measured" where nobody has measured."""
@@ -43,6 +46,12 @@ def shares(state: DeckState) -> list[float] | None:
     return [share / sum(raw) for share in raw]
 
 
+def _link(state: DeckState) -> str | None:
+    """What preflight's real all_sum saw of the ring, in its own words."""
+    passed = (check.summary for check in state.shown_checks if check.name == ALL_SUM and check.status == "pass")
+    return next(passed, None)
+
+
 def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     nodes, parts, none = node_names(state), shares(state), state.glyphs.none
     if not nodes:
@@ -59,14 +68,17 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     ]
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows
-    lines.append(Content.styled(f"link {none}   speed-up {none}   not measured in this release", MUTED))
+    if link := _link(state):
+        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight's all_sum)", MUTED)).truncate(width))
+    else:
+        lines.append(Content.styled(f"link {none}   speed-up {none}   not measured", MUTED))
     if full:
         fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
         why = "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"
         notes = (
             ("shares", why),
             ("compute a step", "of the shown run's last step: forward and backward, waiting for peers left out"),
-            ("not measured", "examples/s with its spread, link latency and bandwidth, predicted speed-up"),
+            ("not measured", "examples/s with its spread, each link by itself, predicted speed-up"),
         )
         lines += [Content(""), *(pair(label, text, width, indent=16) for label, text in notes)]
     return lines
