@@ -138,7 +138,7 @@ class FlightDeckApp(App[int]):
     def on_engine_ready(self, message: EngineReady) -> None:
         self.engine = message.engine
         config = message.config
-        self.change(ready=True, config=config)
+        self.change(ready=True, config=config, not_checked=message.not_checked)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme

@@ -126,7 +126,7 @@ class Bridge:
         except Exception as trouble:
             self._post(EngineFailed(_words(trouble), USAGE))
             return None
-        self._post(EngineReady(engine, config))
+        self._post(EngineReady(engine, config, tuple(engine.checks_not_yet())))
         return engine
 
     def _adopt(self, engine: Engine) -> None:

@@ -23,10 +23,11 @@ class _Newest(Message):
 class EngineReady(Message):
     """The engine is loaded; with the configuration, where there is one."""
 
-    def __init__(self, engine: Engine, config: FlightConfig | None) -> None:
+    def __init__(self, engine: Engine, config: FlightConfig | None, not_checked: tuple[str, ...]) -> None:
         super().__init__()
         self.engine = engine
         self.config = config
+        self.not_checked = not_checked
 
 
 class EngineFailed(Message):

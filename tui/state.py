@@ -43,6 +43,8 @@ class DeckState:
     probing: bool = False
     checks: tuple[CheckResult, ...] = ()
     """Of a preflight started from here, without a launch."""
+    not_checked: tuple[str, ...] = ()
+    """Checks of the full product that this release does not make."""
     checks_at: datetime | None = None
     """When that preflight ended; None while it runs."""
     snapshot: RunSnapshot | None = None

@@ -168,11 +168,33 @@ def starting() -> RunSnapshot:
     return RunSnapshot(record=fresh, supervised=True, state_since=ago(2), checks=tuple(begun), taken_at=NOW)
 
 
+def log_lines(until: int) -> list[str]:
+    """What the trainer prints up to an iteration."""
+    return [
+        "Loading pretrained model",
+        "Loading datasets",
+        "Trainable parameters: 100.000% (0.426M/0.426M)",
+        "Starting training..., iters: 60",
+        *[f"Iter {step}: Train loss {loss_at(step):.3f}, It/sec 1.022" for step in range(1, until + 1)],
+    ]
+
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "train.py", line 88, in step',
+    "    tokens = check(batch, vocabulary)",
+    "ValueError: batch 23 holds a token id of 9,214, the vocabulary ends at 4,095",
+]
+CONSEQUENCE = "[ring] connection to a peer was lost"
+PROOF_OFFSET = len("".join(f"{line}\n" for line in [*log_lines(23), *TRACEBACK[:-1]]).encode())
+"""Where the line that proves the failure begins in rank 1's log, bytes."""
+
+
 FAILED_CAUSE = "rank 1 raised ValueError: batch 23 holds a token id of 9,214, the vocabulary ends at 4,095"
 FAILED_FIX = "make the data with this model's tokenizer, or name the model that made it"
 
 
-def failed(offset: int | None = 0) -> RunSnapshot:
+def failed() -> RunSnapshot:
     ended = record(
         "demo-0314-134500", RunState.FAILED, reason=Reason.RANK_FAILED, rank=1, host="local-1", exit_code=1,
         cause=FAILED_CAUSE, fix=FAILED_FIX, created_at=ago(1032), started_at=ago(1027), ended_at=ago(1004),
@@ -182,7 +204,7 @@ def failed(offset: int | None = 0) -> RunSnapshot:
     return RunSnapshot(
         record=ended, supervised=False, state_since=ago(1004), ranks=(replace(first, exit_code=1), second),
         checks=tuple(CHECKS), series=series(23), taken_at=NOW,
-        diagnosis=Diagnosis(FAILED_CAUSE, FAILED_FIX, rank=1, host="local-1", source=1, offset=offset),
+        diagnosis=Diagnosis(FAILED_CAUSE, FAILED_FIX, rank=1, host="local-1", source=1, offset=PROOF_OFFSET),
     )  # fmt: skip
 
 
@@ -213,15 +235,6 @@ def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnap
     return replace(running(), ranks=ranks("stopping"), stop=StopProgress(stage, ago(1), acknowledged))
 
 
-LOG_LINES = [
-    "Loading pretrained model",
-    "Loading datasets",
-    "Trainable parameters: 100.000% (0.426M/0.426M)",
-    "Starting training..., iters: 60",
-    *[f"Iter {step}: Train loss {loss_at(step):.3f}, Learning Rate 1.000e-03, It/sec 1.022" for step in range(1, 42)],
-]
-
-
 @dataclass
 class FakeEngine:
     """Answers as `engine.session.Engine` does; the tests read what it was asked."""
@@ -240,7 +253,7 @@ class FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
         for snapshot in snapshots:
             self.snapshots[snapshot.record.id] = snapshot
-            write_logs(RunDir(self.home / "runs" / snapshot.record.id))
+            write_logs(RunDir(self.home / "runs" / snapshot.record.id), snapshot)
         return self
 
     def put(self, snapshot: RunSnapshot) -> None:
@@ -256,6 +269,9 @@ class FakeEngine:
 
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
         return configuration()
+
+    def checks_not_yet(self) -> dict[str, str]:
+        return dict.fromkeys(("hardware_layer", "checkpoint_layer", "performance_layer", "health_check"), "")
 
     def runs(self) -> list[RunRecord]:
         return [snapshot.record for snapshot in self.snapshots.values()]
@@ -305,16 +321,18 @@ class FakeWatch:
         return self.engine.snapshots[self.run]
 
 
-def write_logs(run: RunDir) -> None:
-    """The training output of both ranks, line by line in turn, indexed as a run's own mirror does it."""
+def write_logs(run: RunDir, snapshot: RunSnapshot) -> None:
+    """The output of both ranks, line by line in turn, indexed as a run's own mirror does it; a failed run's ends with
+    the first rank's complaint about the second's failure."""
     run.path.mkdir(parents=True, exist_ok=True)
+    both = [(rank, line) for line in log_lines(snapshot.record.iteration or 0) for rank in range(2)]
+    if snapshot.diagnosis is not None:
+        both += [*((1, line) for line in TRACEBACK), (0, CONSEQUENCE)]
     mirror = Mirror(run, lambda gap: None, clock=lambda: NOW.timestamp() - 41)
-    files = [run.log(rank).open("ab", buffering=0) for rank in range(2)]
-    with files[0], files[1]:
-        for rank in range(2):
-            mirror.follow(rank, 1, None, 0)
-        for line in LOG_LINES:
-            for file in files:
-                file.write(f"{line}\n".encode())
-            mirror.pump()
+    for rank in range(2):
+        mirror.follow(rank, 1, None, 0)
+    for rank, line in both:
+        with run.log(rank).open("ab") as file:
+            file.write(f"{line}\n".encode())
+        mirror.pump()
     mirror.finish()

@@ -406,13 +406,14 @@ async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) ->
 
 
 async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: FakeEngine) -> None:
-    offset = len("".join(f"{line}\n" for line in situation.LOG_LINES[:2]).encode())
-    fake.add(situation.failed(offset))
+    fake.add(situation.failed())
     async with opened(fake, follow="demo-0314-134500") as console:
         await console.shows("enter jumps to the line")
+        await console.press("g")
         await console.press("enter")
-        await console.shows("1 Trainable parameters")
         assert console.app.state.pane == "logs"
+        view = console.app.deck.logs.view
+        await console.until(lambda: view.copy_text().startswith("ValueError: batch 23"), "the line")
 
 
 async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:

@@ -33,6 +33,7 @@ class ChecksPane(Pane):
     def compose(self) -> ComposeResult:
         yield Static("", id="checks-note", markup=False)
         yield RowList(id="checks-rows")
+        yield Static("", id="checks-later", markup=False)
         with VerticalScroll(classes="detail", can_focus=False):
             yield Static("", id="checks-detail", markup=False)
 
@@ -47,6 +48,11 @@ class ChecksPane(Pane):
         note.display = not state.shown_checks
         note.update(_note(state))
         self.query_one(RowList).set_rows(_rows(state, self.room))
+        later = self.query_one("#checks-later", Static)
+        later.display = self.full and bool(state.not_checked)
+        later.update(
+            pair("not checked", ", ".join(state.not_checked) + " (not in this release)", self.room, style=MUTED)
+        )
         self._detail()
 
     def _selected(self) -> CheckResult | None:

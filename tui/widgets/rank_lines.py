@@ -37,6 +37,11 @@ def _aborted(state: DeckState) -> bool:
     return state.snapshot is not None and state.snapshot.record.state == "aborted"
 
 
+def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
+    """Only a run that goes on has one to look after."""
+    return slowest(snapshot.ranks) if state.active else None
+
+
 def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
     """The straggler: the rank with the longest compute time, where it matters."""
     timed = [(rank.step_s, rank.rank) for rank in ranks if rank.step_s is not None]
@@ -52,7 +57,7 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     if not ranks:
         return [Content.styled("no rank has started yet", MUTED)]
     longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
-    straggler = slowest(ranks)
+    straggler = _straggler(state, snapshot)
     arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
     found = [rank_glyph(state, rank) for rank in ranks]
     bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
@@ -76,7 +81,7 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
 
 def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     """All ranks on one line, as far as there is room: state, compute time of the last step, who is slowest."""
-    straggler = slowest(snapshot.ranks)
+    straggler = _straggler(state, snapshot)
     arrow = " <- slowest" if state.glyphs.ascii else " ← slowest"
     parts = []
     for rank in snapshot.ranks:

@@ -14,6 +14,9 @@ from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
 from tui.widgets.rank_lines import figures, line, table
 
+PLOT_ROWS = 9
+"""What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
+
 
 class RunPane(Pane, can_focus=True):
     """The shown run."""
@@ -53,10 +56,11 @@ class RunPane(Pane, can_focus=True):
             self._put("#figures", [])
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
-        self.plot.display = has_loss
-        if has_loss:
+        said = sum(len(text.plain.splitlines()) for text in story)
+        self.plot.display = has_loss and self.content_size.height - said >= PLOT_ROWS
+        if self.plot.display:
             self.plot.show(snapshot.series, state.glyphs)
-        elif not story:
+        elif not story and not has_loss:
             self._put("#story", [_waiting(state)])
         tall = self.content_size.height >= 12
         whole = tall or not has_loss
