@@ -71,6 +71,7 @@ class FlightDeckApp(App[int]):
     ) -> None:
         super().__init__()
         self.clock = clock
+        self.slow_link = slow_link
         self.engine: Engine | None = None
         self._start = start
         self._follow = follow

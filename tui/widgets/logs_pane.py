@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from textual.app import ComposeResult
 from textual.events import Resize
@@ -11,11 +11,15 @@ from textual.widget import Widget
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from tui.state import DeckState
 from tui.widgets.filter_bar import FILTER, SEARCH, FilterBar
-from tui.widgets.log_view import LogState, LogView
+from tui.widgets.log_view import REDRAW_S, LogState, LogView
 from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from tui.app import FlightDeckApp
+
+
+SLOW_REDRAW_S: Final = 0.5
+"""Over a slow link."""
 
 
 class LogsPane(Pane):
@@ -25,7 +29,8 @@ class LogsPane(Pane):
     HINTS = ("search", "filter", "next_rank", "follow")
 
     def compose(self) -> ComposeResult:
-        yield LogView(id="log")
+        slow = cast("FlightDeckApp", self.app).slow_link
+        yield LogView(id="log", redraw_s=SLOW_REDRAW_S if slow else REDRAW_S)
         yield FilterBar(id="ask")
 
     @property

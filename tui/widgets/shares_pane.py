@@ -69,7 +69,7 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows
     if link := _link(state):
-        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight's all_sum)", MUTED)).truncate(width))
+        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight)", MUTED)).truncate(width))
     else:
         lines.append(Content.styled(f"link {none}   speed-up {none}   not measured", MUTED))
     if full:
