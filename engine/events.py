@@ -70,6 +70,8 @@ class StopProgress:
     """Ranks whose keeper has written an exit record."""
     left: tuple[str, ...] = ()
     """Processes still alive, as "node pid command"."""
+    passed: tuple[str, ...] = ()
+    """The stages before this one that were really needed, in order."""
 
 
 @dataclass(frozen=True)

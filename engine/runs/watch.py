@@ -214,4 +214,8 @@ def stop_progress(entry: dict[str, Any], before: StopProgress | None) -> StopPro
     """A journal's stop entry; its stage holds since the entry that first named it."""
     stage, at = str(entry["stage"]), datetime.fromisoformat(entry["at"])
     progress = StopProgress(stage, at, tuple(entry.get("acknowledged") or ()), tuple(entry.get("left") or ()))
-    return replace(progress, since=before.since) if before is not None and before.stage == stage else progress
+    if before is None:
+        return progress
+    if before.stage == stage:
+        return replace(progress, since=before.since, passed=before.passed)
+    return replace(progress, passed=(*before.passed, before.stage))

@@ -20,7 +20,7 @@ from typing import Final
 from tests.terminal import Terminal
 
 LIMIT: Final = 1.6
-LATE: Final = {"mlx", "mlx_lm", "asyncssh", "numpy", "plotext", "tinydb"}
+LATE: Final = {"mlx", "mlx_lm", "asyncssh", "numpy", "tinydb"}
 """Not before the first paint."""
 NEVER: Final = {"mlx", "mlx_lm"}
 

@@ -93,4 +93,4 @@ OTHERS: Final = (
     Scene("welcome", list, "Run the demo", configured=False),
     Scene("ascii", everything, "step 41/60", ascii=True),
 )
-"""Drawn at 120x36 and, where it matters, at 80x24."""
+"""Kept beside the tests; drawn at every size too."""

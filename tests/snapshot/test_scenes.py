@@ -14,7 +14,7 @@ from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("size", ["80x24", "120x36"])
+@pytest.mark.parametrize("size", TERMINALS)
 @pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
 def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
     app, reach = scene.open(tmp_path)

@@ -232,7 +232,9 @@ def succeeded() -> RunSnapshot:
 
 def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnapshot:
     """An abort under way, one second into its stage."""
-    return replace(running(), ranks=ranks("stopping"), stop=StopProgress(stage, ago(1), acknowledged))
+    order = ("asked", "stop", "term", "kill", "verifying", "unconfirmed")
+    progress = StopProgress(stage, ago(1), acknowledged, passed=order[: order.index(stage)])
+    return replace(running(), ranks=ranks("stopping"), stop=progress)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import LaunchError
+from engine.events import StopProgress
 from engine.models import RunState
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
@@ -113,6 +114,16 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
         await console.press("escape")
         await console.shows("■ aborted")
+
+
+async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine) -> None:
+    fake.add(replace(situation.running(), stop=StopProgress("verifying", situation.ago(1), (0, 1), passed=("stop",))))
+    async with opened(fake) as console:
+        await console.shows("running")
+        await console.press("ctrl+x")
+        dialog = console.app.screen
+        assert isinstance(dialog, Stopping)
+        assert [line.split()[1] for line in dialog.body.splitlines() if "not needed" in line] == ["TERM", "KILL"]
 
 
 async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> None:

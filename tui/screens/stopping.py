@@ -77,7 +77,9 @@ def progress(state: DeckState) -> list[Content]:
     for index, (stage, word, text) in enumerate(STAGES):
         clock = ""
         if index < reached:
-            glyph: Glyph = OK
+            needed = stop is not None and stage in (*stop.passed, stop.stage)
+            glyph: Glyph = OK if needed else PENDING
+            clock = "" if needed else "  not needed"
         elif index == reached and stop is not None:
             glyph = RUNNING
             clock = _clock(state, stop, stage)

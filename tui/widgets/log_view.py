@@ -238,7 +238,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.state = state
             self.post_message(self.Changed(self, state))
         nothing = "" if window.rows else self._nothing()
-        drawn = (tuple(window.rows), window.pattern, window.current, window.gutter_width, nothing)
+        drawn = (tuple(window.rows), window.pattern, window.current, window.gutter_width, window.width, nothing)
         # A place in the log makes a style of its own for each line, and Textual keeps thousands of styles: rows that
         # run past are not worth it, nobody selects them.
         selectable = drawn == self._drawn or not window.following

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from textual.app import ComposeResult
-from textual.events import Resize
 from textual.widget import Widget
 
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
@@ -60,10 +59,6 @@ class LogsPane(Pane):
     def move(self, name: str) -> bool:
         self.view.move(name)
         return True
-
-    def on_resize(self, event: Resize) -> None:
-        # The view hears of its size after the first drawing at it; draw once more with the rows of that size.
-        self.call_after_refresh(self.view.refresh)
 
     def open(self, run_dir: RunDir | None) -> None:
         """Show the log of this run from now on."""

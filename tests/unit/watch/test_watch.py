@@ -170,3 +170,13 @@ def test_nothing_new_gives_the_same_series_object(run: MadeRun) -> None:
     run.metrics([report(1, 2.0)])
     watch = watched(run)
     assert watch.poll().series is watch.poll().series
+
+
+def test_a_stop_remembers_only_the_stages_that_were_needed(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching").attempt().state("running")
+    for stage in ("stop", "stop", "verifying", "stopped"):
+        run.journal.append("stop", stage=stage, purpose="abort", acknowledged=[], left=[])
+    stop = watch.poll().stop
+    assert stop is not None
+    assert stop.passed == ("stop", "verifying")
