@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import mmap
 import os
 import platform
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -261,24 +262,33 @@ def map_speed(path: Path) -> float:
         return len(mapped) / best / 1e9
 
 
+def machine() -> str:
+    """What was measured on, and how busy that was before."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"load {os.getloadavg()[0]:.1f} before"
+    )
+
+
+def report(figures: Iterable[Figure]) -> int:
+    """Print each figure with its verdict; the exit code, 1 when a target is missed."""
+    met = True
+    for figure in figures:
+        verdict = "" if not figure.target else "met" if figure.met else "MISSED"
+        print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {verdict}", flush=True)
+        met = met and figure.met
+    return 0 if met else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Logs under load, measured.")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the flood")
     parser.add_argument("--lines", type=int, default=10_000_000, help="of the big log")
     options = parser.parse_args()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"load {load:.1f} before"
-    )
-    met = True
+    print(machine())
     with TemporaryDirectory() as directory:
         root = Path(directory)
-        for figure in (*flood(root, options.seconds), *big(root, options.lines)):
-            verdict = "" if not figure.target else "met" if figure.met else "MISSED"
-            print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {verdict}")
-            met = met and figure.met
-    return 0 if met else 1
+        return report(itertools.chain(flood(root, options.seconds), big(root, options.lines)))
 
 
 if __name__ == "__main__":
