@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST = 1, 3, 4, 5
 
-_QOS_CLASS_USER_INITIATED = 0x19
+_QOS_CLASS_USER_INTERACTIVE = 0x21
 
 
 def main() -> int:
@@ -168,7 +168,7 @@ def _raise_priority() -> None:
     if sys.platform == "darwin":
         import ctypes
 
-        ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
+        ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INTERACTIVE, 0)
 
 
 if __name__ == "__main__":
