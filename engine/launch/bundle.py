@@ -10,6 +10,7 @@ from pathlib import Path
 
 import engine.worker
 from engine.errors import LaunchError
+from engine.security.home import make_private
 
 SOURCE = Path(engine.worker.__file__).parent
 _PACKAGE = "worker"
@@ -35,7 +36,9 @@ def stage_bundle(node_root: Path, source: Path = SOURCE) -> Path:
     if (target / _PACKAGE).is_dir() and bundle_hash(target / _PACKAGE) == expected:
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # By itself: mkdir gives its mode to the last folder alone, and adapters and logs will lie in this one.
+        make_private(node_root)
+        target.parent.mkdir(exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{expected[:12]}-", dir=target.parent))
         try:
             _copy(source, staging / _PACKAGE)

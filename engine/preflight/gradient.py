@@ -16,7 +16,6 @@ import shlex
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.models import FlightConfig
@@ -29,8 +28,9 @@ from engine.preflight import hostfile, versions
 from engine.preflight.check import Check, ranks_of, verdict
 from engine.preflight.process import Finished, run
 from engine.runs.layout import node_root
+from engine.security.home import make_private
 from engine.worker.processes import with_nonce
-from engine.worker.wire import NONCE_ENV
+from engine.worker.wire import NONCE_ENV, AllSumResult
 
 NAME = "gradient_layer"
 _START_ALLOWANCE_S = 55.0
@@ -49,20 +49,9 @@ ADVICE = (
 """(what a rank says, what a person can do about it), the first that fits."""
 
 
-@dataclass(frozen=True)
-class SumResult:
-    """What worker.all_sum writes for one rank; not imported from there, since that would reach mlx."""
-
-    rank: int
-    size: int = 0
-    exact: bool = False
-    latency_s: float | None = None
-    bandwidth_bytes_per_s: float | None = None
-    error: str | None = None
-
-
 async def look(config: FlightConfig) -> CheckResult:
     nonce = secrets.token_hex(16)
+    make_private(node_root())
     directory = node_root() / "preflight" / nonce
     directory.mkdir(parents=True, mode=0o700)
     try:
@@ -110,16 +99,16 @@ def all_sum_script(config: FlightConfig, directory: Path, bundle: Path) -> str:
     return "\n".join([*lines, "esac", "exit 126", ""])
 
 
-def read_result(directory: Path, rank: int) -> SumResult | None:
+def read_result(directory: Path, rank: int) -> AllSumResult | None:
     """What one rank measured; None when it wrote nothing."""
     try:
-        return SumResult(**json.loads((directory / f"rank{rank}.json").read_bytes()))
+        return AllSumResult(**json.loads((directory / f"rank{rank}.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def judge(
-    config: FlightConfig, results: Mapping[int, SumResult | None], words: Mapping[int, str], finished: Finished
+    config: FlightConfig, results: Mapping[int, AllSumResult | None], words: Mapping[int, str], finished: Finished
 ) -> CheckResult:
     """The verdict. A rank that only lost its peers is not blamed while another has a cause of its own."""
     world_size = len(config.nodes)
@@ -146,7 +135,7 @@ def judge(
     return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
 
 
-def _fault(result: SumResult | None, world_size: int, words: str, code: int | None) -> str | None:
+def _fault(result: AllSumResult | None, world_size: int, words: str, code: int | None) -> str | None:
     if result is None:
         ended = f"ended with {code}" if code is not None else "wrote no result"
         return f"{ended}: {words}" if words else ended
@@ -157,7 +146,7 @@ def _fault(result: SumResult | None, world_size: int, words: str, code: int | No
     return None if result.exact else "the sum is not exact"
 
 
-def _measured(result: SumResult | None) -> str:
+def _measured(result: AllSumResult | None) -> str:
     if result is None or result.latency_s is None or result.bandwidth_bytes_per_s is None:
         return "not measured"
     if result.size == 1:

@@ -16,6 +16,13 @@ def state_home() -> Path:
     return Path(configured).expanduser().absolute() if configured else user_state_path("flightdeck")
 
 
+def make_private(directory: Path) -> None:
+    """Make `directory`, or what is already there of it, for its owner alone (0700). Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
+
+
 def make_home(home: Path) -> None:
     """Make the state directory, 0700. Raises StateError when it cannot be made or written, or is another user's."""
     try:

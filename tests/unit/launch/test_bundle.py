@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,11 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bundles").write_text("in the way")
     with pytest.raises(LaunchError, match="could not be staged"):
         stage_bundle(tmp_path)
+
+
+def test_what_a_node_holds_is_its_owners_alone(tmp_path: Path) -> None:
+    stage_bundle(tmp_path / "new" / "node")
+    (tmp_path / "old").mkdir(mode=0o755)
+    stage_bundle(tmp_path / "old")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new/node", "old")]
+    assert modes == [0o700, 0o700]

@@ -14,6 +14,7 @@ from engine.models import CheckStatus
 from engine.preflight import gradient as check
 from engine.preflight.process import Finished
 from engine.worker.processes import with_nonce
+from engine.worker.wire import AllSumResult
 from tests.unit.preflight.conftest import flight
 
 
@@ -27,6 +28,7 @@ async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
     assert set(result.evidence) == {"node0", "node1"}
     assert with_nonce("the-nonce-of-this-test") == []
     assert list((home / "node" / "preflight").iterdir()) == []
+    assert (home / "node").stat().st_mode & 0o077 == 0
 
 
 async def test_one_rank_is_a_group_of_one_and_says_so(model: Path, data: Path, tmp_path: Path, home: Path) -> None:
@@ -58,8 +60,8 @@ async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkey
 QUIET = Finished(0, "", "")
 
 
-def measured(rank: int, size: int, *, exact: bool = True) -> check.SumResult:
-    return check.SumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+def measured(rank: int, size: int, *, exact: bool = True) -> AllSumResult:
+    return AllSumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
 def test_a_world_that_is_smaller_than_planned_fails(config: FlightConfig) -> None:
@@ -76,7 +78,7 @@ def test_an_inexact_sum_fails_though_it_is_fast(config: FlightConfig) -> None:
 
 
 def test_a_lost_peer_is_a_consequence(config: FlightConfig) -> None:
-    results = {0: check.SumResult(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
+    results = {0: AllSumResult(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
     killed = Finished(0, "", "[WARN] Node with rank 1 exited with code -9")
     result = check.judge(config, results, {0: "", 1: ""}, killed)
     assert (result.blames, "ended with -9" in result.summary) == ((1, "node1"), True)
