@@ -18,7 +18,9 @@ from engine.worker.processes import kill_group
 
 _OUTPUT_LIMIT = 1 << 20
 _TERM_GRACE_S = 0.5
-_KILL_WAIT_S = 2.0
+_KILL_WAIT_S = 1.0
+"""For the killed to be gone. A zombie is in its group for as long as nobody reaps it, in some containers for good: an
+abort must not wait long for one."""
 _LOOK_S = 0.01
 
 
@@ -85,7 +87,7 @@ async def _newlines(descriptor: int, every_s: float) -> None:
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """TERM, then KILL, for everyone in the group of `process`; returns when the group is empty."""
+    """TERM, then KILL, for everyone in the group of `process`; returns when the group is empty, or killed."""
     for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
         if not kill_group(process.pid, number):
             break
