@@ -93,7 +93,8 @@ class Witnesses:
 
     def _last_event(self, rank: int, name: str) -> dict[str, Any] | None:
         wanted = f'"event": "{name}"'
-        for line in reversed(tail(self._files.events(rank), size=_EVENT_TAIL_BYTES).splitlines()):
+        # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
+        for line in reversed(tail(self._files.events(rank), size=_EVENT_TAIL_BYTES).split("\n")):
             if wanted in line[:_WHERE_THE_NAME_IS] and (event := parse(line.encode())) is not None:
                 return dict(redact_document(event, self._environment))
         return None

@@ -95,8 +95,7 @@ class Flight:
             self._ranks.tell(BEAT)
         # Liveness is read before the last read of a log.
         launcher_alive = self._launcher is not None and self._launcher.alive(thorough=thorough)
-        changed = self._ranks.look(thorough=thorough)
-        self._listen_to_launcher()
+        changed = self._ranks.look(thorough=thorough) + self._listen_to_launcher()
         await asyncio.to_thread(self._mirror.pump)
         self.intake.poll()
         self._enter_changes(changed)
@@ -220,9 +219,8 @@ class Flight:
         self._entered.add(key)
         return False
 
-    def _listen_to_launcher(self) -> None:
-        if self._launcher is not None:
-            self._ranks.lost_keepers(self._launcher.rank_ends())
+    def _listen_to_launcher(self) -> list[Rank]:
+        return self._ranks.lost_keepers(self._launcher.rank_ends()) if self._launcher is not None else []
 
     def _note_gap(self, gap: Gap) -> None:
         self._logbook.append("note", message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}", **asdict(gap))

@@ -63,12 +63,15 @@ class Ranks:
             if not rank.ended:
                 self._tell(rank, word)
 
-    def lost_keepers(self, codes: Sequence[tuple[int, int]]) -> None:
-        """What the launcher says of ranks that no keeper speaks for."""
+    def lost_keepers(self, codes: Sequence[tuple[int, int]]) -> list[Rank]:
+        """What the launcher says of ranks that no keeper speaks for; those that have ended by it."""
+        changed = []
         for number, code in codes:
             rank = self.all[number] if 0 <= number < len(self.all) else None
             if rank is not None and rank.record is None and not rank.started:
                 rank.launcher_code = code
+                changed.append(rank)
+        return changed
 
     def close(self) -> None:
         for fifo in self._fifos.values():

@@ -66,6 +66,8 @@ def test_a_missing_interpreter_is_named_with_its_node(home: Path, tmp_path: Path
     assert cause == "the interpreter /no/such/python is missing on right"
     assert run.record.fix is not None and "absolute path" in run.record.fix
     assert run.record.exit_code == 127
+    ended = [(entry["rank"], entry["code"]) for entry in run.entries if entry["event"] == "rank_ended"]
+    assert ended.count((1, 127)) == 1
 
 
 def test_a_busy_ring_port_is_named_with_its_holder(home: Path, tmp_path: Path) -> None:

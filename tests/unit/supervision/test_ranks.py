@@ -74,12 +74,12 @@ def test_the_launchers_word_counts_for_ranks_without_a_keeper_only(
     tmp_path: Path, keeper: subprocess.Popen[bytes]
 ) -> None:
     files, ranks = one_rank(tmp_path)
-    ranks.lost_keepers([(0, 127), (9, 1)])
+    assert ranks.lost_keepers([(0, 127), (9, 1)]) == ranks.all
     assert ranks.all[0].ended and ranks.all[0].launcher_code == 127
     _, ranks = one_rank(tmp_path)
     identify(files, keeper)
     ranks.look(thorough=True)
-    ranks.lost_keepers([(0, 1)])
+    assert ranks.lost_keepers([(0, 1)]) == []
     assert not ranks.all[0].ended
 
 

@@ -1,0 +1,26 @@
+"""What a rank said last is heard, whatever characters it said it with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.runs.plan_file import Plan
+from engine.supervision.attempt import Attempt
+from engine.supervision.evidence import Witnesses
+from engine.supervision.ranks import Rank
+from engine.worker.events import EventWriter
+from engine.worker.wire import NodeFiles
+
+
+def test_a_failure_is_heard_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
+    node = NodeConfig(name="left", python="/python", workdir="/")
+    config = FlightConfig(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="test"))
+    plan = Plan.of(config, run_id="r", created_at=datetime.now(UTC))
+    attempt = Attempt(1, "nonce", 20_000, {}, {}, tmp_path)
+    files = NodeFiles(tmp_path)
+    message = "no such word: raven\u2028\x85 or crow"
+    EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
+    heard = Witnesses(plan, attempt, files, None).of(Rank(plan.ranks[0]))
+    assert heard.failure is not None and heard.failure["message"] == message
