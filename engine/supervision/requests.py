@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,26 +35,29 @@ def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str =
     return path
 
 
-def take_requests(run_dir: RunDir) -> list[Request]:
-    """All requests that wait, oldest first; their files are gone afterwards. What is no request is dropped."""
+def take_requests(run_dir: RunDir) -> Iterator[Request]:
+    """All requests that wait, oldest first. Each one's file goes when the next is asked for: whoever is killed before
+    it has noted a request leaves it for the next. What is no request is dropped."""
     try:
         names = sorted(path.name for path in run_dir.requests.iterdir() if not path.name.startswith("."))
     except FileNotFoundError:
-        return []
-    taken = []
+        return
     for name in names:
         path = run_dir.requests / name
-        try:
-            raw = json.loads(path.read_bytes())
-            taken.append(
-                Request(
-                    request=str(raw["request"])[:100],
-                    now=raw.get("now") is True,
-                    by=str(raw.get("by", ""))[:100],
-                    at=str(raw.get("at", ""))[:100],
-                )
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
+        request = _read(path)
+        if request is not None:
+            yield request
         path.unlink(missing_ok=True)
-    return taken
+
+
+def _read(path: Path) -> Request | None:
+    try:
+        raw = json.loads(path.read_bytes())
+        return Request(
+            request=str(raw["request"])[:100],
+            now=raw.get("now") is True,
+            by=str(raw.get("by", ""))[:100],
+            at=str(raw.get("at", ""))[:100],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -20,8 +20,12 @@ FOLLOWERS: Mapping[RunState, frozenset[RunState]] = {
 """Success is judged after the ranks have been seen to be gone, so it follows FINISHING alone."""
 
 
+def may_follow(current: RunState, to: RunState) -> bool:
+    return to in FOLLOWERS[current]
+
+
 def follow(current: RunState, to: RunState) -> RunState:
     """`to`, when it may follow `current`. Raises ValueError."""
-    if to not in FOLLOWERS[current]:
+    if not may_follow(current, to):
         raise ValueError(f"a run that is {current} does not become {to}")
     return to

@@ -38,6 +38,7 @@ from engine.supervision.flight import TICK_S, Flight
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.logbook import Logbook
 from engine.supervision.requests import ABORT, Request, take_requests
+from engine.supervision.states import may_follow
 from engine.worker import processes
 from engine.worker.wire import write_atomic
 
@@ -53,6 +54,7 @@ class Supervisor:
         self._logbook = logbook
         self._nodes = nodes
         self._abort: Request | None = None
+        self._signalled: list[Request] = []
         self._nonce = _nonce(logbook) or uuid.uuid4().hex
         self._figures: dict[str, Any] = {}
         self._unconfirmed: list[str] = []
@@ -70,8 +72,8 @@ class Supervisor:
         write_atomic(self._run_dir.supervisor, json.dumps(who))
 
     def abort(self, by: str) -> None:
-        """Ask for an abort, as a request would."""
-        self._note_request(Request(ABORT, by=by))
+        """Ask for an abort, as a request would. It is noted at the next look: now a thread may be at the journal."""
+        self._signalled.append(Request(ABORT, by=by))
 
     async def fly(self) -> None:
         """From the plan to the end."""
@@ -108,16 +110,20 @@ class Supervisor:
     async def _from_the_journal(self) -> Verdict:
         entries = self._logbook.entries
         rebooted = _last(entries, "supervisor").get("boot_id", processes.boot_id()) != processes.boot_id()
+        asked = [entry for entry in entries if entry["event"] == "request" and entry.get("request") == ABORT]
+        if asked:
+            self._abort = Request(ABORT, now=any(entry.get("now") is True for entry in asked), by="the journal")
         planned = _last(entries, "attempt")
+        if not planned and self._asked_to_stop() is not None:
+            return _ABORTED_EARLY
         if not planned:
             # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
             )
-        if any(entry["event"] == "stop" and entry.get("purpose") == "abort" for entry in entries):
-            self._abort = Request(ABORT, by="an earlier supervisor")
         attempt = Attempt.from_entry(planned, self._nonce)
-        launcher = self._old_launcher(attempt)
+        # Pids of before a restart of the machine are anybody's.
+        launcher = None if rebooted else self._old_launcher(attempt)
         if launcher is None and not self._anybody_came(attempt):
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
@@ -168,11 +174,12 @@ class Supervisor:
         """The launcher of an earlier supervisor; one whose start it had no time to enter is found by its nonce."""
         entry = _last(self._logbook.entries, "launcher")
         if not entry:
-            found = [each for each in processes.with_nonce(attempt.nonce) if os.getpgid(each.pid) == each.pid]
-            launchers = [each for each in found if "mlx.launch" in each.command]
-            if not launchers:
+            found = [each.pid for each in processes.with_nonce(attempt.nonce) if "mlx.launch" in each.command]
+            leader = next((pid for pid in found if _leads_its_group(pid)), None)
+            if leader is None:
                 return None
-            entry = {"pid": launchers[0].pid, "start": processes.start_time(launchers[0].pid) or ""}
+            entry = {"pid": leader, "start": processes.start_time(leader) or ""}
+            self._logbook.append("launcher", **entry)
         return LauncherWatch(
             int(entry["pid"]),
             str(entry["start"]),
@@ -182,9 +189,10 @@ class Supervisor:
         )
 
     def _anybody_came(self, attempt: Attempt) -> bool:
-        """Whether a rank has ever started in an attempt."""
+        """Whether a rank has ever started in an attempt, or is about to."""
         files = attempt.files(self._plan.run_id)
-        return any(files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
+        left = (files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
+        return any(left) or bool(processes.with_nonce(attempt.nonce))
 
     async def _watch(
         self, attempt: Attempt, launcher: LauncherWatch | None, *, adopted: bool = False, rebooted: bool = False
@@ -204,6 +212,8 @@ class Supervisor:
         return _with_fix(judge(evidence), evidence)
 
     def _asked_to_stop(self) -> Request | None:
+        while self._signalled:
+            self._note_request(self._signalled.pop(0))
         for request in take_requests(self._run_dir):
             self._note_request(request)
         return self._abort
@@ -215,6 +225,9 @@ class Supervisor:
 
     def _end(self, verdict: Verdict) -> None:
         fields = {key: value for key, value in asdict(verdict).items() if key != "state" and value is not None}
+        if not may_follow(self._logbook.state, verdict.state):
+            # Adopted while it ran, and nothing of it is left that could be watched to its end.
+            self._logbook.change(RunState.FINISHING)
         self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
 
 
@@ -261,6 +274,13 @@ def _write_report(run_dir: RunDir, report: PreflightReport) -> None:
     """For those who look; a full disk must not end the run that it tells of."""
     with contextlib.suppress(OSError):
         write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
+
+
+def _leads_its_group(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import random
+import shutil
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import LaunchError
 from engine.models import Reason, RunState
+from engine.runs.journal import Journal
 from engine.supervision import spawn
 from engine.supervision.adopt import adopt_orphans, orphans
 from engine.supervision.requests import ABORT, place_request
+from engine.worker import processes
+from engine.worker.wire import write_atomic
 from tests.faults.flying import HURRIED, Run, fly, kill_and_await, plan_run, ring
 
 
@@ -55,6 +67,72 @@ def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path
     place_request(run.dir, ABORT, by="test")
     adopt_orphans(home)
     assert run.ended().state is RunState.ABORTED
+
+
+def test_an_abort_that_the_dead_one_had_noted_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_output("step")
+    kill_and_await(run.supervisor)
+    note(run, "request", request=ABORT, now=False, by="test")
+    adopt_orphans(home)
+    assert run.ended().state is RunState.ABORTED
+
+
+def test_a_run_of_which_nothing_is_left_is_reported(home: Path, tmp_path: Path) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_state(RunState.RUNNING)
+    kill_and_await(run.supervisor)
+    end_all(run)
+    shutil.rmtree(run.files.directory)
+    without_launcher = [line for line in run.dir.journal.read_text().splitlines(True) if '"launcher"' not in line]
+    run.dir.journal.write_text("".join(without_launcher))
+    adopt_orphans(home)
+    run.wait(lambda: run.record.state.ended)
+    assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
+
+
+def test_a_run_from_before_a_restart_of_the_machine_is_lost_and_its_pids_are_nobodys(
+    home: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    run = fly(home, tmp_path, script=ring())
+    run.await_state(RunState.RUNNING)
+    kill_and_await(run.supervisor)
+    end_all(run)
+    for rank in (0, 1):
+        # As a power cut leaves it.
+        run.files.exit(rank).unlink(missing_ok=True)
+        identity = run.identity(rank)
+        write_atomic(run.files.identity(rank), json.dumps(asdict(replace(identity, boot_id="another boot"))))
+    note(run, "supervisor", pid=1, start="1", boot_id="another boot", adopted=False)
+    note(run, "launcher", pid=bystander.pid, start=processes.start_time(bystander.pid))
+    adopt_orphans(home)
+    run.wait(lambda: run.record.state.ended)
+    assert (run.record.state, run.record.reason) == (RunState.LOST, Reason.SUPERVISOR_LOST)
+    assert bystander.poll() is None
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of somebody else's that leads its group."""
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def note(run: Run, event: str, **fields: Any) -> None:
+    """What a dead supervisor had written last."""
+    journal = Journal(run.dir.journal)
+    journal.append(event, **fields)
+    journal.close()
+
+
+def end_all(run: Run) -> None:
+    """Every process of the run, as a power cut does."""
+    while left := processes.with_nonce(run.nonce):
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp_path: Path) -> None:

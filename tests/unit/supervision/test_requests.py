@@ -12,16 +12,24 @@ def test_each_is_taken_once_and_in_order(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     place_request(run_dir, ABORT, by="cli")
     place_request(run_dir, ABORT, now=True, by="console")
-    taken = take_requests(run_dir)
+    taken = list(take_requests(run_dir))
     assert [(request.request, request.now, request.by) for request in taken] == [
         (ABORT, False, "cli"),
         (ABORT, True, "console"),
     ]
-    assert take_requests(run_dir) == []
+    assert list(take_requests(run_dir)) == []
+
+
+def test_one_whose_taker_dies_before_it_is_noted_is_there_for_the_next(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    place_request(run_dir, ABORT, by="cli")
+    next(take_requests(run_dir))
+    assert [request.by for request in take_requests(run_dir)] == ["cli"]
+    assert list(take_requests(run_dir)) == []
 
 
 def test_nothing_asked_is_nothing(tmp_path: Path) -> None:
-    assert take_requests(RunDir(tmp_path)) == []
+    assert list(take_requests(RunDir(tmp_path))) == []
 
 
 def test_what_is_no_request_is_dropped_and_does_not_come_again(tmp_path: Path) -> None:
@@ -29,7 +37,7 @@ def test_what_is_no_request_is_dropped_and_does_not_come_again(tmp_path: Path) -
     run_dir.requests.mkdir()
     for name, content in {"a.json": "{", "b.json": "[]", "c.json": '{"now": true}', "d.json": "\xff"}.items():
         (run_dir.requests / name).write_text(content, encoding="latin-1")
-    assert take_requests(run_dir) == []
+    assert list(take_requests(run_dir)) == []
     assert list(run_dir.requests.iterdir()) == []
 
 
@@ -37,5 +45,5 @@ def test_a_half_written_one_is_left_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.requests.mkdir()
     (run_dir.requests / ".x.json.123").write_text("{")
-    assert take_requests(run_dir) == []
+    assert list(take_requests(run_dir)) == []
     assert len(list(run_dir.requests.iterdir())) == 1
