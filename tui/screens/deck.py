@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from tui.actions import Action, action_for, keys
 from tui.state import VIEWS, DeckState
@@ -45,6 +45,11 @@ _TABS: Final = (
     ("history", "history"),
 )
 
+_PROMPTS: Final = ("slash", "ampersand")
+_AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
+"""Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
+behind them is text: as ordinary keys they wait in a queue, and the "n" of a fast "/train" would launch."""
+
 
 def visible(view: str, maximised: str | None, width: int, height: int) -> frozenset[str]:
     """The panes that are on the screen."""
@@ -63,7 +68,7 @@ class DeckScreen(Screen[None]):
     """Lays the panes out, hands them the state, and turns keys into actions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key, f"press('{key}')", show=False, priority=key in ("ctrl+x", "tab", "shift+tab")) for key in keys()
+        Binding(key, f"press('{key}')", show=False, priority=key in _AT_ONCE) for key in keys()
     ]
 
     def __init__(self) -> None:
@@ -121,6 +126,7 @@ class DeckScreen(Screen[None]):
         self.query_one(TabStrip).display = self.narrow
         self.set_class(self.narrow, "-narrow")
         self.set_class(self.state.view != "dashboard" or self.maximised_pane is not None, "-full")
+        self.set_class(self.maximised_pane is not None, "-maximised")
         if self.state.pane not in shown:
             self.focus_pane(next(name for name in ("run", *_ORDER) if name in shown))
 
@@ -137,7 +143,7 @@ class DeckScreen(Screen[None]):
         pane = self.pane(name)
         inner = next(iter(pane.query(RowList)), None)
         target: Widget = inner if inner is not None else pane.keys_go_to
-        target.focus(scroll_visible=False)
+        self.set_focus(target, scroll_visible=False)
         self.deck.change(pane=name)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
@@ -152,6 +158,10 @@ class DeckScreen(Screen[None]):
         self.place_panes()
         self.focus_pane(pane or ("run" if view in ("run", "dashboard") else view))
         self.call_after_refresh(lambda: self.show(self.state))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """In a prompt that is open, "/" and "&" are text."""
+        return not (action == "press" and parameters[0] in _PROMPTS and isinstance(self.focused, Input))
 
     def action_press(self, key: str) -> None:
         action = action_for(key, self.state)

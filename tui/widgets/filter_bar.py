@@ -61,7 +61,8 @@ class FilterBar(Horizontal):
         entry.placeholder, entry.value = _HINTS[kind], text
         self._say("")
         self.add_class("-open")
-        entry.focus()
+        # At once, not with the next refresh: what is typed right behind the key belongs to the prompt.
+        self.screen.set_focus(entry)
 
     def close(self) -> None:
         self.remove_class("-open")
