@@ -17,6 +17,8 @@ from tui.screens.dialog import text_width
 from tui.state import DeckState
 from tui.widgets.pairs import pair
 
+_SCROLLBAR = 1
+
 
 class Help(ModalScreen[None]):
     """Scrolls; any of `?`, `esc`, `q` leaves it."""
@@ -37,7 +39,8 @@ class Help(ModalScreen[None]):
         with VerticalScroll(id="help") as box:
             box.border_title = "keys"
             box.border_subtitle = "esc back"
-            yield Static(Content("\n").join(lines(self._state, text_width(self.app.size.width))), markup=False)
+            told = lines(self._state, text_width(self.app.size.width) - _SCROLLBAR)
+            yield Static(Content("\n").join(told), markup=False)
 
     def action_leave(self) -> None:
         self.dismiss(None)

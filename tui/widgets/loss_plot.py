@@ -82,7 +82,7 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
         return Content.styled("too small for the loss plot", FRAME)
     values = [loss for _, loss in (*train, *val)]
     loss_axis = Axis.of(values, rows * 4, logarithmic=logarithmic)
-    ticks = loss_axis.ticks(max(2, rows // 3))
+    ticks = _ticks(loss_axis, max(2, rows // 3))
     labels = {rows - 1 - loss_axis.position(tick) // 4: _tick(tick, ticks) for tick in ticks}
     margin = max([len(label) for label in labels.values()], default=0) + 1
     columns = width - margin - 1
@@ -103,6 +103,11 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
 
 def _finite(points: Points) -> list[tuple[int, float]]:
     return [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
+
+
+def _ticks(axis: Axis, count: int) -> list[float]:
+    """At least two, which a scale needs, where round numbers allow it."""
+    return next((found for more in range(4) if len(found := axis.ticks(count + more)) > 1), axis.ticks(count))
 
 
 def _tick(value: float, ticks: Sequence[float]) -> str:

@@ -49,6 +49,12 @@ class NodesPane(Pane):
 
     def draw(self, state: DeckState) -> None:
         nodes = node_names(state)
+        if not nodes:
+            said = "no nodes: there is no configuration" if state.ready else "loading"
+            self.query_one("#nodes-head", Static).update(Content.styled(said, MUTED))
+            self.query_one(RowList).set_rows([])
+            self.query_one("#nodes-detail", Static).update("")
+            return
         head, rows = lay_out(_columns(state, nodes, full=self.full), self.room)
         self.query_one("#nodes-head", Static).update(head)
         self.query_one(RowList).set_rows(list(zip(nodes, rows, strict=True)))

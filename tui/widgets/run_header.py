@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine.events import RunSnapshot
 
 GAP = "   "
+_NODE_COUNT = 5
+"""How dear the number of nodes is, beside the run's facts: dearer than the speed, which the run pane has too."""
 
 
 class RunHeader(Static):
@@ -33,6 +35,8 @@ def header(state: DeckState, width: int) -> Content:
     """The line, at most `width` cells."""
     left, right = _place(state), _warnings(state)
     parts = _run(state)
+    if _length(left, [part for part in parts if part[0] > _NODE_COUNT], right) > width:
+        left = _place(state, counted=False)
     while parts and _length(left, parts, right) > width:
         parts.pop(min(range(len(parts)), key=lambda index: (parts[index][0], -index)))
     middle = Content(GAP).join([part for _, part in parts])
@@ -43,7 +47,7 @@ def _length(left: Content, parts: list[tuple[int, Content]], right: Content) -> 
     return left.cell_length + sum(part.cell_length + len(GAP) for _, part in parts) + right.cell_length + 1
 
 
-def _place(state: DeckState) -> Content:
+def _place(state: DeckState, *, counted: bool = True) -> Content:
     record, config = state.snapshot.record if state.snapshot else None, state.config
     name = config.cluster.name if config else (record.name if record else "MLX Flight Deck")
     parts = []
@@ -51,7 +55,7 @@ def _place(state: DeckState) -> Content:
         parts.append(record.backend)
     elif config is not None:
         parts.append("ring" if config.cluster.backend == "auto" else config.cluster.backend)
-    if nodes := node_names(state):
+    if counted and (nodes := node_names(state)):
         parts.append(plural(len(nodes), "node"))
     separator = state.glyphs.separator
     return Content.assemble((name, "bold"), *[(separator + part, MUTED) for part in parts])
