@@ -11,6 +11,7 @@ from tui.formatting import plural
 from tui.screens.dialog import Dialog
 from tui.state import DeckState
 from tui.widgets.pairs import pair
+from tui.widgets.rank_lines import own_program
 from tui.widgets.run_story import newest_checkpoint, what
 
 
@@ -55,17 +56,22 @@ def abort(state: DeckState, width: int) -> Confirm:
     progress = (
         f"iteration {record.iteration:,} of {record.iterations:,}" if record.iteration and record.iterations else ""
     )
-    checkpoint = newest_checkpoint(snapshot)
-    kept = (
-        f"the checkpoint of iteration {checkpoint:,}; later steps only if the ranks save within the grace"
-        if checkpoint is not None
-        else "no checkpoint yet: what was trained is kept only if the ranks save within the grace"
-    )
+    if own_program(snapshot):
+        effect = "TERM to your program on every rank, then KILL for what is left"
+        kept = "what your program has saved itself, or saves when it gets TERM"
+    else:
+        effect = "all ranks finish their step, save and leave; then TERM, then KILL for what is left"
+        checkpoint = newest_checkpoint(snapshot)
+        kept = (
+            f"the checkpoint of iteration {checkpoint:,}; later steps only if the ranks save within the grace"
+            if checkpoint is not None
+            else "no checkpoint yet: what was trained is kept only if the ranks save within the grace"
+        )
     lines = [
         pair("run", f"{record.id} ({record.state})", width, style="bold"),
         pair("on", nodes, width),
         *([pair("progress", progress, width)] if progress else []),
-        pair("effect", "all ranks finish their step, save and leave; then TERM, then KILL for what is left", width),
+        pair("effect", effect, width),
         pair("proof", "the processes that carry this run's mark are listed until there is none", width),
         pair("recover", kept, width),
     ]

@@ -30,6 +30,10 @@ class ChecksPane(Pane):
     NUMBER = "2"
     HINTS = ("enter", "recheck")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed: str | None = None
+
     def compose(self) -> ComposeResult:
         yield Static("", id="checks-note", markup=False)
         yield RowList(id="checks-rows")
@@ -47,7 +51,14 @@ class ChecksPane(Pane):
         note = self.query_one("#checks-note", Static)
         note.display = not state.shown_checks
         note.update(_note(state))
-        self.query_one(RowList).set_rows(_rows(state, self.room))
+        rows = self.query_one(RowList)
+        rows.set_rows(_rows(state, self.room))
+        failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
+        if failed != self._failed:
+            self._failed = failed
+            # What has failed is what one comes here for; moved once, so that the cursor stays the reader's.
+            if failed is not None:
+                rows.select(failed)
         later = self.query_one("#checks-later", Static)
         later.display = self.full and bool(state.not_checked)
         later.update(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from tui.formatting import age, loss, rate, size
-from tui.glyphs import FAIL, MUTED, PHASES, STALE, STOPPED, Glyph, rank_style
+from tui.glyphs import FAIL, MUTED, PENDING, PHASES, RUNNING, STALE, STOPPED, Glyph, rank_style
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import Column, lay_out
 
@@ -21,10 +21,13 @@ MARKED_SKEW = 0.05
 def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     """The rank's phase as it is to be believed: an old word is stale, an exit is told by its code."""
     if rank.signal is not None:
-        return (STOPPED if _aborted(state) else FAIL), f"signal {rank.signal}"
+        return _ended_badly(state, rank), f"signal {rank.signal}"
     if rank.exit_code is not None and rank.exit_code != 0:
-        culprit = state.snapshot.record.rank if state.snapshot is not None else None
-        return (FAIL if culprit in (None, rank.rank) else STOPPED), f"exit {rank.exit_code}"
+        return _ended_badly(state, rank), f"exit {rank.exit_code}"
+    if state.active and rank.phase == "starting" and state.snapshot is not None and own_program(state.snapshot):
+        return RUNNING, "started"
+    if rank.phase == "waiting" and not state.active:
+        return PENDING, "not started"
     working = state.active and rank.phase in ("training", "validating", "saving")
     if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
         return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"
@@ -33,8 +36,16 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     return PHASES.get(rank.phase, STALE), rank.phase
 
 
-def _aborted(state: DeckState) -> bool:
-    return state.snapshot is not None and state.snapshot.record.state == "aborted"
+def _ended_badly(state: DeckState, rank: RankStatus) -> Glyph:
+    """A failure is the culprit's; the others were stopped because of it, or by a person."""
+    record = state.snapshot.record if state.snapshot is not None else None
+    stopped = record is not None and (record.state == "aborted" or record.rank not in (None, rank.rank))
+    return STOPPED if stopped else FAIL
+
+
+def own_program(snapshot: RunSnapshot) -> bool:
+    """The run is a program of the user's own: preflight looked for it. Such a rank tells nothing but its output."""
+    return any(check.name == "program_present" and check.status == "pass" for check in snapshot.checks)
 
 
 def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
@@ -74,7 +85,8 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     if straggler is None:
         columns.pop()
     if headed:
-        columns.insert(-1, Column("heard", [age(rank.seen_at, state.now) for rank in ranks], 4, right=True))
+        heard = [age(rank.seen_at, state.now) if rank.seen_at else none for rank in ranks]
+        columns.insert(-1, Column("heard", heard, 4, right=True))
     head, rows = lay_out(columns, width)
     return [head, *rows] if headed else rows
 

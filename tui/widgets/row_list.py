@@ -51,6 +51,12 @@ class RowList(OptionList):
             move()
         return move is not None
 
+    def select(self, row: str) -> None:
+        """Put the cursor on the row of this id, where there is one."""
+        ids = [known for known, _ in self._rows]
+        if row in ids:
+            self.highlighted = ids.index(row)
+
     def set_rows(self, rows: Sequence[tuple[str, Content]]) -> None:
         """Show these rows; the cursor stays on the row of the same id, else goes to the first."""
         if [row for row, _ in rows] == [row for row, _ in self._rows]:

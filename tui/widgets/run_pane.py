@@ -12,10 +12,12 @@ from tui.state import DeckState
 from tui.widgets import run_story
 from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
-from tui.widgets.rank_lines import figures, line, table
+from tui.widgets.rank_lines import figures, line, own_program, table
 
-PLOT_ROWS = 9
+PLOT_ROWS = 8
 """What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
+SHORT_SCREEN = 30
+"""On a screen with fewer rows than this the plan goes without blank lines."""
 
 
 class RunPane(Pane, can_focus=True):
@@ -48,14 +50,19 @@ class RunPane(Pane, can_focus=True):
 
     def draw(self, state: DeckState) -> None:
         snapshot = state.snapshot
-        story = run_story.plan(state, self.room) if snapshot is None else run_story.end(state, snapshot, self.room)
-        self._put("#story", story)
+        short = self.screen.size.height < SHORT_SCREEN
+        self.set_class(snapshot is None, "-plan")
         if snapshot is None:
+            self._put("#story", run_story.plan(state, self.room, short=short))
             self.plot.display = False
             self._put("#ranks", [])
             self._put("#figures", [])
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
+        story = run_story.end(state, snapshot, self.room)
+        self._put("#story", story)
+        # Without a curve the room is the log's: it is what tells of a failure, or of a program of one's own.
+        self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-said")
         said = sum(len(text.plain.splitlines()) for text in story)
         self.plot.display = has_loss and self.content_size.height - said >= PLOT_ROWS
         if self.plot.display:
@@ -66,7 +73,7 @@ class RunPane(Pane, can_focus=True):
         whole = tall or not has_loss
         ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
         self._put("#ranks", ranks)
-        self._put("#figures", [figures(state, snapshot, self.room)])
+        self._put("#figures", [figures(state, snapshot, self.room)] if has_loss else [])
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         static = self.query_one(selector, Static)
@@ -105,5 +112,7 @@ def _waiting(state: DeckState) -> Content:
         "launching": "mlx.launch starts the ranks",
         "running": "the ranks load the model; the first loss comes with the first report",
     }
+    if own_program(state.snapshot):
+        words["running"] = "your own program: what its ranks print is in the log below"
     mark = state.glyphs.state(STATES[record.state], record.state)
     return Content.assemble(mark, "  ", (words.get(record.state, ""), MUTED))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from engine.events import RunSnapshot
 
 
-def plan(state: DeckState, width: int) -> list[Content]:
-    """What would be launched, on what, what it needs, and the one key that goes on."""
+def plan(state: DeckState, width: int, *, short: bool = False) -> list[Content]:
+    """What would be launched, on what, what it needs, and the one key that goes on; `short` leaves out blank lines."""
     if not state.ready:
         return [Content.styled("loading the engine", MUTED)]
     config = state.config
@@ -45,7 +45,7 @@ def plan(state: DeckState, width: int) -> list[Content]:
         lines.append(Content.assemble(("n cannot launch now: ", "$warning"), blocked))
     else:
         lines.append(Content.assemble(("n", "bold $text-primary"), "  launches it, after you confirm"))
-    return lines
+    return [line for line in lines if line.plain or not short]
 
 
 def what(config: FlightConfig, state: DeckState) -> list[tuple[str, str]]:
@@ -117,6 +117,9 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
         lines.append(pair("fix", fix, width, style="bold"))
     if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
         lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
+    failures = sum(check.status == "fail" for check in snapshot.checks)
+    if record.reason == "preflight_failed" and failures:
+        lines.append(pair("", f"{plural(failures, 'failed check')}: 2 shows evidence and fix", width))
     if record.unconfirmed:
         nodes = ", ".join(record.unconfirmed)
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))

@@ -1,0 +1,139 @@
+"""The run pane and what belongs to it where room or knowledge is short: a small terminal, a program of one's own, a
+failed preflight, keys typed faster than they are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from textual.events import Key
+
+from engine.events import RunSnapshot, Series
+from engine.models import CheckResult, CheckStatus, Reason, RunState
+from tests.tui import fake_engine as situation
+from tests.tui.conftest import SMALL, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.glyphs import FAIL, STOPPED
+from tui.screens.confirm import Confirm
+from tui.state import DeckState
+from tui.widgets.loss_plot import draw
+from tui.widgets.rank_lines import rank_glyph
+from tui.widgets.run_header import header
+
+PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
+
+
+def own_program() -> RunSnapshot:
+    """A `command` of the user's own, running: its ranks report nothing."""
+    silent = situation.ranks("starting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
+    bare = situation.record(iteration=None, iterations=None, train_loss=None, val_loss=None, tokens_per_second=None)
+    return replace(
+        situation.running(), record=bare, ranks=silent, checks=(PROGRAM,), series=Series(), eta_s=None,
+        learning_rate=None,
+    )  # fmt: skip
+
+
+def failed_preflight() -> RunSnapshot:
+    ended = situation.record(
+        state=RunState.FAILED, reason=Reason.PREFLIGHT_FAILED, cause="ports_free: port 40211 is held", iteration=None,
+        train_loss=None, val_loss=None, tokens_per_second=None, started_at=None, ended_at=situation.ago(3), attempts=0,
+    )  # fmt: skip
+    waiting = situation.ranks("waiting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
+    return RunSnapshot(
+        record=ended, supervised=False, state_since=situation.ago(3), ranks=waiting,
+        checks=(*situation.CHECKS[:4], situation.FAILED_PORTS), taken_at=situation.NOW,
+    )  # fmt: skip
+
+
+async def test_at_80x24_the_plan_fits_with_the_one_key_that_goes_on(fake: FakeEngine) -> None:
+    async with opened(fake, size=SMALL) as console:
+        for text in ("needs ", "n  launches it, after you confirm"):
+            await console.shows(text)
+
+
+async def test_at_80x24_the_curve_of_a_run_that_has_succeeded_is_still_there(fake: FakeEngine) -> None:
+    ended = situation.succeeded()
+    fake.add(ended)
+    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+        await console.shows("60 iterations in")
+        await console.shows("── train")
+
+
+async def test_maximised_the_run_has_the_whole_screen(fake: FakeEngine) -> None:
+    for size in (SMALL, (120, 36)):
+        async with opened(fake, size=size) as console:
+            await console.press("z")
+            await console.until(lambda: console.app.deck.pane("run").size.height >= size[1] - 5)  # noqa: B023
+
+
+async def test_a_program_of_ones_own_is_not_said_to_load_a_model_and_leaves_the_room_to_its_log(
+    fake: FakeEngine,
+) -> None:
+    fake.add(own_program())
+    async with opened(fake) as console:
+        await console.shows("▶ running  your own program")
+        assert "▶ started" in console.screen and "predicted" not in console.screen
+        deck = console.app.deck
+        assert deck.pane("logs").size.height > 2 * deck.pane("run").size.height
+        await console.press("ctrl+x")
+        assert isinstance(console.app.screen, Confirm)
+        assert "TERM to your program" in console.app.screen.body and "step" not in console.app.screen.body
+
+
+def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:
+    snapshot = situation.failed()
+    victim, culprit = (replace(rank, exit_code=code, signal=signal)
+                       for rank, code, signal in zip(snapshot.ranks, (None, 1), (15, None), strict=True))  # fmt: skip
+    state = DeckState(now=situation.NOW, snapshot=replace(snapshot, ranks=(victim, culprit)))
+    assert rank_glyph(state, victim) == (STOPPED, "signal 15")
+    assert rank_glyph(state, culprit) == (FAIL, "exit 1")
+    killed = replace(culprit, exit_code=None, signal=9)
+    assert rank_glyph(state, killed) == (FAIL, "signal 9")
+
+
+async def test_a_failed_preflight_counts_its_failures_and_opens_at_the_first(fake: FakeEngine) -> None:
+    ended = failed_preflight()
+    fake.add(ended)
+    async with opened(fake, follow=ended.record.id) as console:
+        await console.shows("1 failed check: 2 shows evidence and fix")
+        assert "· not started" in console.screen and "waiting" not in console.screen
+        await console.press("2")
+        await console.shows("first failing")
+
+
+async def test_what_is_typed_right_behind_the_search_key_is_text(fake: FakeEngine) -> None:
+    ended = situation.succeeded()
+    fake.add(ended)
+    async with opened(fake, follow=ended.record.id) as console:
+        await console.shows("60 iterations in")
+        for key, character in (("slash", "/"), *((letter, letter) for letter in "nez"), ("slash", "/")):
+            console.app.post_message(Key(key, character))
+        await console.shows("/ nez/")
+        assert console.on_deck and console.app.deck.maximised_pane is None
+
+
+async def test_the_help_breaks_its_lines_beside_the_keys(fake: FakeEngine) -> None:
+    async with opened(fake, size=SMALL) as console:
+        await console.press("question_mark", "pagedown")
+        await console.shows("l right           Move right: along a line in a log, else to the")
+        broken = next(line for line in console.screen.splitlines() if "next pane" in line)
+        assert broken.index("next pane") == 25
+
+
+async def test_without_a_configuration_the_nodes_say_so(fake: FakeEngine) -> None:
+    async with opened(fake, config=None) as console:
+        await console.press("escape", "1")
+        await console.shows("no nodes: there is no configuration")
+
+
+def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
+    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    widths = range(60, 100)
+    drawn = [header(state, width).plain for width in widths]
+    assert any("ETA" in line and "2 nodes" not in line for line in drawn)
+    assert not any("2 nodes" in line and "ETA" not in line for line in drawn)
+
+
+def test_a_low_plot_has_a_scale_of_two_figures() -> None:
+    state = DeckState()
+    plot = draw(Series(train=((1, 6.4), (60, 1.4))), 76, 7, glyphs=state.glyphs, logarithmic=False)
+    assert sum("┤" in line for line in plot.plain.splitlines()) >= 2
