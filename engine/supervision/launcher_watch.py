@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -44,7 +43,7 @@ class LauncherWatch:
         if self._child is not None:
             return self._child.poll() is None
         if not thorough:
-            return _exists(self.pid)
+            return processes.exists(self.pid)
         return processes.alive(self.pid, self._start)
 
     def drop_pipes(self) -> None:
@@ -74,16 +73,6 @@ class LauncherWatch:
     def tail(self) -> str:
         """The last of what it has said in this attempt."""
         return tail(self._log, self._begin)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:

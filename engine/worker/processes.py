@@ -56,8 +56,23 @@ def start_time(pid: int) -> str | None:
 
 
 def alive(pid: int, start: str) -> bool:
-    """Whether `pid` is still the process that started at `start`, and not a later one or a zombie."""
-    return start_time(pid) == start
+    """Whether `pid` is still the process that started at `start`, and not a later one or a zombie. Where the system is
+    too busy to say, one that exists counts as alive: what ends a run must be certain."""
+    try:
+        return start_time(pid) == start
+    except (OSError, subprocess.SubprocessError):
+        return exists(pid)
+
+
+def exists(pid: int) -> bool:
+    """Whether there is a process `pid`, whoever it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def with_nonce(nonce: str) -> list[Process]:
@@ -127,12 +142,16 @@ def _ps_with(variables: dict[str, str]) -> Iterator[Process]:
 
 
 def _tool(*command: str) -> str:
-    """What a system tool prints, in the C locale; "" when it fails as `ps` does for a pid that is gone."""
+    """What a system tool prints, in the C locale; "" when it fails as `ps` does for a pid that is gone.
+
+    In UTC: `ps` tells start times in the zone of the moment, and a Mac that travels would take a running process for
+    another one.
+    """
     finished = subprocess.run(
         command,
         capture_output=True,
         timeout=_TOOL_TIMEOUT_S,
-        env={**os.environ, "LC_ALL": "C"},
+        env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
         check=False,
     )
     return finished.stdout.decode(errors="replace")

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,35 @@ def test_a_group_takes_a_signal_while_somebody_is_in_it() -> None:
 def test_everybody_is_nobodys_group(pgid: int) -> None:
     with pytest.raises(ValueError, match="process group"):
         processes.kill_group(pgid, 0)
+
+
+@pytest.fixture
+def as_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`ps` instead of /proc, and a `ps` that says when a process has started in the zone of the moment, as macOS's."""
+    ps = tmp_path / "ps"
+    ps.write_text("#!/bin/sh\necho S $(date -d @1700000000 '+%a %b %d %T %Y')\n")
+    ps.chmod(0o700)
+    monkeypatch.setattr(processes, "_LINUX", False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return ps
+
+
+@pytest.mark.usefixtures("as_on_a_mac")
+@pytest.mark.skipif(sys.platform == "darwin", reason="the stand-in for ps needs GNU date")
+def test_a_mac_that_travels_finds_its_processes_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    start = processes.start_time(os.getpid())
+    assert start == "Tue Nov 14 22:13:20 2023"
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    assert processes.alive(os.getpid(), start)
+
+
+def test_where_ps_does_not_answer_only_a_missing_pid_is_dead(
+    as_on_a_mac: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_mac.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(processes, "_TOOL_TIMEOUT_S", 0.2)
+    assert processes.alive(os.getpid(), "whenever")
+    with sleeper() as child:
+        pass
+    assert not processes.alive(child.pid, "whenever")
