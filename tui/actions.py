@@ -207,7 +207,8 @@ def bar(state: DeckState) -> list[Action]:
     """The key bar's actions here and now, in order."""
     order: Iterable[str] = _LOG_BAR if state.pane == "logs" and state.view in LOG_VIEWS else _BAR[state.view]
     if state.pane == "logs" and state.searching and state.view in LOG_VIEWS:
-        order = ("next_match", "previous_match", *order)
+        # Room for help and quit at 80 columns: what narrows a search further can wait for its end.
+        order = ("next_match", "previous_match", *(name for name in order if name not in ("filter", "all_ranks")))
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
 
 

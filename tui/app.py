@@ -19,6 +19,7 @@ from textual.binding import Binding, BindingType
 from tui import clipboard
 from tui.actions import Action
 from tui.bridge import POLL_S, Bridge
+from tui.formatting import plural, shortened
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Trouble
 from tui.palette import Commands
@@ -268,7 +269,9 @@ class FlightDeckApp(App[int]):
         if path is not None:
             if not clipboard.pasteboard(text):
                 self.copy_to_clipboard(text)
-            self.say(f"copied, and kept in {path}")
+            first, *more = text.splitlines() or [""]
+            rest = f" and {plural(len(more), 'more line')}" if more else ""
+            self.say(f"copied {shortened(first, 40)!r}{rest}, and kept in {path}")
 
     def do_save(self) -> None:
         path = self._save(self.deck.pane(self.state.pane).text(), self.state.pane)

@@ -113,7 +113,7 @@ def _faults(files: list[DataFile], batch_size: int) -> tuple[list[str], list[str
         elif file.fix:
             mends.append(file.fix)
     if train.fault is None and train.examples < batch_size:
-        hard.append(f"{train.path} has {train.examples} examples, fewer than batch_size = {batch_size}")
+        hard.append(f"{train.path} has fewer examples ({train.examples}) than batch_size = {batch_size}")
     return hard, soft, mends
 
 

@@ -34,7 +34,7 @@ class Reporter:
         )
 
     def say(self, text: str) -> None:
-        print(f"rank {self._rank}  {text}", flush=True)
+        print(text, flush=True)
 
     def event(self, event: str, **fields: Any) -> None:
         self._events.write(event, **fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,10 @@ from tests.tui.conftest import Console
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.app import FlightDeckApp
 from tui.glyphs import Glyphs
+
+# Times on the screen are local; the pictures are of one place wherever they are drawn.
+os.environ["TZ"] = "UTC"
+time.tzset()
 
 SIZES: Final = ((80, 24), (120, 36), (200, 50))
 TERMINALS: Final = {f"{width}x{height}": (width, height) for width, height in SIZES}

@@ -336,7 +336,7 @@ async def test_a_run_without_a_supervisor_says_so(fake: FakeEngine) -> None:
 async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -> None:
     fake.add(situation.succeeded())
     async with opened(fake, follow="demo-0313-091500") as console:
-        await console.shows("✓ succeeded  60 iterations in 0:55")
+        await console.shows("✓ succeeded  60 iterations in 1:00")
         assert console.app.state.snapshot is not None
         assert console.app.state.snapshot.record.state is RunState.SUCCEEDED
 

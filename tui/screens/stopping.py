@@ -12,13 +12,16 @@ from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
 from tui.screens.dialog import Dialog
 from tui.state import DeckState
+from tui.widgets.rank_lines import own_program
 
 if TYPE_CHECKING:
     from engine.events import StopProgress
 
+OWN_PROGRAM: Final = "tells the ranks' programs with TERM, then KILL"
+"""A command of the user's own knows no cooperative stop: its keeper signals at once."""
 STAGES: Final = (
     ("stop", "INT", "asks the ranks to finish their step and save"),
-    ("term", "TERM", "to what has not left"),
+    ("term", "TERM", "to what has not left after that"),
     ("kill", "KILL", "to what is left"),
     ("verifying", "proof", "that no process of the run is alive"),
 )
@@ -74,7 +77,10 @@ def progress(state: DeckState) -> list[Content]:
     stop = snapshot.stop
     reached = _reached(stop, ended=not state.active)
     lines = []
+    own = own_program(snapshot)
     for index, (stage, word, text) in enumerate(STAGES):
+        if own and stage == "stop":
+            word, text = "STOP", OWN_PROGRAM
         clock = ""
         if index < reached:
             needed = stop is not None and stage in (*stop.passed, stop.stage)

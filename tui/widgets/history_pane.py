@@ -73,9 +73,7 @@ class HistoryPane(Pane):
 
 
 def _took(state: DeckState, run: RunRecord) -> str:
-    if run.started_at is None:
-        return state.glyphs.none
-    return duration(((run.ended_at or state.now) - run.started_at).total_seconds())
+    return duration(((run.ended_at or state.now) - run.created_at).total_seconds())
 
 
 def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
@@ -111,7 +109,7 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
     lines = [
         Content.assemble((run.id, "bold"), "  ", state.glyphs.state(STATES[run.state], run.state)),
         pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}", width),
-        pair("created", f"{run.created_at:%Y-%m-%d %H:%M:%S} UTC", width),
+        pair("created", f"{run.created_at.astimezone():%Y-%m-%d %H:%M:%S}", width),
     ]
     if run.cause:
         lines.append(pair("first cause", run.cause, width))

@@ -118,11 +118,13 @@ class LogsPane(Pane):
 
 def title(log: LogState, state: DeckState) -> str:
     """Whose log, whether it follows, what has come since, and what is looked for."""
+    if state.snapshot is None:
+        return "logs"
     whose = {None: "all ranks", LAUNCHER_SOURCE: "launcher"}.get(log.source, f"rank {log.source}")
     parts = ["logs", whose]
     if log.frozen:
         parts.append("FROZEN")
-    elif log.following:
+    elif log.following and state.active:
         parts.append("TAIL")
     if log.new_lines:
         parts.append(f"+{log.new_lines:,} line{'s' if log.new_lines != 1 else ''}")

@@ -99,7 +99,7 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     """How the shown run ended and why; the first cause and its fix when it failed. Empty while all is well."""
     record, glyphs = snapshot.record, state.glyphs
     if record.state == "succeeded":
-        lasted = record.ended_at - record.started_at if record.ended_at and record.started_at else None
+        lasted = record.ended_at - record.created_at if record.ended_at else None
         took = duration(lasted.total_seconds() if lasted is not None else None)
         steps = plural(record.iterations, "iteration") if record.iterations else "all ranks"
         return [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
