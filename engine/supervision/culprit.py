@@ -105,9 +105,10 @@ class _Weight(Enum):
 
     OWN = 0
     EARLY = 1
-    OUTSIDE = 2
-    CONSEQUENCE = 3
-    LEASE = 4
+    LEASE = 2
+    """Before the next two: when a lease has ended one rank, the others lose their peer or the launcher ends them."""
+    OUTSIDE = 3
+    CONSEQUENCE = 4
 
 
 @dataclass(frozen=True)

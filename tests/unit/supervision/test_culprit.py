@@ -175,6 +175,13 @@ def test_ranks_ended_by_their_lease_were_left_by_the_supervisor() -> None:
     assert judge(evidence(*ranks, adopted=True)).reason is Reason.SUPERVISOR_LOST
 
 
+@pytest.mark.parametrize("other", [{"code": 1, "tail": LOST}, {"sig": 15, "stopped_by": "signal TERM"}])
+def test_a_lease_that_ended_one_rank_first_is_the_cause_of_the_others_end(other: dict[str, Any]) -> None:
+    ranks = (rank(0, sig=15, at=1.1, stopped_by="lease"), rank(1, at=1.0, **other))
+    verdict = judge(evidence(*ranks, trigger=Trigger.ENDED, trainer=False, adopted=True))
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
+
+
 def test_a_rank_that_never_came_is_named_with_the_launchers_words() -> None:
     missing = RankEvidence(1, "right", "/py")
     verdict = judge(
