@@ -24,17 +24,22 @@ class Logbook:
     noted and does not stop a run."""
 
     def __init__(self, path: Path, put: Put, clock: Callable[[], datetime]) -> None:
+        self._path = path
         self._journal = Journal(path, clock)
         self._store = StoreWriter(put)
         self._reserve = path.with_name(f".{path.name}.reserve")
         _set_aside(self._reserve)
         self.entries = read_journal(path)
-        """What an earlier supervisor has written; not added to."""
+        """What an earlier supervisor has written; not added to, except by `reread`."""
         self.record: RunRecord | None = replay(self.entries) if self.entries else None
 
     @property
     def state(self) -> RunState:
         return self.record.state if self.record is not None else RunState.PLANNED
+
+    def reread(self) -> None:
+        """Take what has been written until now for an earlier supervisor's."""
+        self.entries = read_journal(self._path)
 
     def plan(self, record: RunRecord, nonce: str) -> None:
         """The first entry of all."""

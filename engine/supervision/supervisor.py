@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -84,6 +85,26 @@ class Supervisor:
         if self._logbook.state.ended:
             return
         self._end(await self._from_the_journal())
+
+    async def see_through(self, *, adopt: bool) -> None:
+        """Bring the run to its end also when a fault of ours comes in between: what was launched is taken over anew
+        from the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
+        try:
+            await (self.adopt() if adopt else self.fly())
+        except Exception as fault:
+            self._stumble(fault)
+            try:
+                await self.adopt()
+            except Exception as again:
+                self._stumble(again)
+                await asyncio.to_thread(_kill_all, self._nonce)
+                cause = f"the supervisor failed: {type(again).__name__}: {again}"
+                self._end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+
+    def _stumble(self, fault: Exception) -> None:
+        traceback.print_exception(fault, chain=False)
+        self._logbook.append("note", message=f"a fault in the supervisor: {type(fault).__name__}: {fault}")
+        self._logbook.reread()
 
     async def _from_the_plan(self) -> Verdict:
         if self._asked_to_stop() is not None:
@@ -283,6 +304,12 @@ def _leads_its_group(pid: int) -> bool:
         return False
 
 
+def _kill_all(nonce: str) -> None:
+    for left in processes.with_nonce(nonce):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left.pid, signal.SIGKILL)
+
+
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:
     return next((entry for entry in reversed(entries) if entry["event"] == event), {})
 
@@ -295,7 +322,7 @@ async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.abort, f"signal {number.name.removeprefix('SIG')}")
-    await (supervisor.adopt() if adopt else supervisor.fly())
+    await supervisor.see_through(adopt=adopt)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,7 +39,7 @@ async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home:
         await console.press("n", "right", "enter")
         await reach(console, "preflight")
         await reach(console, "── train")
-        await reach(console, "1 rank 1  iteration")
+        await reach(console, "│ 1 iteration")
         first = console.app.state.snapshot
         assert first is not None and first.series.train
         await console.press("q")
