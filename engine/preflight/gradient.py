@@ -7,14 +7,11 @@ compared with the configuration's, and every sum must be exact.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 import secrets
 import shlex
 import shutil
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +26,7 @@ from engine.preflight.check import Check, ranks_of, verdict
 from engine.preflight.process import Finished, run
 from engine.runs.layout import node_root
 from engine.security.home import make_private
-from engine.worker.processes import with_nonce
+from engine.worker.processes import kill_with_nonce
 from engine.worker.wire import NONCE_ENV, AllSumResult
 
 NAME = "gradient_layer"
@@ -59,7 +56,8 @@ async def look(config: FlightConfig) -> CheckResult:
         results = {rank: read_result(directory, rank) for rank, _ in ranks_of(config)}
         words = {rank: _last_words(directory, rank) for rank, _ in ranks_of(config)}
     finally:
-        _end_leftovers(nonce)
+        # Nothing of the check outlives it, not even what has left the launcher's group.
+        kill_with_nonce(nonce)
         shutil.rmtree(directory, ignore_errors=True)
     return judge(config, results, words, finished)
 
@@ -160,13 +158,6 @@ def _last_words(directory: Path, rank: int) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _end_leftovers(nonce: str) -> None:
-    """Nothing of the check outlives it, not even what has left the launcher's group."""
-    for process in with_nonce(nonce):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
 
 
 CHECK = Check(

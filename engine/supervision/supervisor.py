@@ -97,7 +97,7 @@ class Supervisor:
                 await self.adopt()
             except Exception as again:
                 self._stumble(again)
-                await asyncio.to_thread(_kill_all, self._nonce)
+                await asyncio.to_thread(processes.kill_with_nonce, self._nonce)
                 cause = f"the supervisor failed: {type(again).__name__}: {again}"
                 self._end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
 
@@ -302,12 +302,6 @@ def _leads_its_group(pid: int) -> bool:
         return os.getpgid(pid) == pid
     except ProcessLookupError:
         return False
-
-
-def _kill_all(nonce: str) -> None:
-    for left in processes.with_nonce(nonce):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(left.pid, signal.SIGKILL)
 
 
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:

@@ -6,9 +6,11 @@ Standard library alone, on Linux and macOS, and runnable as a single file over s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +103,13 @@ def kill_group(pgid: int, sig: int) -> bool:
         # macOS says EPERM for a group of zombies.
         return False
     return True
+
+
+def kill_with_nonce(nonce: str) -> None:
+    """KILL every process that has this nonce; one that leaves by itself meanwhile is no fault."""
+    for process in with_nonce(nonce):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _linux_start(pid: int) -> str | None:

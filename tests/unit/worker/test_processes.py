@@ -132,3 +132,12 @@ def test_where_ps_does_not_answer_only_a_missing_pid_is_dead(
     with sleeper() as child:
         pass
     assert not processes.alive(child.pid, "whenever")
+
+
+def test_everything_with_a_nonce_is_killed_and_nothing_else() -> None:
+    nonce = uuid.uuid4().hex
+    with sleeper(nonce) as marked, sleeper(nonce + "0") as bystander:
+        wait_until(lambda: [p.pid for p in processes.with_nonce(nonce)] == [marked.pid])
+        processes.kill_with_nonce(nonce)
+        assert marked.wait(timeout=10) == -signal.SIGKILL
+        assert bystander.poll() is None
