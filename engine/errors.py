@@ -4,6 +4,9 @@ FlightDeckError
 ├── ConfigError        one or more faults in a configuration; nothing was started
 ├── InputError         a name, path or argument that is refused
 ├── NodeUnreachable    a node did not answer
+│   ├── HostKeyUnknown     it shows a host key that nobody has accepted yet
+│   ├── HostKeyChanged     it shows another host key than the accepted one
+│   └── LoginRefused       it answered, and let nobody in
 ├── CheckFailed        preflight blocks the launch
 ├── LaunchError        the launcher or the supervisor could not be started
 ├── RunNotFound        no run of that id or name
@@ -64,6 +67,34 @@ class InputError(FlightDeckError):
 
 class NodeUnreachable(FlightDeckError):
     """A node did not answer in time."""
+
+
+class HostKeyUnknown(NodeUnreachable):
+    """The node's host key is in no known_hosts. Only a person may accept it, who has compared the fingerprint."""
+
+    def __init__(self, what: str, *, target: str, key: str, fingerprint: str, where: str = "", todo: str = "") -> None:
+        super().__init__(what, where=where, todo=todo)
+        self.target = target
+        """`[user@]host[:port]`, as asked for."""
+        self.key = key
+        """The public key in OpenSSH's form, "ssh-ed25519 AAAA…"."""
+        self.fingerprint = fingerprint
+        """"SHA256:…", as `ssh-keygen -lf` prints it."""
+
+
+class HostKeyChanged(NodeUnreachable):
+    """The node's host key is not the accepted one: another machine, or one between. Never connected to."""
+
+    def __init__(self, what: str, *, expected: str, found: str, where: str = "", why: str = "", todo: str = "") -> None:
+        super().__init__(what, where=where, why=why, todo=todo)
+        self.expected = expected
+        """Fingerprint of the accepted key."""
+        self.found = found
+        """Fingerprint of the key that it shows."""
+
+
+class LoginRefused(NodeUnreachable):
+    """The node answered and refused every key."""
 
 
 class CheckFailed(FlightDeckError):

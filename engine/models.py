@@ -125,26 +125,186 @@ class PreflightReport(BaseModel):
     finished_at: datetime
 
 
+class HostKeyOffer(BaseModel):
+    """A host key that a node shows and nobody has accepted yet."""
+
+    model_config = ConfigDict(frozen=True)
+
+    target: str
+    """`[user@]host[:port]`."""
+    key: str
+    """In OpenSSH's form, "ssh-ed25519 AAAA…"."""
+    fingerprint: str
+    """"SHA256:…"."""
+
+
+class Interface(BaseModel):
+    """One network interface."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Device: "en5", "bridge0", "eth0"."""
+    ipv4: tuple[str, ...] = ()
+    """Addresses with their prefix length: "192.168.0.1/30"."""
+    active: bool | None = None
+    bridge: str | None = None
+    """The bridge that it is a member of."""
+    port_name: str | None = None
+    """macOS's (localised) name of the hardware port."""
+
+
+class ThunderboltPort(BaseModel):
+    """One Thunderbolt port (bus) of a Mac."""
+
+    model_config = ConfigDict(frozen=True)
+
+    domain_uuid: str
+    receptacle: str | None = None
+    """What macOS calls it: "1", "2", …"""
+    device: str | None = None
+    """Its interface: "en5"."""
+    peer_uuid: str | None = None
+    """Domain UUID of the computer at the other end; None for a display, a dock, a disk or nothing."""
+    peer_name: str | None = None
+    speed: str | None = None
+    """Of the link, in macOS's words: "Up to 80 Gb/s"."""
+
+
+class RdmaDevice(BaseModel):
+    """One RDMA device."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """ "rdma_en5"."""
+    port_state: str | None = None
+    """ "PORT_ACTIVE", "PORT_DOWN"; None when ibv_devinfo did not tell."""
+    ipv4_gid: bool | None = None
+    """Whether its GID table has an IPv4 address: without one no queue pair comes up; None when not known."""
+
+
 class NodeFacts(BaseModel):
     """What was last seen of a node. None is "not measured", never a guess."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     node: str
     host: str
     probed_at: datetime
+    hostname: str | None = None
+    user: str | None = None
+    home: str | None = None
     os: str | None = None
+    """ "macOS 26.4.1 (25E253)", "Debian GNU/Linux 12 (bookworm)"."""
+    system: str | None = None
+    """ "Darwin" or "Linux"."""
+    os_version: str | None = None
+    os_build: str | None = None
+    model: str | None = None
+    """Hardware model: "Mac15,14"."""
     chip: str | None = None
     cores: int | None = None
+    performance_cores: int | None = None
     gpu: str | None = None
     """The MLX default device, for example "gpu" or "cpu"."""
+    gpu_cores: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    gpu_limit_bytes: int | None = None
+    """What the GPU may use: iogpu.wired_limit_mb, else Metal's recommended working set."""
+    swap_used_bytes: int | None = None
     disk_free_bytes: int | None = None
+    disk_total_bytes: int | None = None
+    power_source: str | None = None
+    """ "AC", "battery 63 %"."""
+    low_power_mode: bool | None = None
+    thermal: str | None = None
+    """ "nominal", or the system's words for a throttled machine."""
+    clock_skew_s: float | None = None
+    """The node's wall clock minus the head's, seconds; good to half the round trip."""
     python: str | None = None
     mlx: str | None = None
     mlx_lm: str | None = None
+    mlx_problem: str | None = None
+    """Why mlx cannot be imported there."""
     backends: tuple[str, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    thunderbolt: tuple[ThunderboltPort, ...] = ()
+    rdma_enabled: bool | None = None
+    """`rdma_ctl status`; None where there is no such command."""
+    rdma_devices: tuple[RdmaDevice, ...] = ()
     round_trip_s: float | None = None
     problem: str | None = None
     """Why the probe failed, in one line; the facts are then None."""
+    fix: str | None = None
+    """What to do about `problem`, where that is known."""
+    host_key: HostKeyOffer | None = None
+    """The key to accept, when that is the problem."""
+    late: tuple[str, ...] = ()
+    """Commands of the probe that did not answer in their time; what they would tell is None."""
+
+
+class Cable(BaseModel):
+    """One Thunderbolt cable between two nodes, a before b in the configuration's order."""
+
+    model_config = ConfigDict(frozen=True)
+
+    a: str
+    a_device: str | None
+    b: str
+    b_device: str | None
+    speed: str | None = None
+
+
+class Topology(BaseModel):
+    """Who is cabled to whom over Thunderbolt."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nodes: tuple[str, ...]
+    cables: tuple[Cable, ...] = ()
+    shape: str = "none"
+    """ "mesh" (every pair cabled), "ring" (a cycle through all), "incomplete" (some cables), "none", "single"."""
+    missing: tuple[tuple[str, str], ...] = ()
+    """Pairs that a full mesh would need."""
+    strangers: tuple[str, ...] = ()
+    """Computers at the other end of a cable that are no node of this cluster, as "node en5: name"."""
+
+
+class RankUse(BaseModel):
+    """What one rank's processes use."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    rank: int
+    rss_bytes: int
+
+
+class NodeTelemetry(BaseModel):
+    """One moment of a node while somebody looks. None is "not measured"."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    at: datetime
+    """When the head got it."""
+    cpu_use: float | None = None
+    """0 to 1, over all cores."""
+    gpu_use: float | None = None
+    """0 to 1."""
+    gpu_mhz: float | None = None
+    memory_used_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    power_w: float | None = None
+    """Of the whole system where that is known, else of CPU + GPU."""
+    gpu_power_w: float | None = None
+    cpu_temperature_c: float | None = None
+    gpu_temperature_c: float | None = None
+    thermal: str | None = None
+    ranks: tuple[RankUse, ...] = ()
+    source: str | None = None
+    """ "macmon", or what was read in its place."""
+    problem: str | None = None
+    """Why there is none, in one line."""

@@ -22,24 +22,32 @@ class ClusterConfig(_Section):
     """[cluster]"""
 
     name: str = "cluster"
-    backend: Literal["auto", "ring"] = "auto"
+    backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
+    """auto chooses by the nodes' facts and their cables (engine.planning)."""
+    launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
+    """What starts the ranks: MLX's launcher over our ssh, or our own connections with the same environment."""
     starting_port: int | None = Field(default=None, ge=1024, le=65000)
     """First ring port; None picks fresh ports for each attempt."""
 
 
 class NodeConfig(_Section):
-    """One [[node]]: in this release one rank."""
+    """One [[node]]: one rank. Paths are the node's own: absolute, or below `~`, the home of the node's user; those of
+    a node that is this machine are absolute by now."""
 
     name: str
     ssh: str = "127.0.0.1"
+    """`[user@]host[:port]` (engine.security.hosts); 127.0.0.1 is this machine, without ssh."""
     ips: tuple[str, ...] = ("127.0.0.1",)
+    """IPv4 addresses on which its rank listens; empty: those are chosen from the nodes' facts."""
     python: str
-    """Absolute path of the interpreter on the node; by default the one that runs flightdeck."""
+    """The interpreter on the node; for this machine by default the one that runs flightdeck."""
     workdir: str
-    """Absolute directory on the node in which the rank's program runs."""
+    """Directory on the node in which the rank's program runs."""
     model: str | None = None
-    """Where the model lies on this node, when it differs from the job's."""
+    """Where the model lies on this node; filled in from the job's where the node says nothing."""
     data: str | None = None
+    rdma: tuple[str | None, ...] | None = None
+    """The RDMA device towards each rank, None for itself, as in MLX's hostfile; None: chosen from the cables."""
     share: float | None = Field(default=None, gt=0)
     """Fixed relative share of the global batch; None is an equal share."""
 

@@ -1,11 +1,15 @@
-"""What can be done on a node, whichever way it is reached."""
+"""What can be done on a node, whichever way it is reached. Paths are the node's own; one that begins with `~/` lies in
+the home of the node's user, for arguments as well as for files."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 from typing import Protocol
+
+from engine.security.hosts import SshTarget
 
 
 @dataclass(frozen=True)
@@ -27,18 +31,88 @@ class Completed:
         return ""
 
 
-class Transport(Protocol):
-    """One way to one node. Paths are the node's own."""
+class Channel(Protocol):
+    """A program running on a node, its stdin and stdout in our hands as bytes; its stderr goes to `last_words`."""
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        """Run a command, never through a shell, at most `timeout_s` seconds; then, or when the call is cancelled, its
-        whole process group is ended. Raises OSError when it cannot be started, NodeUnreachable."""
+    async def write(self, data: bytes) -> None:
+        """Raises NodeUnreachable when nobody will ever read it: the program or the connection is gone."""
+        ...
+
+    async def read(self, size: int) -> bytes:
+        """At least one byte and at most `size`; b"" when it has closed its stdout. Raises NodeUnreachable."""
+        ...
+
+    async def close(self) -> int | None:
+        """Close its stdin, end it when it does not leave at once, and say how it ended (None: not known)."""
+        ...
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it has said on stderr, one line."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to one node. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such) when
+    the node cannot be reached, within the connect timeout; a connection that breaks is made anew by the next call."""
+
+    @property
+    def target(self) -> SshTarget: ...
+
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        """Run a command, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then, or when the
+        call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it cannot be
+        started."""
+        ...
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        """Start a program and leave it running; the caller closes the channel."""
         ...
 
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset`; b"" at the end. Raises FileNotFoundError and OSError, NodeUnreachable."""
+        """At most `size` bytes from `offset`; b"" at the end. Raises FileNotFoundError and OSError."""
         ...
 
     async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
-        """Write a file so that a reader sees all of it or nothing. Raises OSError, NodeUnreachable."""
+        """Write a file so that a reader sees all of it or nothing; its folder must be there. Raises OSError."""
         ...
+
+    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
+        """Put a folder with these files (relative name → content, 0600, folders 0700) at `path`, all of it or
+        nothing: made beside it and renamed. The parents are made (0700). A `path` that is there already is left alone
+        and OSError raised."""
+        ...
+
+    async def round_trip_s(self) -> float | None:
+        """Seconds for one exchange over the open connection; None where there is none (this machine)."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def in_home(path: PurePath | str) -> str | None:
+    """The part after `~/` of a path in the node user's home ("" for `~` itself); None for any other path."""
+    text = str(path)
+    if text == "~":
+        return ""
+    return text.removeprefix("~/") if text.startswith("~/") else None
+
+
+def quoted(argument: PurePath | str) -> str:
+    """One argument for a POSIX shell on the node; `~/x` becomes `"$HOME"/x`, everything else stays what it is."""
+    inside = in_home(argument)
+    if inside is None:
+        return shlex.quote(str(argument))
+    return f'"$HOME"/{shlex.quote(inside)}' if inside else '"$HOME"'
+
+
+def command_line(argv: Sequence[str], directory: PurePath | None = None) -> str:
+    """The one place where an argument list becomes a line for a node's shell."""
+    line = " ".join(quoted(argument) for argument in argv)
+    return f"cd {quoted(directory)} && exec {line}" if directory is not None else f"exec {line}"
+
+
+HOME = PurePosixPath("~")
+"""The home of a node's user."""
