@@ -304,6 +304,8 @@ class NodeTelemetry(BaseModel):
     gpu_temperature_c: float | None = None
     thermal: str | None = None
     ranks: tuple[RankUse, ...] = ()
+    slow_at: datetime | None = None
+    """When `ranks` came (and on a Mac `thermal`): what costs more is looked at less often than the rest."""
     source: str | None = None
     """ "macmon", or what was read in its place."""
     problem: str | None = None
