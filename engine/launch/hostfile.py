@@ -1,32 +1,49 @@
-"""The hostfile that mlx.launch reads: one entry per rank, in rank order."""
+"""The hostfile that mlx.launch reads: one entry per rank, in rank order; and the ports that it counts up from it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from engine.config.models import NodeConfig
+from engine.planning.wiring import LaunchHost, Wiring
+from engine.security.hosts import SshTarget
 from engine.worker.wire import write_atomic
 
-
-def ring_hostfile(nodes: Iterable[NodeConfig]) -> list[dict[str, Any]]:
-    """The hostfile's document for the ring backend; rank k is the k-th node."""
-    return [{"ssh": node.ssh, "ips": list(node.ips)} for node in nodes]
+RING = "ring"
+"""Where every rank listens, on each of its addresses; with every other backend rank 0 alone listens, on one port."""
 
 
-def write_hostfile(path: Path, nodes: Iterable[NodeConfig]) -> None:
-    """Write the ring hostfile of `nodes` to `path`, atomically."""
-    write_atomic(path, json.dumps(ring_hostfile(nodes), indent=1) + "\n")
+def document(wiring: Wiring) -> dict[str, Any]:
+    """The hostfile's document, with the backend, so that the file can also be given to mlx.launch by hand."""
+    hosts = [
+        {"ssh": host.ssh, "ips": list(host.ips)} | ({"rdma": list(host.rdma)} if host.rdma is not None else {})
+        for host in wiring.hosts
+    ]
+    return {"backend": wiring.backend, "envs": [], "hosts": hosts}
 
 
-def port_count(nodes: Iterable[NodeConfig]) -> int:
-    """How many ring ports mlx.launch counts up from --starting-port: one per rank and IP."""
-    return sum(len(node.ips) for node in nodes)
+def write_hostfile(path: Path, wiring: Wiring) -> None:
+    """Write the hostfile of `wiring` to `path`, atomically."""
+    write_atomic(path, json.dumps(document(wiring), indent=1) + "\n")
 
 
-def ports_of(rank: int, nodes: Sequence[NodeConfig], starting_port: int) -> range:
-    """The ports on which `rank` listens."""
-    first = starting_port + port_count(nodes[:rank])
-    return range(first, first + len(nodes[rank].ips))
+def as_configured(nodes: Iterable[NodeConfig], backend: str = RING) -> Wiring:
+    """The wiring that the configuration alone says, where it says all of it: nothing is chosen from facts."""
+    hosts = (LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=node.ips, rdma=node.rdma) for node in nodes)
+    return Wiring(backend=backend, hosts=tuple(hosts))
+
+
+def port_count(wiring: Wiring) -> int:
+    """How many consecutive ports an attempt listens on, over all its hosts."""
+    return sum(len(host.ips) for host in wiring.hosts) if wiring.backend == RING else 1
+
+
+def ports_of(rank: int, wiring: Wiring, starting_port: int) -> range:
+    """The ports on which `rank` listens: for the ring one per rank and address, counted up as mlx.launch does."""
+    if wiring.backend != RING:
+        return range(starting_port, starting_port + (rank == 0))
+    first = starting_port + sum(len(host.ips) for host in wiring.hosts[:rank])
+    return range(first, first + len(wiring.hosts[rank].ips))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.config.models import FlightConfig
 from engine.launch.bundle import stage_bundle
-from engine.launch.hostfile import port_count, write_hostfile
+from engine.launch.hostfile import as_configured, port_count, write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.ports import ring_ports
 from engine.models import CheckResult, CheckStatus
@@ -64,12 +64,13 @@ async def look(config: FlightConfig) -> CheckResult:
 
 async def _sum(config: FlightConfig, directory: Path, nonce: str) -> Finished:
     bundle = await asyncio.to_thread(stage_bundle, node_root())
+    wiring = as_configured(config.nodes)
     hosts, script = directory / "hostfile.json", directory / "all_sum.sh"
-    write_hostfile(hosts, config.nodes)
+    write_hostfile(hosts, wiring)
     script.write_text(all_sum_script(config, directory, bundle))
     argv = arguments(
         hostfile=hosts,
-        starting_port=ring_ports(port_count(config.nodes)),
+        starting_port=ring_ports(port_count(wiring)),
         program=["/bin/sh", str(script)],
         environment={NONCE_ENV: nonce},
     )

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from engine.config.models import FlightConfig
-from engine.launch.hostfile import write_hostfile
+from engine.launch.hostfile import as_configured, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import Check, ranks_of, verdict
 from engine.transport.local import LocalTransport
@@ -33,7 +33,7 @@ print(json.dumps([[host.rank, host.ssh_hostname, host.ips] for host in parsed.ho
 async def look(config: FlightConfig) -> CheckResult:
     with tempfile.TemporaryDirectory(prefix="flightdeck-") as directory:
         path = Path(directory) / "hostfile.json"
-        write_hostfile(path, config.nodes)
+        write_hostfile(path, as_configured(config.nodes))
         finished = await LocalTransport().run([sys.executable, "-c", _ASK, str(path)], timeout_s=_PARSE_LIMIT_S)
     if finished.code != 0:
         why = "MLX's parser did not answer" if finished.code is None else finished.last_words

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError
-from engine.launch.hostfile import port_count
+from engine.launch.hostfile import as_configured, port_count
 from engine.launch.ports import bindable, holder
 from engine.launch.ports import ring_ports as fresh_ports
 from engine.models import CheckResult, CheckStatus
@@ -40,7 +40,7 @@ def ring_ports(config: FlightConfig) -> Iterator[tuple[int, str, int]]:
 
 def _look(config: FlightConfig) -> CheckResult:
     if config.cluster.starting_port is None:
-        return _fresh(port_count(config.nodes))
+        return _fresh(port_count(as_configured(config.nodes)))
     evidence: dict[str, str] = {}
     fixes: dict[str, str] = {}
     faults: list[str] = []

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError
 from engine.launch import mlx_launch
-from engine.launch.bundle import stage_bundle
-from engine.launch.hostfile import port_count, write_hostfile
-from engine.launch.ports import ring_ports
+from engine.launch.direct import StartFailure
+from engine.launch.hostfile import write_hostfile
+from engine.launch.place import Place
+from engine.launch.staging import Ways
 from engine.launch.start_script import start_script
+from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
+from engine.security.hosts import LOCAL
 from engine.supervision.memory_kills import memory_kills
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
 
-_LOCAL = "127.0.0.1"
 _RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -33,14 +37,23 @@ class Attempt:
     log_bases: dict[int, int]
     """Source → size of the head's log when the attempt began, bytes."""
     event_bases: dict[int, int]
-    node_root: Path
-    """Where the node's files are: whoever adopts the run may have another environment."""
+    places: tuple[Place, ...]
+    """Where the nodes' files are: whoever adopts the run may have another environment."""
+    wiring: Wiring
     memory_kills: int | None = None
     """The system's count when the attempt began."""
 
-    def files(self, run_id: str) -> NodeFiles:
-        """The attempt's files on the nodes."""
-        return NodeFiles.of(self.node_root, run_id, self.number)
+    def place(self, rank: int) -> Place:
+        """The host of `rank`."""
+        return next(place for place in self.places if rank in place.ranks)
+
+    def files(self, run_id: str, rank: int) -> NodeFiles:
+        """The attempt's files on the node of `rank`."""
+        return self.files_at(self.place(rank), run_id)
+
+    def files_at(self, place: Place, run_id: str) -> NodeFiles:
+        """The attempt's files on one host."""
+        return NodeFiles.of(Path(place.root), run_id, self.number)
 
     def entry(self) -> dict[str, Any]:
         return {
@@ -48,46 +61,87 @@ class Attempt:
             "starting_port": self.starting_port,
             "log_bases": {str(source): size for source, size in self.log_bases.items()},
             "event_bases": {str(rank): size for rank, size in self.event_bases.items()},
-            "node_root": str(self.node_root),
+            "places": [asdict(place) for place in self.places],
+            "wiring": self.wiring.model_dump(mode="json"),
             "memory_kills": self.memory_kills,
         }
 
     @classmethod
     def from_entry(cls, entry: dict[str, Any], nonce: str) -> Attempt:
+        event_bases = {int(rank): int(size) for rank, size in entry["event_bases"].items()}
+        if "places" in entry:
+            places = tuple(Place(**{**place, "ranks": tuple(place["ranks"])}) for place in entry["places"])
+            wiring = Wiring.model_validate(entry["wiring"])
+        else:
+            places, wiring = _of_before(Path(entry["node_root"]), tuple(event_bases))
         return cls(
             number=int(entry["attempt"]),
             nonce=nonce,
             starting_port=int(entry["starting_port"]),
             log_bases={int(source): int(size) for source, size in entry["log_bases"].items()},
-            event_bases={int(rank): int(size) for rank, size in entry["event_bases"].items()},
-            node_root=Path(entry["node_root"]),
+            event_bases=event_bases,
+            places=places,
+            wiring=wiring,
             memory_kills=entry.get("memory_kills"),
         )
 
 
-def intend(run_dir: RunDir, plan: Plan, number: int, nonce: str, node_root: Path) -> Attempt:
-    """Decide what the attempt will be: fresh ports, and where it begins in the head's files. Raises LaunchError."""
+@dataclass(frozen=True)
+class Launched:
+    """What a launch has set going."""
+
+    launcher: mlx_launch.Launcher | None
+    """mlx.launch's process; None when the ranks were started over our own connections."""
+    failures: tuple[StartFailure, ...] = ()
+    """Without mlx.launch: the ranks that did not start."""
+
+
+def intend(
+    run_dir: RunDir,
+    plan: Plan,
+    number: int,
+    nonce: str,
+    places: Sequence[Place],
+    wiring: Wiring,
+    starting_port: int,
+) -> Attempt:
+    """What the attempt will be, and where it begins in the head's files."""
     sources = [rank.rank for rank in plan.ranks]
     return Attempt(
         number=number,
         nonce=nonce,
-        starting_port=ring_ports(port_count(plan.config.nodes), plan.config.cluster.starting_port),
+        starting_port=starting_port,
         log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
         event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
-        node_root=node_root,
+        places=tuple(places),
+        wiring=wiring,
         memory_kills=memory_kills(),
     )
 
 
-def launch(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
-    """Put the attempt's files in place and start mlx.launch. Raises LaunchError; nothing runs then."""
+async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> Launched:
+    """Put the attempt's files in place on every host and start the ranks.
+
+    Raises LaunchError when a host's files could not be written or mlx.launch not be started: no rank runs then. A rank
+    that did not start by itself is no error here: it is in `failures`, or mlx.launch tells of it.
+    """
+    return Launched(await asyncio.to_thread(_launch_here, run_dir, plan, attempt))
+
+
+def _of_before(node_root: Path, ranks: tuple[int, ...]) -> tuple[tuple[Place, ...], Wiring]:
+    """What an entry leaves unsaid that was written when every node was this machine."""
+    place = Place(LOCAL, ranks, str(Path.home()), str(node_root), bundle="", python="")
+    return (place,), Wiring(backend="ring", hosts=tuple(LaunchHost(ssh=LOCAL, ips=(LOCAL,)) for _ in ranks))
+
+
+def _launch_here(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
     for node in plan.config.nodes:
-        if node.ssh != _LOCAL:
+        if node.ssh != LOCAL:
             raise LaunchError(
                 f"node {node.name} is not this machine", where=node.ssh, why="remote nodes come with a later release"
             )
-    bundle = stage_bundle(attempt.node_root)
-    files = attempt.files(plan.run_id)
+    bundle = Path(attempt.places[0].bundle)
+    files = attempt.files(plan.run_id, 0)
     here = run_dir.attempt(attempt.number)
     try:
         temporary = _prepare(plan, attempt, files, here, bundle)
@@ -102,7 +156,7 @@ def launch(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher
         starting_port=attempt.starting_port,
         program=["/bin/sh", str(files.start)],
         environment={NONCE_ENV: attempt.nonce},
-        backend=plan.backend,
+        backend=attempt.wiring.backend,
     )
     return mlx_launch.start(
         argv,
@@ -122,7 +176,7 @@ def spec_of(plan: Plan, attempt: Attempt) -> AttemptSpec:
         run_id=plan.run_id,
         attempt=attempt.number,
         nonce=attempt.nonce,
-        backend=plan.backend,
+        backend=attempt.wiring.backend,
         world_size=len(plan.ranks),
         ranks=[
             RankSpec(
@@ -168,7 +222,7 @@ def _prepare(plan: Plan, attempt: Attempt, files: NodeFiles, here: Path, bundle:
     for rank in plan.ranks:
         if not files.control(rank.rank).exists():
             os.mkfifo(files.control(rank.rank), 0o600)
-    write_hostfile(here / "hostfile.json", plan.config.nodes)
+    write_hostfile(here / "hostfile.json", attempt.wiring)
     return temporary
 
 

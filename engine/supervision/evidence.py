@@ -85,7 +85,7 @@ class Witnesses:
         """Asked when our own ranks are gone, so that whoever holds the port is somebody else."""
         if not lacks_port(rank):
             return rank
-        ports = ports_of(rank.rank, self._plan.config.nodes, self._attempt.starting_port)
+        ports = ports_of(rank.rank, self._attempt.wiring, self._attempt.starting_port)
         for port in ports:
             if (who := holder(port)) is not None:
                 return replace(rank, port=f"port {port} is in use by {who}")

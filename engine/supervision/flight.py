@@ -49,7 +49,7 @@ class Flight:
     ) -> None:
         self._plan = plan
         self._attempt = attempt
-        files = attempt.files(plan.run_id)
+        files = attempt.files(plan.run_id, plan.ranks[0].rank)
         self._launcher = launcher
         self._logbook = logbook
         self._start_limit_s = start_limit_s

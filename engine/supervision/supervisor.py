@@ -23,7 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, StateError
+from engine.launch.hostfile import as_configured, port_count
+from engine.launch.ports import ring_ports
+from engine.launch.staging import prepare
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure, run_checks
 from engine.runs.diagnosis import explain
@@ -40,10 +44,18 @@ from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.logbook import Logbook
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
+from engine.transport.local import LocalTransport
 from engine.worker import processes
 from engine.worker.wire import write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
+
+
+class _Here:
+    """Every node is this machine, until the supervisor has a Fleet."""
+
+    def to(self, node: NodeConfig) -> LocalTransport:
+        return LocalTransport()
 
 
 class Supervisor:
@@ -123,7 +135,7 @@ class Supervisor:
         if self._asked_to_stop() is not None:
             return _ABORTED_EARLY
         try:
-            attempt, launcher = await asyncio.to_thread(self._launch)
+            attempt, launcher = await self._launch()
         except LaunchError as error:
             return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
         return await self._watch(attempt, launcher)
@@ -179,12 +191,18 @@ class Supervisor:
         _write_report(self._run_dir, report)
         return report
 
-    def _launch(self) -> tuple[Attempt, LauncherWatch]:
+    async def _launch(self) -> tuple[Attempt, LauncherWatch]:
         number = (self._logbook.record.attempts if self._logbook.record is not None else 0) + 1
-        attempt = intend(self._run_dir, self._plan, number, self._nonce, self._nodes)
+        config = self._plan.config
+        wiring = as_configured(config.nodes)
+        places = await prepare(_Here(), config.nodes)
+        port = ring_ports(port_count(wiring), config.cluster.starting_port)
+        attempt = intend(self._run_dir, self._plan, number, self._nonce, places, wiring, port)
         self._logbook.append("attempt", **attempt.entry())
+        launched = await launch(self._run_dir, self._plan, attempt, _Here())
+        assert launched.launcher is not None
         launcher = LauncherWatch.of(
-            launch(self._run_dir, self._plan, attempt),
+            launched.launcher,
             self._run_dir.log(LAUNCHER_SOURCE),
             attempt.log_bases[LAUNCHER_SOURCE],
         )
@@ -211,7 +229,7 @@ class Supervisor:
 
     def _anybody_came(self, attempt: Attempt) -> bool:
         """Whether a rank has ever started in an attempt, or is about to."""
-        files = attempt.files(self._plan.run_id)
+        files = attempt.files(self._plan.run_id, 0)
         left = (files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
         return any(left) or bool(processes.with_nonce(attempt.nonce))
 

@@ -1,4 +1,4 @@
-"""What we write as a hostfile is what MLX's own parser reads."""
+"""What we write as a hostfile is what MLX's own parser reads, and mlx.launch accepts, for every backend."""
 
 from __future__ import annotations
 
@@ -10,51 +10,75 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.models import NodeConfig
-from engine.launch.hostfile import port_count, ports_of, ring_hostfile, write_hostfile
+from engine.launch.hostfile import port_count, ports_of, write_hostfile
+from engine.planning.wiring import LaunchHost, Wiring
 
 ADDRESSES = st.ip_addresses(v=4).map(str)
-NODES = st.lists(
-    st.builds(
-        lambda name, ssh, ips: NodeConfig(name=name, ssh=ssh, ips=tuple(ips), python="/p", workdir="/w"),
-        st.text(min_size=1, max_size=8),
-        st.text(min_size=1, max_size=20),
-        st.lists(ADDRESSES, min_size=1, max_size=3),
-    ),
-    min_size=1,
-    max_size=12,
-)
+DEVICES = st.from_regex(r"rdma_en[0-9]", fullmatch=True)
 
-PARSE_ALL = """
+
+@st.composite
+def wirings(draw: st.DrawFn) -> Wiring:
+    """What mlx.launch takes: addresses for the ring, for jaccl a device towards each other rank."""
+    backend = draw(st.sampled_from(["ring", "jaccl", "jaccl-ring", "nccl"]))
+    size = draw(st.integers(1, 8))
+    hosts = []
+    for rank in range(size):
+        ips = draw(st.lists(ADDRESSES, min_size=1, max_size=3))
+        rdma = None
+        if backend.startswith("jaccl"):
+            beside = {(rank - 1) % size, (rank + 1) % size}
+            rdma = tuple(
+                None if peer == rank or (backend == "jaccl-ring" and peer not in beside) else draw(DEVICES)
+                for peer in range(size)
+            )
+        hosts.append(LaunchHost(ssh=draw(st.text(min_size=1, max_size=20)), ips=tuple(ips), rdma=rdma))
+    return Wiring(backend=backend, hosts=tuple(hosts))
+
+
+ASK_MLX = """
 import json, sys
+from mlx._distributed_utils import launch
 from mlx._distributed_utils.common import Hostfile
+
+started = []
+launch._launch_with_io = lambda kind, arguments, verbose: started.append([args for args, _ in arguments])
 for path in sys.argv[1:]:
     parsed = Hostfile.from_file(path)
-    print(json.dumps([parsed.backend, [[h.rank, h.ssh_hostname, h.ips] for h in parsed.hosts]]))
+    sys.argv = ["mlx.launch", "--hostfile", path, "--", "true"]
+    launch.main()
+    ranks = [args[1] for args in started.pop()]
+    print(json.dumps([parsed.backend, ranks, [[h.rank, h.ssh_hostname, h.ips, h.rdma] for h in parsed.hosts]]))
 """
+"""mlx.launch up to the moment in which it would start something."""
 
 
-def test_whatever_is_written_parses_in_mlxs_own_hostfile(tmp_path: Path) -> None:
-    written: list[list[NodeConfig]] = []
+def test_whatever_is_written_mlx_launch_reads_and_accepts(tmp_path: Path) -> None:
+    written: list[Wiring] = []
 
-    @settings(max_examples=60, database=None)
-    @given(NODES)
-    def write(nodes: list[NodeConfig]) -> None:
-        write_hostfile(tmp_path / f"{len(written)}.json", nodes)
-        written.append(nodes)
+    @settings(max_examples=80, database=None)
+    @given(wirings())
+    def write(wiring: Wiring) -> None:
+        write_hostfile(tmp_path / f"{len(written)}.json", wiring)
+        written.append(wiring)
 
     write()
+    assert {wiring.backend for wiring in written} == {"ring", "jaccl", "jaccl-ring", "nccl"}
     paths = [str(tmp_path / f"{number}.json") for number in range(len(written))]
-    done = subprocess.run([sys.executable, "-c", PARSE_ALL, *paths], capture_output=True, text=True, check=True)
-    for nodes, line in zip(written, done.stdout.splitlines(), strict=True):
-        expected = [[rank, node.ssh, list(node.ips)] for rank, node in enumerate(nodes)]
-        assert json.loads(line) == ["", expected]
+    done = subprocess.run([sys.executable, "-c", ASK_MLX, *paths], capture_output=True, text=True, check=True)
+    for wiring, line in zip(written, done.stdout.splitlines(), strict=True):
+        hosts = [[rank, host.ssh, list(host.ips), list(host.rdma or ())] for rank, host in enumerate(wiring.hosts)]
+        assert json.loads(line) == [wiring.backend, [host.ssh for host in wiring.hosts], hosts]
 
 
-@given(NODES, st.integers(1024, 60_000))
-def test_every_rank_has_its_own_ports_without_a_gap(nodes: list[NodeConfig], first: int) -> None:
-    counted = [port for rank in range(len(nodes)) for port in ports_of(rank, nodes, first)]
-    assert counted == list(range(first, first + port_count(nodes)))
-    assert [len(entry["ips"]) for entry in ring_hostfile(nodes)] == [
-        len(ports_of(rank, nodes, first)) for rank in range(len(nodes))
-    ]
+@given(wirings(), st.integers(1024, 60_000))
+def test_every_port_is_counted_once_and_without_a_gap(wiring: Wiring, first: int) -> None:
+    counted = [port for rank in range(len(wiring.hosts)) for port in ports_of(rank, wiring, first)]
+    assert counted == list(range(first, first + port_count(wiring)))
+
+
+@given(wirings(), st.integers(1024, 60_000))
+def test_the_ring_listens_on_every_address_and_the_others_on_rank_0_alone(wiring: Wiring, first: int) -> None:
+    ports = [len(ports_of(rank, wiring, first)) for rank in range(len(wiring.hosts))]
+    ring = [len(host.ips) for host in wiring.hosts]
+    assert ports == (ring if wiring.backend == "ring" else [1] + [0] * (len(wiring.hosts) - 1))

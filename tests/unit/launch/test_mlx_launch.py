@@ -13,7 +13,7 @@ import pytest
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import mlx_launch
-from engine.launch.hostfile import write_hostfile
+from engine.launch.hostfile import as_configured, write_hostfile
 from engine.launch.ports import ring_ports
 from tests.unit.worker.waiting import wait_until
 
@@ -49,7 +49,7 @@ def test_rank_ends_are_read_through_the_launchers_colours() -> None:
 
 def launch(directory: Path, script: str, ranks: int = 2) -> mlx_launch.Launcher:
     nodes = [NodeConfig(name=f"n{k}", python=sys.executable, workdir="/") for k in range(ranks)]
-    write_hostfile(directory / "hostfile.json", nodes)
+    write_hostfile(directory / "hostfile.json", as_configured(nodes))
     argv = mlx_launch.arguments(
         hostfile=directory / "hostfile.json",
         starting_port=ring_ports(ranks),

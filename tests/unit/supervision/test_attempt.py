@@ -8,13 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.errors import LaunchError
+from engine.launch.hostfile import as_configured
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
-from engine.supervision.attempt import Attempt, intend, launch, spec_of
+from engine.supervision.attempt import Attempt, intend, spec_of
+from tests.unit.launch.places import local_place
 
 TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
 
@@ -29,7 +28,15 @@ def plan(job: JobConfig = TRAINING, **node: Any) -> Plan:
 
 
 def attempt(directory: Path, of: Plan) -> Attempt:
-    return intend(RunDir(directory), of, 2, "nonce", directory / "node")
+    return intend(
+        RunDir(directory),
+        of,
+        2,
+        "nonce",
+        [local_place(directory / "node", 2)],
+        as_configured(of.config.nodes),
+        20_000,
+    )
 
 
 def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
@@ -71,8 +78,9 @@ def test_it_survives_the_journal_and_begins_where_the_heads_files_end(tmp_path: 
     assert Attempt.from_entry(json.loads(json.dumps(made.entry())), "nonce") == made
 
 
-def test_another_machine_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    remote = plan(ssh="10.0.0.2")
-    with pytest.raises(LaunchError, match="node right is not this machine"):
-        launch(RunDir(tmp_path), remote, attempt(tmp_path, remote))
-    assert list(tmp_path.iterdir()) == []
+def test_an_entry_of_before_there_were_other_machines_is_read(tmp_path: Path) -> None:
+    entry = attempt(tmp_path, plan()).entry()
+    del entry["places"], entry["wiring"]
+    read = Attempt.from_entry({**entry, "node_root": str(tmp_path / "node")}, "nonce")
+    assert read.files("r", 1) == attempt(tmp_path, plan()).files("r", 1)
+    assert read.wiring == attempt(tmp_path, plan()).wiring

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.launch.hostfile import as_configured
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt
 from engine.supervision.evidence import Witnesses
@@ -18,7 +19,7 @@ def test_a_failure_is_heard_though_its_message_holds_a_line_separator(tmp_path: 
     node = NodeConfig(name="left", python="/python", workdir="/")
     config = FlightConfig(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="test"))
     plan = Plan.of(config, run_id="r", created_at=datetime.now(UTC))
-    attempt = Attempt(1, "nonce", 20_000, {}, {}, tmp_path)
+    attempt = Attempt(1, "nonce", 20_000, {}, {}, (), as_configured(config.nodes))
     files = NodeFiles(tmp_path)
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.launch.hostfile import as_configured
 from engine.runs.journal import Journal
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
 from engine.supervision.attempt import intend
 from engine.worker.processes import boot_id, start_time
+from tests.unit.launch.places import local_place
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -77,7 +79,15 @@ class MadeRun:
         return self
 
     def attempt(self, number: int = 1) -> MadeRun:
-        made = intend(self.directory, self.plan, number, "n", self.home / "node")
+        made = intend(
+            self.directory,
+            self.plan,
+            number,
+            "n",
+            [local_place(self.home / "node", len(self.plan.ranks))],
+            as_configured(self.plan.config.nodes),
+            20_000,
+        )
         self.journal.append("attempt", **made.entry())
         return self
 
