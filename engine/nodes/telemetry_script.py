@@ -1,4 +1,4 @@
-# ruff: noqa: PTH111, PTH208
+# ruff: noqa: PTH208
 # As short and as cheap as can be: this runs on the node, beside the training.
 """Runs on the node while a console is open, with the node's own python (any from 3.9) and the standard library: prints
 what the node uses, one JSON line an interval, as the system's own words, which are read on the head.
