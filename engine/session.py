@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError, RunNotFound, StateError
 from engine.events import Diagnosis, RunSnapshot, StopProgress
-from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, RunRecord
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, RunRecord, Topology
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, state_home
 from engine.runs.watch import RunWatch, supervisor_alive
 
 if TYPE_CHECKING:
+    from engine.planning.wiring import Wiring
     from engine.store.store import Store
 
 __all__ = ["Engine", "RunWatch"]
@@ -124,11 +125,27 @@ class Engine:
 
     async def facts(self, config: FlightConfig) -> list[NodeFacts]:
         """Probe every node once, concurrently."""
-        from engine.nodes.probe import probe
+        from engine.nodes.probe import probe_all
 
-        async with asyncio.TaskGroup() as tasks:
-            probes = [tasks.create_task(probe(node)) for node in config.nodes]
-        return [probe.result() for probe in probes]
+        return await probe_all(config)
+
+    def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
+        """The same, each node's facts as it answers. Closing the iterator ends the probes."""
+        from engine.nodes.probe import probing
+
+        return probing(config)
+
+    def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
+        """Who is cabled to whom over Thunderbolt."""
+        from engine.nodes.topology import topology
+
+        return topology(facts)
+
+    def wiring(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Wiring:
+        """The backend and each rank's addresses and RDMA devices. Raises LaunchError, naming each node in the way."""
+        from engine.planning.wire import wire
+
+        return wire(config, facts, self.topology(config, facts))
 
     def checks_not_yet(self) -> dict[str, str]:
         """Checks of the design that this release does not have → what they would look at."""

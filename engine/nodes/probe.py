@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from engine.config.models import NodeConfig
+from engine.config.models import FlightConfig, NodeConfig
 from engine.models import NodeFacts
 from engine.nodes import linux, macos
 from engine.security.sanitise import sanitise
@@ -22,11 +23,42 @@ TIME_LIMIT_S = 30.0
 """Far above the 0.1 s it takes: a Mac that wakes, or one whose disk is cold, may take seconds to import mlx."""
 
 
+Clock = Callable[[], datetime]
+
+
+class Nodes(Protocol):
+    """Ways to nodes; engine.transport.fleet.Fleet is one."""
+
+    def to(self, node: NodeConfig) -> Transport: ...
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+async def probe_all(config: FlightConfig, fleet: Nodes | None = None, clock: Clock = now) -> list[NodeFacts]:
+    """The facts of every node, probed at once, in the configuration's order."""
+    found = {facts.node: facts async for facts in probing(config, fleet, clock)}
+    return [found[node.name] for node in config.nodes]
+
+
+async def probing(config: FlightConfig, fleet: Nodes | None = None, clock: Clock = now) -> AsyncIterator[NodeFacts]:
+    """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes."""
+    probes = [asyncio.create_task(probe(node, fleet and fleet.to(node), clock)) for node in config.nodes]
+    try:
+        for done in asyncio.as_completed(probes):
+            yield await done
+    finally:
+        for task in probes:
+            task.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+
 async def probe(
     node: NodeConfig,
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-    *,
     transport: Transport | None = None,
+    clock: Clock = now,
+    *,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> NodeFacts:
     """What `node` says of itself now. Never raises for a node that cannot answer: `problem` then says why."""

@@ -37,7 +37,7 @@ def scripted(tmp_path: Path) -> Script:
 
 async def test_this_machine(tmp_path: Path) -> None:
     facts = await probe(
-        NodeConfig(name="here", python=sys.executable, workdir=str(tmp_path / "not" / "yet")), lambda: NOW
+        NodeConfig(name="here", python=sys.executable, workdir=str(tmp_path / "not" / "yet")), clock=lambda: NOW
     )
     assert (facts.node, facts.host, facts.probed_at, facts.problem) == ("here", "127.0.0.1", NOW, None)
     assert facts.python == platform.python_version()
