@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from engine.errors import InputError
+from engine.config.places import host_form
+from engine.errors import InputError, StateError
 from engine.security.hosts import SshTarget
-from engine.security.identifiers import made_identifier
+from engine.security.identifiers import made_identifier, shown
 from engine.security.sanitise import sanitise
 
 PYTHON_GUESS = "~/mlx/.venv/bin/python"
@@ -62,7 +66,7 @@ def draft(
     if not nodes:
         raise InputError("there is no host to write down", todo="name some: flightdeck init ana@ultra.local …")
     for node in nodes:
-        SshTarget.parse(node.ssh)
+        checked_host(node.ssh)
     lines = [
         "# MLX Flight Deck: what to run on and what to train. Written by `flightdeck init`, yours to edit.",
         "# `flightdeck nodes` shows what is there, `flightdeck preflight` whether it would work.",
@@ -81,6 +85,13 @@ def draft(
     return "\n".join(lines) + "\n"
 
 
+def checked_host(host: str) -> SshTarget:
+    """The host as ssh reaches it. Raises InputError for one that a configuration would refuse."""
+    if accepted := host_form(host):
+        raise InputError(f"{shown(host)} is no host", todo=f"give {accepted}")
+    return SshTarget.parse(host)
+
+
 def unique_names(names: Sequence[str]) -> list[str]:
     """Names that a configuration accepts, each once: "Ana's Mac" gives "Ana-s-Mac", a second one "Ana-s-Mac-2"."""
     made: list[str] = []
@@ -92,6 +103,35 @@ def unique_names(names: Sequence[str]) -> list[str]:
             chosen = f"{base[: 63 - len(str(number))]}-{number}"
         made.append(chosen)
     return made
+
+
+def write_draft(path: Path, text: str, *, force: bool = False) -> None:
+    """Write the file whole or not at all; with `force` in the place of another. Raises InputError when there is one
+    already, StateError when it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if force:
+                temporary.replace(path)
+            else:
+                # Unlike a rename this fails for a file that has come meanwhile.
+                path.hardlink_to(temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except FileExistsError as there:
+        raise already_there(path) from there
+    except OSError as error:
+        raise StateError("cannot be written", where=str(path), why=error.strerror or str(error)) from error
+
+
+def already_there(path: Path) -> InputError:
+    """The refusal to write over `path`."""
+    return InputError(f"{path} is there already", todo="--force writes over it, -o FILE writes another")
 
 
 def _node(node: DraftNode, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.config.draft import checked_host
 from engine.errors import InputError
 from engine.nodes.ssh_hosts import SshHost, ssh_config_file, ssh_hosts
 from engine.security.hosts import LOCAL, SshTarget
@@ -45,8 +46,8 @@ class FoundHost:
 
 
 def given(hosts: Iterable[str]) -> list[FoundHost]:
-    """Hosts as a person names them. Raises InputError for what is none."""
-    return [FoundHost(_name(SshTarget.parse(host)), host, ("given",)) for host in hosts]
+    """Hosts as a person names them, each once. Raises InputError for what is none."""
+    return [FoundHost(_name(checked_host(host)), host, ("given",)) for host in dict.fromkeys(hosts)]
 
 
 async def discover(
