@@ -126,7 +126,11 @@ async def _bonjour(timeout_s: float) -> list[FoundHost]:
     from zeroconf import Error, InterfaceChoice, IPVersion
     from zeroconf.asyncio import AsyncZeroconf
 
-    chosen = [address.strip() for address in interfaces.split(",")] if interfaces else InterfaceChoice.All
+    chosen: InterfaceChoice | list[str] = InterfaceChoice.All
+    if interfaces:
+        chosen = [address for address in map(str.strip, interfaces.split(",")) if _own_address(address)]
+        if not chosen:
+            return []
     try:
         network = AsyncZeroconf(interfaces=chosen, ip_version=IPVersion.V4Only)
     except (OSError, RuntimeError, ValueError, Error):
