@@ -55,7 +55,8 @@ def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> FlightConfig:
     return FlightConfig(
         cluster=ClusterConfig(name="demo", backend="ring"),
         nodes=tuple(
-            NodeConfig(name=f"node{rank}", python=sys.executable, workdir=str(workdir)) for rank in range(ranks)
+            NodeConfig(name=f"node{rank}", python=sys.executable, workdir=str(workdir), model=model, data=data)
+            for rank in range(ranks)
         ),
         job=JobConfig(name="demo", model=model, data=data, fine_tune_type="full", mlx_lm=with_defaults(job)),
     )

@@ -1,64 +1,117 @@
-"""Faults that lie in no one key alone: names given twice, a batch too small for its ranks.
+"""Faults that lie in no one key alone: names given twice, an address of two hosts, a batch too small for its ranks.
 
 Looked for on the tables as they were read, so that a fault in one key hides none of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import ipaddress
+from collections.abc import Iterator, Sequence
 
-from engine.config.cluster_tables import NODE_LIMIT
+from engine.config.cluster_tables import Defaults, NodeTable
 from engine.config.faults import Faults, Place
 from engine.config.job_table import ReadJob
 from engine.config.models import ClusterConfig
+from engine.config.places import address_form
+from engine.security.hosts import LOCAL
 
 LAST_PORT = 65535
 
 
 def cross_check(
-    faults: Faults, file: str, document: Mapping[str, Any], cluster: ClusterConfig | None, job: ReadJob
+    faults: Faults,
+    file: str,
+    nodes: Sequence[NodeTable],
+    *,
+    defaults: Defaults,
+    cluster: ClusterConfig | None,
+    job: ReadJob,
 ) -> None:
     """Add what values, each right by itself, have against each other."""
-    tables = document.get("node")
-    if not isinstance(tables, list) or not 1 <= len(tables) <= NODE_LIMIT:
+    if not nodes:
         return
-    nodes = [table if isinstance(table, dict) else {} for table in tables]
-    _names(faults, file, nodes)
+    _names(faults, nodes)
+    _addresses(faults, nodes)
+    if cluster is not None:
+        _devices(faults, nodes, cluster.backend)
     if cluster is not None and cluster.starting_port is not None:
-        ports = sum(len(node["ips"]) if isinstance(node.get("ips"), list) else 1 for node in nodes)
+        ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
         if cluster.starting_port + ports - 1 > LAST_PORT:
             accepted = f"a port with {ports} ports from it on, up to {LAST_PORT}"
             faults.add(Place(file, "cluster"), "starting_port", cluster.starting_port, accepted)
-    table = document.get("job")
-    if isinstance(table, dict) and "command" in table:
-        _command(faults, file, nodes)
+    if job.command:
+        _command(faults, nodes, defaults)
     else:
-        _training(faults, file, len(nodes), job)
+        _training(faults, Place(file, "job"), len(nodes), job)
 
 
-def _names(faults: Faults, file: str, nodes: Sequence[Mapping[str, Any]]) -> None:
+def _names(faults: Faults, nodes: Sequence[NodeTable]) -> None:
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
-        name = node.get("name", f"node{rank}")
+        name = node.known.get("name")
         if not isinstance(name, str):
             continue
         if name in first:
             accepted = f"a name of its own: node[{first[name]}] has this one"
-            faults.add(Place(file, f"node[{rank}]"), "name", name, accepted)
+            faults.add(node.place, "name", name, accepted)
         first.setdefault(name, rank)
 
 
-def _command(faults: Faults, file: str, nodes: Sequence[Mapping[str, Any]]) -> None:
+def _addresses(faults: Faults, nodes: Sequence[NodeTable]) -> None:
+    """Across several hosts, an address leads to one of them, and 127.0.0.1 to each by itself."""
+    hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
+    if len(set(hosts)) == 1:
+        return
+    first: dict[str, int] = {}
+    for rank, number, address in _given_addresses(nodes):
+        key = f"ips[{number}]"
+        if ipaddress.IPv4Address(address).is_loopback:
+            accepted = "an address at which the other hosts reach this one, or none: it is then chosen from the facts"
+            faults.add(nodes[rank].place, key, address, accepted)
+        elif hosts[first.setdefault(address, rank)] != hosts[rank]:
+            accepted = f"an address of its own: node[{first[address]}] is another host and has this one"
+            faults.add(nodes[rank].place, key, address, accepted)
+
+
+def _given_addresses(nodes: Sequence[NodeTable]) -> Iterator[tuple[int, int, str]]:
+    """(rank, number, address) of each that is one."""
     for rank, node in enumerate(nodes):
-        for key in ("model", "data", "share"):
-            if key in node:
-                accepted = "nothing here: the job is a command, which brings its own"
-                faults.add(Place(file, f"node[{rank}]"), key, node[key], accepted)
+        for number, address in enumerate(_listed(node, "ips")):
+            if isinstance(address, str) and address_form(address) is None:
+                yield rank, number, address
 
 
-def _training(faults: Faults, file: str, nodes: int, job: ReadJob) -> None:
-    inline, settings = Place(file, "job"), job.settings
+def _devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> None:
+    """Whether the matrix of RDMA devices, where all rows are given, has what the backend needs."""
+    size = len(nodes)
+    if backend not in ("jaccl", "jaccl-ring") or not all(len(_listed(node, "rdma")) == size for node in nodes):
+        return
+    for rank, node in enumerate(nodes):
+        row = _listed(node, "rdma")
+        peers = {(rank - 1) % size, (rank + 1) % size} if backend == "jaccl-ring" else set(range(size))
+        missing = [str(peer) for peer in sorted(peers - {rank}) if row[peer] in ("", None)]
+        if missing:
+            accepted = f"a device towards rank {' and '.join(missing)} as well: {backend} needs it"
+            faults.add(node.place, "rdma", row, accepted)
+
+
+def _listed(node: NodeTable, key: str) -> list[object]:
+    found = node.known.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _command(faults: Faults, nodes: Sequence[NodeTable], defaults: Defaults) -> None:
+    accepted = "nothing here: the job is a command, which brings its own"
+    for key in ("model", "data", "share"):
+        for node in nodes:
+            if key in node.known:
+                faults.add(node.place, key, node.known[key], accepted)
+        if key in defaults.values:
+            faults.add(defaults.place, key, defaults.values[key], accepted)
+
+
+def _training(faults: Faults, inline: Place, nodes: int, job: ReadJob) -> None:
+    settings = job.settings
     batch_size = settings.get("batch_size")
     if batch_size is not None and batch_size < nodes:
         accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"

@@ -1,7 +1,8 @@
-"""Reads flightdeck.toml and mlx-lm's YAML from disk into plain tables, whatever lies there in their place."""
+"""Reads flightdeck.toml, mlx-lm's YAML and hostfiles from disk into plain values, whatever lies in their place."""
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 import tomllib
@@ -55,7 +56,7 @@ def file_text(path: Path) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
-    text = _read(
+    text = read_text(
         path,
         "a flightdeck.toml: name one with -c FILE, or begin with `flightdeck demo`, which needs none",
     )
@@ -69,7 +70,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys of an mlx-lm training YAML; none for an empty file. Raises DocumentError."""
-    text = _read(path, "the mlx-lm YAML that [job] config names, relative to the folder of flightdeck.toml")
+    text = read_text(path, "the mlx-lm YAML that [job] config names, relative to the folder of flightdeck.toml")
     try:
         document = yaml.load(text, _MlxLmLoader)
     except yaml.MarkedYAMLError as error:
@@ -85,7 +86,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     return document
 
 
-def _read(path: Path, wanted: str) -> str:
+def read_text(path: Path, wanted: str) -> str:
+    """A file's text, `wanted` being what it should have been. Raises DocumentError."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -103,6 +105,20 @@ def _read(path: Path, wanted: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DocumentError(path, f"line {line}", value_text(content[error.start : error.end]), "UTF-8") from error
+
+
+def read_json(path: Path, text: str) -> Any:
+    """The document that `text`, read from `path`, holds. Raises DocumentError."""
+
+    def refuse(constant: str) -> None:
+        raise DocumentError(path, "the file", constant, "JSON, which has no such number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise DocumentError(path, f"line {error.lineno}", value_text(error.msg), "JSON") from error
+    except _SCALAR_FAULTS as error:
+        raise DocumentError(path, "the file", _unreadable(error), "JSON of plain values") from error
 
 
 def _line_key(message: str) -> str:

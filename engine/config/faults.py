@@ -17,7 +17,7 @@ from engine.security.identifiers import is_identifier, shown
 UNKNOWN_LIMIT = 20
 """So many unknown keys of one table are named one by one; more are counted."""
 _KEY_WIDTH = 60
-_INDEXED = re.compile(r"[a-z_]+\[[0-9]{1,4}\]")
+_INDEXED = re.compile(r"[a-z_]+\[[0-9]{1,4}\]|line [0-9]{1,9}")
 _NOT_SET = "(not set)"
 
 _TYPES = {

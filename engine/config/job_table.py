@@ -38,17 +38,20 @@ class ReadJob:
     config: JobConfig | None
     settings: Mapping[str, Any]
     places: Mapping[str, Place]
+    command: bool
+    """Whether it is a command."""
 
 
 def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> ReadJob:
-    """[job], with every mlx-lm key filled in. Relative paths are below `base`, the configuration's folder."""
+    """[job], with every mlx-lm key filled in. The paths in it stay as written."""
     before = len(faults.found)
     faults.unknown(place, table, (*OWN_KEYS, *KEYS), _LATER_KEYS)
     _check_environment(faults, place, table.get("env"))
     name = table.get("name")
     if isinstance(name, str) and not is_identifier(name):
         faults.add(place, "name", name, IDENTIFIER)
-    if "command" in table:
+    command = "command" in table
+    if command:
         settings, places = _command(faults, place, table), dict[str, Place]()
     else:
         settings, places = _training(faults, place, table, base)
@@ -60,10 +63,10 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
     faults.validated(place, JobConfig, own)
     if len(faults.found) > before:
-        return ReadJob(None, settings, places)
+        return ReadJob(None, settings, places, command)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings})
-    return ReadJob(config, settings, places)
+    return ReadJob(config, settings, places, command)
 
 
 def _command(faults: Faults, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +112,6 @@ def _training(
         elif key in PATH_KEYS and (accepted := path_form(value)):
             faults.add(places[key], key, given.pop(key), accepted)
             wrong.add(key)
-        elif key in PATH_KEYS:
-            given[key] = resolved(value, base)
     if "model" not in places and "data" not in places:
         faults.missing(place, "model", _EITHER)
     elif "model" not in places:
@@ -147,10 +148,15 @@ def _check_environment(faults: Faults, place: Place, env: object) -> None:
         return
     here = Place(place.file, f"{place.table}.env")
     for name, value in env.items():
-        if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
-            faults.add(here, name, value, "a variable's name; those that begin with MLX_ or FLIGHTDECK_ are set for it")
-        elif isinstance(value, str) and "\0" in value:
-            faults.add(here, name, value, "a text without NUL")
+        if accepted := environment_fault(name, value):
+            faults.add(here, name, value, accepted)
+
+
+def environment_fault(name: str, value: object) -> str | None:
+    """What is accepted in place of a variable for the ranks; None when it can be set."""
+    if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
+        return "a variable's name; those that begin with MLX_ or FLIGHTDECK_ are set for it"
+    return "a text without NUL" if isinstance(value, str) and "\0" in value else None
 
 
 def _name(command: object, model: object) -> str:

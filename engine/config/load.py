@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from engine.config.cluster_tables import read_cluster, read_nodes
+from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.cross import cross_check
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Place
-from engine.config.job_table import read_job
-from engine.config.models import FlightConfig, PreflightConfig, RecoveryConfig, UiConfig
+from engine.config.hostfile_import import ImportedHosts, read_hostfile
+from engine.config.job_table import PATH_KEYS, ReadJob, read_job
+from engine.config.models import FlightConfig, NodeConfig, PreflightConfig, RecoveryConfig, UiConfig
+from engine.config.places import on_node, path_form, remote_path_form, resolved
 from engine.errors import ConfigError
 
-_TABLES = ("cluster", "node", "job", "preflight", "recovery", "ui")
+_TABLES = ("cluster", "node_defaults", "node", "job", "preflight", "recovery", "ui")
 _LATER = "nothing here: this comes with a later release"
 _LATER_TABLES = {"checkpoint": _LATER, "nodes": "[[node]], one table per rank"}
 _LATER_KEYS = {
@@ -41,18 +43,64 @@ def load_config(path: Path) -> FlightConfig:
     faults.unknown(Place(name), document, _TABLES, _LATER_TABLES)
     cluster_table, job_table = _table(faults, name, document, "cluster"), _table(faults, name, document, "job")
     cluster = read_cluster(faults, Place(name, "cluster"), cluster_table)
-    nodes = read_nodes(faults, name, document.get("node"), file.parent)
+    defaults = read_defaults(faults, Place(name, "node_defaults"), _table(faults, name, document, "node_defaults"))
+    imported = _imported(faults, name, cluster_table, file.parent)
+    tables = imported.tables if imported else node_tables(faults, name, document.get("node"))
+    if imported and document.get("node"):
+        accepted = "nothing here: the nodes are those of [cluster] hostfile; leave out one of the two"
+        faults.add(Place(name), "node", document["node"], accepted)
+    if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
+        cluster = cluster.model_copy(update={"backend": imported.backend})
+    nodes = read_nodes(faults, tables, defaults, file.parent)
     job = read_job(faults, Place(name, "job"), job_table, file.parent)
     preflight = _section(faults, name, document, "preflight", PreflightConfig)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
     ui = _section(faults, name, document, "ui", UiConfig)
-    cross_check(faults, name, document, cluster, job)
+    cross_check(faults, name, tables, defaults=defaults, cluster=cluster, job=job)
     good = tuple(node for node in nodes if node is not None)
+    _check_job_paths(faults, job, good)
     if faults.found or not (cluster and good and job.config and preflight and recovery and ui):
         raise ConfigError(faults.found)
+    config = job.config
+    if imported and imported.env:
+        config = config.model_copy(update={"env": {**imported.env, **config.env}})
     return FlightConfig(
-        file=file, cluster=cluster, nodes=good, job=job.config, preflight=preflight, recovery=recovery, ui=ui
+        file=file,
+        cluster=cluster,
+        nodes=tuple(_with_job(node, config.model, config.data, file.parent) for node in good),
+        job=config,
+        preflight=preflight,
+        recovery=recovery,
+        ui=ui,
     )
+
+
+def _imported(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
+    """What the hostfile that [cluster] names says; None where it names none."""
+    named = cluster.get("hostfile")
+    if not isinstance(named, str):
+        return None
+    if accepted := path_form(named):
+        faults.add(Place(name, "cluster"), "hostfile", named, accepted)
+        return ImportedHosts()
+    return read_hostfile(faults, Path(resolved(named, base)))
+
+
+def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
+    """~somebody is a user of this machine, and need not be one elsewhere."""
+    if all(node.local for node in nodes):
+        return
+    for key in PATH_KEYS:
+        value = job.settings.get(key)
+        if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
+            faults.add(job.places[key], key, value, accepted)
+
+
+def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:
+    """The node with the job's model and data as they are on it, where it names no others."""
+    job = {"model": model, "data": data}
+    paths = {key: on_node(path, node, base) for key, path in job.items() if path and not getattr(node, key)}
+    return node.model_copy(update=paths)
 
 
 def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:

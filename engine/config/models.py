@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine.security.hosts import SshTarget
+
 FineTuneType = Literal["lora", "dora", "full"]
 Strategy = Literal["data"]
 
@@ -27,7 +29,9 @@ class ClusterConfig(_Section):
     launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
     """What starts the ranks: MLX's launcher over our ssh, or our own connections with the same environment."""
     starting_port: int | None = Field(default=None, ge=1024, le=65000)
-    """First ring port; None picks fresh ports for each attempt."""
+    """First port that the ranks listen on; None picks fresh ports for each attempt."""
+    hostfile: str | None = None
+    """A hostfile that the nodes were read from, as written: MLX's JSON, or `host:slots` lines."""
 
 
 class NodeConfig(_Section):
@@ -51,6 +55,11 @@ class NodeConfig(_Section):
     share: float | None = Field(default=None, gt=0)
     """Fixed relative share of the global batch; None is an equal share."""
 
+    @property
+    def local(self) -> bool:
+        """Whether it is this machine."""
+        return SshTarget.parse(self.ssh).local
+
 
 class JobConfig(_Section):
     """[job]: either mlx-lm training (`model`, `data`, …) or the user's own `command`."""
@@ -58,6 +67,7 @@ class JobConfig(_Section):
     name: str
     command: tuple[str, ...] | None = None
     model: str | None = None
+    """As written, like the paths in `mlx_lm`: what it is on a node says NodeConfig.model."""
     data: str | None = None
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"

@@ -1,4 +1,4 @@
-"""Prepares the hosts of a cluster for a launch: on each, the worker's bundle below its node root, proved by its hash."""
+"""Prepares the hosts of a cluster for a launch: the worker's bundle below each node root, proved by its hash."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ from engine.config.mlx_lm_keys import KEYS
 from engine.errors import ConfigError
 from tests.unit.config.documents import JOB, NODES, faults_of, load, only_fault
 
+TWO = '[[node]]\n[[node]]\nname = "b"\nssh = "b.local"\npython = "/p"\n'
+
 CASES = [
     # [cluster]
     ('[cluster]\nname = "a b"\n' + NODES + JOB, "cluster.name", "letters, digits"),
-    ('[cluster]\nbackend = "mpi"\n' + NODES + JOB, "cluster.backend", "'auto' or 'ring'"),
+    ('[cluster]\nbackend = "mpi"\n' + NODES + JOB, "cluster.backend", "'auto', 'ring', 'jaccl'"),
     ("[cluster]\nstarting_port = 80\n" + NODES + JOB, "cluster.starting_port", "1024 or more"),
     ("[cluster]\nstarting_port = 65001\n" + NODES + JOB, "cluster.starting_port", "65000 or less"),
     ("[cluster]\nstarting_port = '9'\n" + NODES + JOB, "cluster.starting_port", "a whole number"),
@@ -41,13 +43,15 @@ CASES = [
     ('[[node]]\nname = ""\n' + JOB, "node[0].name", "letters, digits"),
     ("[[node]]\nname = 3\n" + JOB, "node[0].name", "a text in quotes"),
     ('[[node]]\nssh = "localhost"\n' + JOB, "node[0].ssh", "127.0.0.1: localhost can stand for ::1"),
-    ('[[node]]\nssh = "ana@ultra.local"\n' + JOB, "node[0].ssh", "this machine alone"),
-    ('[[node]]\nssh = "-oProxyCommand=id"\n' + JOB, "node[0].ssh", "a host name"),
-    ('[[node]]\nssh = "a;id"\n' + JOB, "node[0].ssh", "a host name"),
-    ('[[node]]\nssh = "$(id)"\n' + JOB, "node[0].ssh", "a host name"),
-    ('[[node]]\nssh = "127.0.0.1\\n"\n' + JOB, "node[0].ssh", "a host name"),
-    ('[[node]]\nips = ["10.0.0.1"]\n' + JOB, "node[0].ips[0]", "this machine alone"),
-    ("[[node]]\nips = []\n" + JOB, "node[0].ips", "1 to 8 addresses"),
+    ('[[node]]\nssh = "-oProxyCommand=id"\n' + JOB, "node[0].ssh", "[user@]host[:port]"),
+    ('[[node]]\nssh = "a;id"\n' + JOB, "node[0].ssh", "[user@]host[:port]"),
+    ('[[node]]\nssh = "$(id)"\n' + JOB, "node[0].ssh", "[user@]host[:port]"),
+    ('[[node]]\nssh = "127.0.0.1\\n"\n' + JOB, "node[0].ssh", "[user@]host[:port]"),
+    ('[[node]]\nips = ["ultra.local"]\n' + JOB, "node[0].ips[0]", "an IPv4 address"),
+    ('[[node]]\nips = ["fe80::1"]\n' + JOB, "node[0].ips[0]", "no IPv6"),
+    ('[[node]]\nips = ["0.0.0.0"]\n' + JOB, "node[0].ips[0]", "an IPv4 address"),
+    ('[[node]]\nips = ["10.0.0.1\\n"]\n' + JOB, "node[0].ips[0]", "an IPv4 address"),
+    ("[[node]]\nips = [" + "'10.0.0.1'," * 9 + "]\n" + JOB, "node[0].ips", "up to 8 addresses"),
     ("[[node]]\nips = [4]\n" + JOB, "node[0].ips[0]", "a text in quotes"),
     ('[[node]]\nips = "127.0.0.1"\n' + JOB, "node[0].ips", "a list"),
     ('[[node]]\npython = "-c"\n' + JOB, "node[0].python", "does not begin with -"),
@@ -62,8 +66,83 @@ CASES = [
     ("[[node]]\nshare = nan\n" + JOB, "node[0].share", "finite"),
     ("[[node]]\nshare = true\n" + JOB, "node[0].share", "a number"),
     ("[[node]]\nshare = 1e300\n" + JOB, "node[0].share", "1e-06 to 1e+06"),
-    ("[[node]]\nrdma = 'rdma_en2'\n" + JOB, "node[0].rdma", "a later release"),
+    ("[[node]]\nrdma = 'rdma_en2'\n" + JOB, "node[0].rdma", "a list"),
     ("[[node]]\npyhton = 'x'\n" + JOB, "node[0].pyhton", "is python meant?"),
+    # other machines
+    *(
+        (f"[[node]]\nssh = {host!r}\npython = '/p'\n" + JOB, "node[0].ssh", "[user@]host[:port]")
+        for host in (
+            *(
+                "-oProxyCommand=id",
+                "-l",
+                "a;id",
+                "a b",
+                "a|b",
+                "$(id)",
+                "`id`",
+                "../..",
+                "a/b",
+                "u@-h",
+                "a@b@c",
+                "",
+                "@h",
+            ),
+            *("h:", "h:0", "h:65536", "h:22:22", "[::1", "[10.0.0.1]", "\u202eh", "h" * 300, "h%n", "h\\x", "u'@h"),
+        )
+        if "'" not in host and "\\" not in host
+    ),
+    ('[[node]]\nssh = "h\\nProxyCommand id"\npython = "/p"\n' + JOB, "node[0].ssh", "[user@]host[:port]"),
+    ('[[node]]\nssh = "LOCALHOST"\npython = "/p"\n' + JOB, "node[0].ssh", "localhost can stand for ::1"),
+    ('[[node]]\nssh = "ana@localhost:22"\npython = "/p"\n' + JOB, "node[0].ssh", "localhost can stand for ::1"),
+    ('[[node]]\nssh = "h"\n' + JOB, "node[0].python", "absolute, or below the home"),
+    *(
+        (f'[[node]]\nssh = "h"\npython = "{text}"\n' + JOB, "node[0].python", accepted)
+        for text, accepted in (
+            *(
+                ("python3", "~/…"),
+                ("bin/python", "~/…"),
+                ("~ana/python", "~/…"),
+                ("~/../p", "without .."),
+            ),
+            *(
+                ("-c", "begin with -"),
+                ("~/$(id)", "variables are not"),
+                ("/p\\n", "control characters"),
+            ),
+            ("", "a path"),
+        )
+    ),
+    ('[[node]]\nssh = "h"\npython = "/p"\nworkdir = "w"\n' + JOB, "node[0].workdir", "~/…"),
+    ('[[node]]\nssh = "h"\npython = "/p"\nmodel = "m"\n' + JOB, "node[0].model", "~/…"),
+    ('[[node]]\nssh = "h"\npython = "/p"\n[job]\nmodel = "~root/m"\ndata = "d"\n', "job.model", "~/…"),
+    (
+        '[node_defaults]\npython = "python3"\n[[node]]\nssh = "h"\n[[node]]\nname = "b"\nssh = "i"\n' + JOB,
+        "node_defaults.python",
+        "~/…",
+    ),
+    ("[node_defaults]\npython = 3\n" + NODES + JOB, "node_defaults.python", "a text in quotes"),
+    ("[node_defaults]\nips = []\n" + NODES + JOB, "node_defaults.ips", "a known key: data, model, python, workdir"),
+    ("node_defaults = 3\n" + NODES + JOB, "node_defaults", "[node_defaults] on a line of its own"),
+    ("[node_defaults]\nmodel = '/m'\n" + NODES + "[job]\ncommand = ['a']\n", "node_defaults.model", "a command"),
+    (TWO + 'ips = ["127.0.0.1"]\n' + JOB, "node[1].ips[0]", "at which the other hosts reach this one"),
+    (
+        '[[node]]\nips = ["10.0.0.1"]\n' + TWO.partition("\n")[2] + 'ips = ["10.0.0.1"]\n' + JOB,
+        "node[1].ips[0]",
+        "node[0] is another host",
+    ),
+    (TWO + 'rdma = ["rdma_en4"]\n' + JOB, "node[1].rdma", "2 entries"),
+    (TWO + 'rdma = ["rdma_en4", "rdma_en5"]\n' + JOB, "node[1].rdma[1]", '"" for the node itself'),
+    (TWO + 'rdma = ["a;id", ""]\n' + JOB, "node[1].rdma[0]", "the name of an RDMA device"),
+    (TWO + "rdma = [4, '']\n" + JOB, "node[1].rdma[0]", "the name of an RDMA device"),
+    (
+        '[cluster]\nbackend = "jaccl"\n[[node]]\nname = "a"\nrdma = ["", ""]\n'
+        + TWO.partition("\n")[2]
+        + 'rdma = ["rdma_en4", ""]\n'
+        + JOB,
+        "node[0].rdma",
+        "a device towards rank 1 as well",
+    ),
+    ("[cluster]\nlauncher = 'mpirun'\n" + NODES + JOB, "cluster.launcher", "'mlx.launch' or 'direct'"),
     # [job]
     (NODES, "job.model", "or command"),
     ("job = 1\n" + NODES + "", "job", "[job] on a line of its own"),

@@ -17,8 +17,8 @@ def test_the_shortest_one_has_everything_filled_in(tmp_path: Path) -> None:
         ("node0", "127.0.0.1", sys.executable, str(tmp_path))
     ]
     assert config.job.name == "tiny-4B"
-    assert config.job.model == str(tmp_path / "models/tiny-4B")
-    assert config.job.data == str(tmp_path / "data")
+    assert config.nodes[0].model == str(tmp_path / "models/tiny-4B")
+    assert config.nodes[0].data == str(tmp_path / "data")
     settings = config.job.mlx_lm
     assert (settings["batch_size"], settings["iters"], settings["learning_rate"]) == (4, 1000, 1e-5)
     assert (settings["train"], settings["optimizer_precision"], settings["max_grad_norm"]) == (True, "float32", None)
@@ -39,8 +39,9 @@ def test_inline_keys_win_over_the_yaml_and_the_yaml_over_the_defaults(tmp_path: 
         "lora_parameters: {rank: 16}\noptimizer: AdamW\n"
         "lr_schedule:\n  name: cosine_decay\n  arguments: [1e-5, 1000, 1e-7]\n"
     )
-    job = load(tmp_path, NODES + JOB + 'config = "conf/lora.yaml"\niters = 30\n').job
-    assert job.model == str(tmp_path / "models/tiny-4B")
+    config = load(tmp_path, NODES + JOB + 'config = "conf/lora.yaml"\niters = 30\n')
+    job = config.job
+    assert [node.model for node in config.nodes] == [str(tmp_path / "models/tiny-4B")] * 2
     assert (job.mlx_lm["batch_size"], job.mlx_lm["iters"], job.mlx_lm["learning_rate"]) == (6, 30, 1e-5)
     assert job.mlx_lm["lora_parameters"] == {"rank": 16, "dropout": 0.0, "scale": 20.0}
     assert job.mlx_lm["optimizer"] == "adamw"
@@ -63,14 +64,14 @@ def test_home_is_expanded_and_relative_paths_are_of_the_file(tmp_path: Path, mon
     monkeypatch.chdir("/")
     config = load(
         tmp_path,
-        '[[node]]\nmodel = "~/m"\npython = "venv/bin/python"\nworkdir = "/abs"\n[job]\nmodel = "~/models/Qwen3.5 4B"\n'
+        '[[node]]\nmodel = "~/m"\npython = "venv/bin/python"\nworkdir = "/abs"\n[[node]]\n'
+        '[job]\nmodel = "~/models/Qwen3.5 4B"\n'
         'data = "./d"\nadapter_path = "out"\n',
     )
-    assert config.job.model == "/home/ana/models/Qwen3.5 4B"
+    node, other = config.nodes
+    assert (other.model, other.data) == ("/home/ana/models/Qwen3.5 4B", str(tmp_path / "d"))
     assert config.job.name == "Qwen3-5-4B"
-    assert config.job.data == str(tmp_path / "d")
-    assert config.job.mlx_lm["adapter_path"] == str(tmp_path / "out")
-    node = config.nodes[0]
+    assert (config.job.model, config.job.mlx_lm["adapter_path"]) == ("~/models/Qwen3.5 4B", "out")
     assert (node.model, node.python, node.workdir) == ("/home/ana/m", str(tmp_path / "venv/bin/python"), "/abs")
 
 
@@ -109,6 +110,57 @@ def test_shares_and_the_other_tables_are_taken_over(tmp_path: Path) -> None:
     assert [node.share for node in config.nodes] == [3.0, 1.5]
     assert (config.cluster.name, config.cluster.starting_port) == ("studio", 30000)
     assert (config.recovery.lease_s, config.preflight.skip, config.ui.ascii) == (10.0, ("ports_free",), True)
+
+
+REMOTE = """
+[node_defaults]
+python = "~/mlx/bin/python"
+[[node]]
+[[node]]
+name = "ultra"
+ssh = "ana@ultra.local:2222"
+[[node]]
+name = "max"
+ssh = "bea@max.local"
+python = "/opt/python"
+workdir = "~/work"
+model = "~/elsewhere"
+ips = ["10.0.0.3"]
+"""
+
+
+def test_paths_of_another_machine_stay_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/head")
+    here, ultra, there = load(tmp_path, REMOTE + '[job]\nmodel = "~/models/m"\ndata = "data/d"\n').nodes
+    assert (here.python, here.workdir) == ("/home/head/mlx/bin/python", str(tmp_path))
+    assert (here.model, here.data) == ("/home/head/models/m", str(tmp_path / "data/d"))
+    assert (ultra.python, ultra.workdir, ultra.model, ultra.data) == (
+        *("~/mlx/bin/python", "~", "~/models/m", "~/data/d"),
+    )
+    assert (there.python, there.workdir, there.model, there.data) == (
+        *("/opt/python", "~/work", "~/elsewhere", "~/work/data/d"),
+    )
+
+
+def test_addresses_that_are_not_given_are_left_to_the_facts_unless_all_nodes_are_here(tmp_path: Path) -> None:
+    assert [node.ips for node in load(tmp_path, REMOTE + JOB).nodes] == [(), (), ("10.0.0.3",)]
+    assert [node.ips for node in load(tmp_path, NODES + JOB).nodes] == [("127.0.0.1",)] * 2
+    assert load(tmp_path, "[[node]]\nips = []\n" + JOB).nodes[0].ips == ("127.0.0.1",)
+
+
+def test_one_host_may_carry_several_ranks_also_over_its_own_loopback(tmp_path: Path) -> None:
+    node = '[[node]]\nname = "{}"\nssh = "ana@h"\npython = "/p"\nips = ["127.0.0.1"]\n'
+    assert [each.ssh for each in load(tmp_path, node.format("a") + node.format("b") + JOB).nodes] == ["ana@h"] * 2
+
+
+def test_an_rdma_matrix_is_read_with_empty_texts_for_null(tmp_path: Path) -> None:
+    nodes = (
+        '[[node]]\nname = "a"\nrdma = ["", "rdma_en5"]\n[[node]]\nname = "b"\nssh = "b.local"\npython = "/p"\n'
+        'rdma = ["rdma_en4", ""]\n'
+    )
+    config = load(tmp_path, '[cluster]\nbackend = "jaccl"\nlauncher = "direct"\n' + nodes + JOB)
+    assert [node.rdma for node in config.nodes] == [(None, "rdma_en5"), ("rdma_en4", None)]
+    assert (config.cluster.backend, config.cluster.launcher) == ("jaccl", "direct")
 
 
 def test_loading_writes_nothing(tmp_path: Path) -> None:

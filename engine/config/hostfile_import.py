@@ -1,0 +1,146 @@
+"""The nodes of a cluster from a hostfile that somebody has already: MLX's JSON, or lines of `host:slots`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from engine.config.cluster_tables import NODE_LIMIT, NodeTable
+from engine.config.documents import DocumentError, file_text, read_json, read_text
+from engine.config.faults import Faults, Place
+from engine.config.job_table import environment_fault
+from engine.config.models import ClusterConfig
+from engine.errors import InputError
+from engine.security.hosts import SshTarget
+from engine.security.identifiers import MAX_LENGTH, made_identifier
+
+_WANTED = "a hostfile: MLX's JSON, or lines of host:slots; relative to the folder of flightdeck.toml"
+_ENTRY = '{"ssh": "ana@ultra.local", "ips": ["192.168.0.1"]}'
+_BACKENDS = tuple(name for name in get_args(ClusterConfig.model_fields["backend"].annotation) if name != "auto")
+_SLOTS = re.compile(r"(?P<host>[^\s:]+)(?::(?P<count>[0-9]{1,9})|\s+slots\s*=\s*(?P<slots>[0-9]{1,9}))?")
+
+
+@dataclass
+class ImportedHosts:
+    """What a hostfile says."""
+
+    tables: list[NodeTable] = field(default_factory=list)
+    """One per rank, with the keys of a [[node]]."""
+    backend: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for the ranks."""
+
+
+def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
+    """Read `path`; what is wrong with it goes to `faults`, at most one fault for each of its entries."""
+    try:
+        text = read_text(path, _WANTED)
+        if text.lstrip()[:1] in ("[", "{"):
+            return _of_json(faults, Place(file_text(path)), read_json(path, text))
+    except DocumentError as error:
+        faults.found.append(error.fault)
+        return ImportedHosts()
+    return _of_lines(faults, file_text(path), text)
+
+
+def _of_json(faults: Faults, here: Place, document: Any) -> ImportedHosts:
+    found = ImportedHosts()
+    hosts = document
+    if isinstance(document, dict):
+        hosts = document.get("hosts")
+        found.backend = _backend(faults, here, document.get("backend"))
+        found.env = _environment(faults, here, document.get("envs"))
+    if not isinstance(hosts, list) or not hosts:
+        faults.add(here, "hosts", hosts, f"a list with an entry for each rank: [{_ENTRY}, …]")
+    elif len(hosts) > NODE_LIMIT:
+        faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
+    else:
+        names: set[str] = set()
+        found.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+    return found
+
+
+def _entry(faults: Faults, here: Place, rank: int, entry: Any, names: set[str]) -> NodeTable:
+    place = Place(here.file, f"hosts[{rank}]")
+    if not isinstance(entry, dict) or "ssh" not in entry:
+        faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
+        return NodeTable(place, None)
+    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
+    if entry.get("rdma"):
+        values["rdma"] = entry["rdma"]
+    return NodeTable(place, values)
+
+
+def _backend(faults: Faults, here: Place, name: Any) -> str | None:
+    if name in (None, ""):
+        return None
+    if name not in _BACKENDS:
+        faults.add(here, "backend", name, f"one of {', '.join(_BACKENDS)}")
+        return None
+    return str(name)
+
+
+def _environment(faults: Faults, here: Place, lines: Any) -> dict[str, str]:
+    if lines in (None, []):
+        return {}
+    if not isinstance(lines, list) or len(lines) > 1000:
+        faults.add(here, "envs", lines, 'a list of "NAME=value"')
+        return {}
+    found = {}
+    for number, line in enumerate(lines):
+        name, equals, value = line.partition("=") if isinstance(line, str) else ("", "", "")
+        accepted = environment_fault(name, value) if equals else 'a text "NAME=value"'
+        if accepted:
+            faults.add(here, f"envs[{number}]", line, accepted)
+        else:
+            found[name] = value
+    return found
+
+
+def _of_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
+    here, found, names = Place(file), ImportedHosts(), set[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = _SLOTS.fullmatch(words)
+        if match is None:
+            faults.add(here, f"line {number}", words, "a line such as ultra.local:1, host:slots")
+            # A file of something else altogether is one fault, not a thousand.
+            return ImportedHosts()
+        slots = int(match["count"] or match["slots"] or 1)
+        if not 1 <= slots <= NODE_LIMIT - len(found.tables):
+            faults.add(here, f"line {number}", words, f"slots from 1 on, at most {NODE_LIMIT} ranks in all")
+            return ImportedHosts()
+        place = Place(file, f"line {number}")
+        found.tables += [_slot(place, match["host"], len(found.tables) + slot, names) for slot in range(slots)]
+    if not found.tables:
+        faults.add(here, "the file", "(no hosts)", _WANTED)
+    return found
+
+
+def _slot(place: Place, host: str, rank: int, names: set[str]) -> NodeTable:
+    values: Mapping[str, Any] = {"name": _name(host, rank, names), "ssh": host, "ips": []}
+    return NodeTable(place, values)
+
+
+def _name(host: Any, rank: int, names: set[str]) -> str:
+    """A name for the node of `rank`: its host's first label, or its number where that is an address."""
+    try:
+        label = SshTarget.parse(host).host if isinstance(host, str) else ""
+        ipaddress.ip_address(label)
+    except InputError:
+        label = ""
+    except ValueError:
+        label = made_identifier(label.partition(".")[0], "")[: MAX_LENGTH // 2]
+    else:
+        label = ""
+    name = label or f"node{rank}"
+    while name in names:
+        name = f"{name}-{rank}"
+    names.add(name)
+    return name
