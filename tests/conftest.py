@@ -12,6 +12,8 @@ import pytest
 from engine.runs.journal import read_journal, replay
 from engine.runs.layout import RunDir
 
+pytest_plugins = ["tests.cluster.fixtures"]
+
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
 

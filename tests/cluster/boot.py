@@ -1,0 +1,79 @@
+"""Booting a node: the shell script that turns new namespaces into a machine, ending as its pid 1."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path, PurePosixPath
+from shlex import quote
+
+PROJECT = Path(__file__).parents[2]
+INIT = "/usr/local/libexec/flightdeck-init.py"
+"""Where pid 1's program lies on a node."""
+MASKED = ("/root", "/home", "/tmp", "/var/tmp", "/run", "/mnt", "/media", "/srv")
+"""What a node never sees of the head: its homes, temporary files and sockets."""
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+
+
+def interpreter() -> Path:
+    """The interpreter below the project's venv: it starts without site-packages."""
+    return Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+
+
+def packages() -> Path:
+    """The site-packages of the interpreter that runs the tests: mlx and mlx_lm are in it."""
+    return Path(sysconfig.get_path("purelib"))
+
+
+def shared() -> list[Path]:
+    """Directories of the head that every node sees, read-only and at the same path: interpreter, packages, project."""
+    wanted = {Path(sys.base_prefix), packages(), PROJECT}
+    return sorted(
+        path
+        for path in wanted
+        if not path.is_relative_to("/usr") and not any(other in path.parents for other in wanted)
+    )
+
+
+def masked() -> list[str]:
+    """The directories that are empty on a node, its user's home apart."""
+    homes = {str(Path.home())} - {"/"}
+    return [path for path in sorted({*MASKED, *homes}) if Path(path).is_dir()]
+
+
+def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int) -> str:
+    """The boot script of node `name`. `root` is its merged root, `home` the directory of its home's disk, `boot_id` a
+    file with this boot's id, `owner` the descriptor of a pidfd. Run it with /bin/sh in new namespaces."""
+    lines = [
+        "set -e",
+        f"cd {quote(str(root))}",
+        f"hostname {quote(name)}",
+        "mount -t proc -o nosuid,nodev,noexec proc proc",
+        "mount -t sysfs -o ro,nosuid,nodev,noexec sysfs sys",
+        "mount -t tmpfs -o mode=0755,size=1m dev dev",
+        "mkdir dev/pts dev/shm",
+        *(f"mknod -m 666 dev/{device} c {major} {minor}" for device, (major, minor) in DEVICES.items()),
+        "mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts dev/pts",
+        "mount -t tmpfs -o mode=1777,size=256m shm dev/shm",
+        "ln -s pts/ptmx dev/ptmx",
+        "ln -s /proc/self/fd dev/fd",
+        "ln -s /proc/self/fd/0 dev/stdin",
+        "ln -s /proc/self/fd/1 dev/stdout",
+        "ln -s /proc/self/fd/2 dev/stderr",
+    ]
+    for path in masked():
+        mode = "1777" if PurePosixPath(path).name == "tmp" else "0755"
+        lines.append(f"mount -t tmpfs -o mode={mode},size=256m,nosuid,nodev masked .{quote(path)}")
+    for path in map(str, shared()):
+        inside = f".{quote(path)}"
+        lines.append(f"mkdir -p {inside}")
+        lines.append(f"mount --bind -o ro {quote(path)} {inside}")
+    lines += [
+        f"mkdir -p .{quote(home_on_node)} run/sshd",
+        f"mount --bind {quote(str(home))} .{quote(home_on_node)}",
+        f"mount --bind {quote(str(boot_id))} proc/sys/kernel/random/boot_id",
+        "pivot_root . .",
+        "umount -l .",
+        f"exec {quote(str(interpreter()))} -I -S {INIT} {owner}",
+    ]
+    return "\n".join(lines) + "\n"

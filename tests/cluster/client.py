@@ -1,0 +1,67 @@
+"""The ssh client's side of a cluster: key pair, known_hosts and config of its own, so that ~/.ssh is never used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster import sshd
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the client is told of one node. `port` and `reached_at` differ from the node's own on a detour."""
+
+    name: str
+    address: str
+    user: str
+    host_key: str
+    port: int = 22
+    reached_at: str | None = None
+
+
+@dataclass(frozen=True)
+class Client:
+    """The files of one cluster's ssh client, in `folder`."""
+
+    folder: Path
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "id_ed25519"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.folder / "known_hosts"
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "ssh_config"
+
+    def make_key(self) -> str:
+        """Make the key pair; the public key."""
+        self.folder.mkdir(mode=0o700)
+        return sshd.make_key(self.key, "flightdeck-test-head")
+
+    def write(self, hosts: Iterable[Host]) -> None:
+        """Write known_hosts and ssh_config. A node is reached by its address or its name."""
+        known, blocks = [], []
+        for host in hosts:
+            known.append(f"{host.address} {host.host_key}\n")
+            block = [f"Host {host.name} {host.address}", f"HostName {host.reached_at or host.address}"]
+            block += [f"Port {host.port}", f"User {host.user}", f"HostKeyAlias {host.address}"]
+            blocks.append("\n    ".join(block))
+        common = [
+            "Host *",
+            f"IdentityFile {self.key}",
+            "IdentitiesOnly yes",
+            f"UserKnownHostsFile {self.known_hosts}",
+            "GlobalKnownHostsFile /dev/null",
+            "StrictHostKeyChecking yes",
+            "BatchMode yes",
+            "ConnectTimeout 5",
+        ]
+        blocks.append("\n    ".join(common))
+        self.known_hosts.write_text("".join(known))
+        self.config.write_text("\n\n".join(blocks) + "\n")

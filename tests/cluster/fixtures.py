@@ -1,0 +1,23 @@
+"""pytest's fixtures of the test cluster, registered in tests/conftest.py; a cluster comes up when a test first asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def session_cluster() -> Iterator[Cluster]:
+    """The four nodes that all tests of a session share. Tests ask for `cluster` instead, which heals it."""
+    with Cluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
+    """Four healthy nodes. Whatever a test did to them is undone after it, and what it left running there is ended."""
+    yield session_cluster
+    session_cluster.heal()
