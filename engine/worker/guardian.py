@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
+from .detach import close_all_but
 from .processes import kill_group
 
 _FAREWELL = b"0\n"
@@ -21,7 +22,8 @@ class Guardian:
         read_end, self._write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._write_end)
+            # Whoever waits for the end of another pipe must not wait for the guardian.
+            close_all_but(read_end)
             _watch(read_end)
         os.close(read_end)
 

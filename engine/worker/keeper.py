@@ -17,6 +17,10 @@ has not left after `stop_grace_s` (`save_grace_s` while its events say that it s
 `term_grace_s` KILL. "end" goes to TERM at once. A user's own command knows no such request: for it "stop" is "end".
 HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless `on_lease_expiry` is "continue".
 
+With `--detach` the keeper leaves the process that was started, and that one ends as soon as the rank has: with 0 when the
+identity is written, with the keeper's own code when it ended before. So nothing of a launcher, of an ssh session or of
+their pipes is the rank's concern any more.
+
 When the python that start.sh names is missing there is no keeper and no exit record: the shell's complaint in
 rank<k>.keeper.log and its exit code 127 are all there is.
 """
@@ -36,6 +40,7 @@ from pathlib import Path
 from types import FrameType
 
 from . import processes
+from .detach import STARTED, Parting, detach
 from .events import last_phase
 from .guardian import Guardian
 from .program import Program
@@ -63,7 +68,10 @@ _SAVING = "saving"
 class Keeper:
     """One rank's life, as one loop over its FIFO, the signals, and the clock."""
 
-    def __init__(self, spec: AttemptSpec, rank: RankSpec, files: NodeFiles, guardian: Guardian) -> None:
+    def __init__(
+        self, spec: AttemptSpec, rank: RankSpec, files: NodeFiles, guardian: Guardian, parting: Parting | None = None
+    ) -> None:
+        self._parting = parting
         self._spec = spec
         self._rank = rank
         self._files = files
@@ -94,6 +102,8 @@ class Keeper:
         self._guardian.guard(program.pid)
         pump = Pump(program.output, self._log)
         self._identify(program)
+        if self._parting is not None:
+            self._parting.tell(STARTED)
         _stay_awake(program.pid)
         code = self._wait(program)
         self._sweep(program)
@@ -193,8 +203,10 @@ class Keeper:
         except (OSError, subprocess.SubprocessError) as error:
             _say(f"what was left behind could not be listed: {error}")
             return
+        # Who waited in front has the rank's marks too, for as long as it takes to leave.
+        ours = {self._guardian.pid, os.getppid(), self._parting.front_pid if self._parting is not None else 0}
         for process in left:
-            if process.pid in (self._guardian.pid, os.getppid()):
+            if process.pid in ours:
                 continue
             _say(f"KILL to {process.pid}, left behind: {process.command[:200]}")
             try:
@@ -310,6 +322,7 @@ def _say(message: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="worker.keeper", description="Keep one rank of an attempt.")
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the attempt")
+    parser.add_argument("--detach", action="store_true", help="leave the process that was started")
     parser.add_argument("--rank", type=int, default=None, help="instead of MLX_RANK")
     options = parser.parse_args(arguments)
     number = options.rank if options.rank is not None else int(os.environ["MLX_RANK"])
@@ -321,9 +334,21 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(files, number, f"the spec has no rank {number}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return _refuse(files, number, f"{options.spec}: {error}")
+    if not options.detach:
+        return _keep(spec, rank, files, None)
+    parting = detach(files.keeper_log(number))
+    code = _CANNOT_START
+    try:
+        code = _keep(spec, rank, files, parting)
+    finally:
+        parting.tell(code)
+    return code
+
+
+def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, parting: Parting | None) -> int:
     guardian = Guardian()
     try:
-        return Keeper(spec, rank, files, guardian).run()
+        return Keeper(spec, rank, files, guardian, parting).run()
     finally:
         guardian.dismiss()
 

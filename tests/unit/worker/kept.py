@@ -86,6 +86,8 @@ def keep(
     spec_fields: dict[str, Any] | None = None,
     workdir: Path | None = None,
     prefix: list[str] | None = None,
+    options: list[str] | None = None,
+    stdout: int = subprocess.DEVNULL,
 ) -> Kept:
     """Start a keeper on `command`, or on the stand-in `trainer`, in `directory`; `prefix` execs it."""
     bundle = stage_bundle(directory / "bundle", trainer)
@@ -97,11 +99,11 @@ def keep(
     write_atomic(files.spec, spec.to_json())
     with files.keeper_log(0).open("ab") as troubles:
         process = subprocess.Popen(
-            [*(prefix or []), sys.executable, "-m", "worker.keeper", "--spec", str(files.spec)],
+            [*(prefix or []), sys.executable, "-m", "worker.keeper", "--spec", str(files.spec), *(options or [])],
             cwd=bundle,
             env={**os.environ, NONCE_ENV: nonce, "MLX_RANK": "0"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=troubles,
             start_new_session=True,
         )
