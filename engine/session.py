@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError, RunNotFound, StateError
 from engine.events import Diagnosis, RunSnapshot, StopProgress
-from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, RunRecord, Topology
+from engine.models import CheckResult, CheckStatus, NodeFacts, NodeTelemetry, PreflightReport, RunRecord, Topology
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, state_home
 from engine.runs.watch import RunWatch, supervisor_alive
 
 if TYPE_CHECKING:
+    from engine.config.draft import DraftJob, DraftNode
+    from engine.nodes.discover import FoundHost
+    from engine.nodes.find_python import FoundPython
     from engine.planning.wiring import Wiring
     from engine.store.store import Store
 
@@ -146,6 +149,32 @@ class Engine:
         from engine.planning.wire import wire
 
         return wire(config, facts, self.topology(config, facts))
+
+    def telemetry(self, config: FlightConfig) -> AsyncIterator[NodeTelemetry]:
+        """What every node uses, as it comes, without end; closing the iterator ends it on the nodes."""
+        from engine.nodes.telemetry import telemetry
+
+        return telemetry(config, self.fleet(config))
+
+    async def discover(self, *, ssh_config: bool = True, bonjour: bool = True) -> list[FoundHost]:
+        """This machine, and hosts that could be nodes (about 3 s when Bonjour is asked)."""
+        from engine.nodes.discover import discover
+
+        return await discover(ssh_config=ssh_config, bonjour=bonjour)
+
+    async def find_pythons(self, hosts: Sequence[str]) -> list[FoundPython]:
+        """Of each `[user@]host[:port]`, a python there with mlx and mlx-lm, or why there is none."""
+        from engine.nodes.find_python import find_pythons
+
+        return await find_pythons(hosts, self.home)
+
+    def draft(
+        self, nodes: Sequence[DraftNode], *, cluster: str, backend: str = "auto", job: DraftJob | None = None
+    ) -> str:
+        """The text of a first flightdeck.toml. Raises InputError."""
+        from engine.config.draft import draft
+
+        return draft(nodes, cluster=cluster, backend=backend, job=job)
 
     def checks_not_yet(self) -> dict[str, str]:
         """Checks of the design that this release does not have → what they would look at."""

@@ -163,7 +163,8 @@ def _starting(commands: Commands) -> None:
 
 
 def _cluster(commands: Commands) -> None:
-    """preflight, nodes, doctor."""
+    """init, preflight, nodes, doctor."""
+    _init(commands)
     preflight = _command(
         commands,
         "preflight",
@@ -192,6 +193,28 @@ def _cluster(commands: Commands) -> None:
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
         adopts=False,
     )
+
+
+def _init(commands: Commands) -> None:
+    init = _command(
+        commands,
+        "init",
+        "init.init",
+        "write a first flightdeck.toml, from hosts that are named or found",
+        ("flightdeck init ana@ultra.local bea@max.local", "asks each for a python with mlx and mlx-lm"),
+        ("flightdeck init", "lists what ~/.ssh/config and Bonjour know, and lets you choose"),
+        ("flightdeck init --from-ssh-config --yes", "all of ~/.ssh/config"),
+        ("flightdeck init --hostfile hosts.json", "MLX's JSON, or lines of host:slots"),
+        adopts=False,
+    )
+    init.add_argument("hosts", nargs="*", metavar="HOST", help="[user@]host[:port]; 127.0.0.1 is this machine")
+    init.add_argument("--from-ssh-config", action="store_true", help="look in ~/.ssh/config")
+    init.add_argument("--bonjour", action="store_true", help="look for machines that announce ssh (about 3 s)")
+    init.add_argument("--hostfile", type=Path, metavar="FILE", help="take the hosts from this hostfile")
+    init.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: ./flightdeck.toml; - prints it")
+    init.add_argument("--name", metavar="NAME", help="of the cluster; default: the folder's")
+    init.add_argument("--force", action="store_true", help="write over a file that is there")
+    init.add_argument("--yes", action="store_true", help="take every host that was found")
 
 
 def _history(commands: Commands) -> None:

@@ -6,11 +6,11 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.places import host_form
+from engine.config.places import address_form, device_form, host_form
 from engine.errors import InputError, StateError
 from engine.security.hosts import SshTarget
 from engine.security.identifiers import made_identifier, shown
@@ -52,6 +52,8 @@ class DraftJob:
     has_model: bool = False
     """Whether `config` names the model."""
     has_data: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the ranks."""
 
 
 def draft(
@@ -59,14 +61,14 @@ def draft(
     *,
     cluster: str = "cluster",
     backend: str = "auto",
-    job: DraftJob = DraftJob(),
+    job: DraftJob | None = None,
 ) -> str:
     """The text of a flightdeck.toml that `load_config` accepts as it is. Names that are taken get a number. Raises
-    InputError for a host that is none, or when there is no node."""
+    InputError for a host, an address or a device that is none, or when there is no node."""
     if not nodes:
         raise InputError("there is no host to write down", todo="name some: flightdeck init ana@ultra.local …")
     for node in nodes:
-        checked_host(node.ssh)
+        _check(node)
     lines = [
         "# MLX Flight Deck: what to run on and what to train. Written by `flightdeck init`, yours to edit.",
         "# `flightdeck nodes` shows what is there, `flightdeck preflight` whether it would work.",
@@ -81,7 +83,7 @@ def draft(
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *_node(node, name)]
-    lines += ["", *_job(job, len(nodes))]
+    lines += ["", *_job(job or DraftJob(), len(nodes))]
     return "\n".join(lines) + "\n"
 
 
@@ -134,6 +136,16 @@ def already_there(path: Path) -> InputError:
     return InputError(f"{path} is there already", todo="--force writes over it, -o FILE writes another")
 
 
+def _check(node: DraftNode) -> None:
+    checked_host(node.ssh)
+    for address in node.ips:
+        if accepted := address_form(address):
+            raise InputError(f"{node.name}: {shown(address)} is no address", todo=f"give {accepted}")
+    for device in node.rdma or ():
+        if device is not None and (accepted := device_form(device)):
+            raise InputError(f"{node.name}: {shown(device)} is no device", todo=f"give {accepted}")
+
+
 def _node(node: DraftNode, name: str) -> list[str]:
     lines = [_commented("[[node]]", node.about), _set("name", name), _set("ssh", node.ssh)]
     if node.python is not None:
@@ -166,6 +178,8 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
             _set("batch_size", ranks * math.ceil(8 / ranks), "global, as in mlx-lm"),
             _set("iters", 1000),
         ]
+    if job.env:
+        lines.append("env = {" + ", ".join(f"{_toml(name)} = {_toml(value)}" for name, value in job.env.items()) + "}")
     lines += [
         "# Any key of an mlx-lm training YAML may stand here. Or, in place of all of it, a program of your own:",
         '# command = ["python", "my_script.py"]',

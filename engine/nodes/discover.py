@@ -8,10 +8,14 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config.draft import checked_host
-from engine.errors import InputError
+from engine.config.faults import Faults
+from engine.config.hostfile_import import read_hostfile
+from engine.config.places import host_form
+from engine.errors import ConfigError, InputError
 from engine.nodes.ssh_hosts import SshHost, ssh_config_file, ssh_hosts
 from engine.security.hosts import LOCAL, SshTarget
 from engine.security.sanitise import sanitise
@@ -39,6 +43,9 @@ class FoundHost:
     """ "given", "ssh config", "Bonjour", "this machine"."""
     about: str = ""
     """What else is known, one line, safe to show."""
+    ips: tuple[str, ...] = ()
+    """Where a hostfile gives them; else they are chosen at launch."""
+    rdma: tuple[str | None, ...] | None = None
 
     @property
     def here(self) -> bool:
@@ -50,22 +57,56 @@ def given(hosts: Iterable[str]) -> list[FoundHost]:
     return [FoundHost(_name(checked_host(host)), host, ("given",)) for host in dict.fromkeys(hosts)]
 
 
+@dataclass(frozen=True)
+class Hostfile:
+    """What somebody's hostfile says."""
+
+    hosts: list[FoundHost]
+    backend: str | None
+    env: dict[str, str]
+
+
+def from_hostfile(path: Path) -> Hostfile:
+    """MLX's JSON, or lines of `host:slots`, one host for each rank. Raises ConfigError with all its faults."""
+    faults = Faults()
+    read = read_hostfile(faults, path)
+    hosts = []
+    for table in read.tables:
+        values = table.known
+        if not faults.found and (accepted := host_form(values.get("ssh"))):
+            faults.add(table.place, "ssh", values.get("ssh"), accepted)
+        if faults.found:
+            raise ConfigError(faults.found)
+        rdma = values.get("rdma")
+        hosts.append(
+            FoundHost(
+                name=values["name"],
+                ssh=values["ssh"],
+                sources=("hostfile",),
+                ips=tuple(values.get("ips") or ()),
+                rdma=tuple(rdma) if rdma else None,
+            )
+        )
+    if faults.found:
+        raise ConfigError(faults.found)
+    return Hostfile(hosts, read.backend, read.env)
+
+
 async def discover(
     timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bonjour: bool = True, here: bool = True
 ) -> list[FoundHost]:
     """This machine, then what ssh's configuration names, then what answers by Bonjour within `timeout_s`; each host
     once. Names that no ssh may be given are left out."""
     found = [this_machine()] if here else []
+    known: dict[str, str] = {}
     if ssh_config:
-        aliases = await asyncio.to_thread(ssh_hosts, ssh_config_file())
-        found += [_of_alias(host) for host in aliases if not _own_alias(host)]
-        known = {host.hostname.lower(): host.alias for host in aliases if host.hostname is not None}
-    else:
-        known = {}
+        for entry in _distinct(await asyncio.to_thread(ssh_hosts, ssh_config_file())):
+            if not _own_alias(entry):
+                found.append(_of_alias(entry))
+                known.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
     if bonjour:
         for host in await _bonjour(timeout_s):
-            target = SshTarget.parse(host.ssh)
-            alias = known.get(target.host.lower())
+            alias = known.get(SshTarget.parse(host.ssh).host.lower())
             _merge(found, replace(host, ssh=alias) if alias is not None else host)
     return found
 
@@ -73,6 +114,14 @@ async def discover(
 def this_machine() -> FoundHost:
     """The head as a node, without ssh."""
     return FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))
+
+
+def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
+    """`Host ultra 10.0.0.7` names one host twice: the first name counts."""
+    seen: dict[tuple[str, str | None, str | None], SshHost] = {}
+    for entry in entries:
+        seen.setdefault(((entry.hostname or entry.alias).lower(), entry.user, entry.port), entry)
+    return [entry for entry in seen.values() if not host_form(entry.alias)]
 
 
 def _merge(found: list[FoundHost], host: FoundHost) -> None:

@@ -7,13 +7,15 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+from engine.config.models import NodeConfig
 from engine.errors import HostKeyUnknown, NodeUnreachable
 from engine.models import HostKeyOffer
 from engine.security.paths import path_fault
 from engine.security.sanitise import sanitise
 from engine.transport.base import Completed, Transport
+from engine.transport.fleet import Fleet
 
 TIME_LIMIT_S = 30.0
 _MARK = "flightdeck-init"
@@ -87,10 +89,14 @@ async def find_python(transport: Transport, *, time_limit_s: float = TIME_LIMIT_
     return read_answer(done)
 
 
-async def find_pythons(transports: Sequence[Transport]) -> list[FoundPython]:
-    """`find_python` on all of them at once."""
-    async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(find_python(transport)) for transport in transports]
+async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
+    """`find_python` on all of them at once, in their order. `home` is the state directory, with its known_hosts.
+    Raises InputError for what is no host."""
+    nodes = tuple(
+        NodeConfig(name=f"node{number}", ssh=host, python="python3", workdir="~") for number, host in enumerate(hosts)
+    )
+    async with Fleet(nodes, home) as fleet, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(find_python(fleet.to(node))) for node in nodes]
     return [task.result() for task in asked]
 
 

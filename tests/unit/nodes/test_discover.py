@@ -22,9 +22,12 @@ async def announced(*services: tuple[str, str, str, int]) -> AsyncIterator[None]
     """Hosts (name, server, address, port) that answer on 127.0.0.1, as Remote Login does."""
     network = AsyncZeroconf(interfaces=["127.0.0.1"], ip_version=IPVersion.V4Only)
     try:
-        for name, server, address, port in services:
-            info = ServiceInfo(SERVICE, f"{name}.{SERVICE}", port, addresses=[socket.inet_aton(address)], server=server)
-            await (await network.async_register_service(info, cooperating_responders=True))
+        infos = [
+            ServiceInfo(SERVICE, f"{name}.{SERVICE}", port, addresses=[socket.inet_aton(address)], server=server)
+            for name, server, address, port in services
+        ]
+        for telling in [await network.async_register_service(info, cooperating_responders=True) for info in infos]:
+            await telling
         yield
     finally:
         await network.async_close()

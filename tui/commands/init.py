@@ -1,0 +1,197 @@
+"""init: a first flightdeck.toml, from hosts that are named or found."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from engine.config.draft import DraftJob, DraftNode, already_there, unique_names, write_draft
+from engine.config.draft_job import find_job
+from engine.nodes.discover import FoundHost, from_hostfile, given
+from engine.nodes.find_python import FoundPython
+from engine.session import Engine
+from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
+from tui.formatting import table
+
+OK, USAGE = 0, 2
+_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+_STDOUT = Path("-")
+
+
+def init(options: argparse.Namespace, engine: Engine) -> int:
+    """Write the file and say what comes next; 2 when there is nothing to write or a file in the way."""
+    target: Path = options.output or DEFAULT_FILE
+    if target != _STDOUT and target.exists() and not options.force:
+        raise already_there(target)
+    told = Lines(sys.stderr)
+    hostfile = from_hostfile(options.hostfile) if options.hostfile else None
+    hosts = hostfile.hosts if hostfile else _choose(options, engine, told)
+    if not hosts:
+        told.say(
+            "flightdeck: no host was chosen (name some: flightdeck init ana@ultra.local …, or take all with --yes)"
+        )
+        return USAGE
+    pythons = asyncio.run(_ask(engine, hosts, told))
+    nodes = _nodes(hosts, pythons)
+    folder = Path.cwd() if target == _STDOUT else target.absolute().parent
+    job = find_job(folder, remote=any(not host.here for host in hosts))
+    if hostfile:
+        job = replace(job, env=hostfile.env)
+    backend = (hostfile.backend if hostfile else None) or "auto"
+    text = engine.draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
+    if target == _STDOUT:
+        print(text, end="")
+        return OK
+    write_draft(target, text, force=options.force)
+    if options.json:
+        _print_document(target, text, nodes, pythons)
+    else:
+        _say_next(Lines(), target, nodes, pythons, job)
+    return OK
+
+
+def _choose(options: argparse.Namespace, engine: Engine, told: Lines) -> list[FoundHost]:
+    """The named hosts and, of those that were found, the ones that are wanted."""
+    named = given(options.hosts)
+    looking = options.from_ssh_config or options.bonjour
+    if named and not looking:
+        return named
+    ssh_config, bonjour = options.from_ssh_config or not looking, options.bonjour or not looking
+    if bonjour and is_person(told.stream):
+        told.say("looking for machines that let ssh in …")
+    known = {host.ssh for host in named}
+    everyone = asyncio.run(engine.discover(ssh_config=ssh_config, bonjour=bonjour))
+    found = [host for host in everyone if host.ssh not in known]
+    if options.yes:
+        return named + found
+    if is_person(sys.stdin) and is_person(told.stream) and not options.json:
+        return named + _ask_which(found, told)
+    if named:
+        return named
+    if options.json:
+        print_json({"file": None, "found": [asdict(host) for host in found]})
+    else:
+        Lines().say(_list(found))
+    return []
+
+
+def _list(found: Sequence[FoundHost]) -> str:
+    rows = [
+        [str(number), host.name, host.ssh, " and ".join(host.sources), host.about]
+        for number, host in enumerate(found, start=1)
+    ]
+    return table(("", "NAME", "SSH", "FOUND IN", ""), rows)
+
+
+def _ask_which(found: Sequence[FoundHost], told: Lines) -> list[FoundHost]:
+    """Which of them a person wants; asked until the answer makes sense."""
+    told.say(_list(found))
+    while True:
+        try:
+            told.stream.write("which, in rank order (as 1 3-4, or all; empty: none)? ")
+            told.stream.flush()
+            answer = input()
+        except EOFError:
+            return []
+        numbers = chosen_numbers(answer, len(found))
+        if numbers is not None:
+            return [found[number - 1] for number in numbers]
+        told.say(f"numbers from 1 to {len(found)}, please")
+
+
+def chosen_numbers(answer: str, count: int) -> list[int] | None:
+    """The numbers that "1 3-4" or "all" names, each once, in that order; None for what names something else."""
+    if answer.strip().lower() == "all":
+        return list(range(1, count + 1))
+    numbers: list[int] = []
+    for word in answer.replace(",", " ").split():
+        match = _RANGE.fullmatch(word)
+        if match is None:
+            return None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last <= count:
+            return None
+        numbers += [number for number in range(first, last + 1) if number not in numbers]
+    return numbers
+
+
+async def _ask(engine: Engine, hosts: Sequence[FoundHost], told: Lines) -> list[FoundPython]:
+    if is_person(told.stream):
+        told.say(f"asking {len(hosts)} host{'s' * (len(hosts) != 1)} for a python with mlx and mlx-lm …")
+    return await engine.find_pythons([host.ssh for host in hosts])
+
+
+def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:
+    """With the host's own name where only an address is known."""
+    both = list(zip(hosts, pythons, strict=True))
+    names = [(found.hostname or host.name).partition(".")[0] if host.name[:1].isdigit() else host.name
+             for host, found in both]  # fmt: skip
+    return [
+        DraftNode(
+            name=name,
+            ssh=host.ssh,
+            python=found.python,
+            about=" · ".join(part for part in (host.about, found.about) if part),
+            doubt=found.problem,
+            ips=host.ips,
+            rdma=host.rdma,
+        )
+        for name, (host, found) in zip(unique_names(names), both, strict=True)
+    ]
+
+
+def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons: Sequence[FoundPython]) -> None:
+    print_json(
+        {
+            "file": str(target),
+            "text": text,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "ssh": node.ssh,
+                    "python": found.python,
+                    "about": found.about,
+                    "problem": found.problem or None,
+                    "todo": found.todo or None,
+                    "host_key": found.host_key.model_dump() if found.host_key else None,
+                }
+                for node, found in zip(nodes, pythons, strict=True)
+            ],
+        }
+    )
+
+
+def _say_next(
+    lines: Lines, target: Path, nodes: Sequence[DraftNode], pythons: Sequence[FoundPython], job: DraftJob
+) -> None:
+    lines.say(f"{lines.ink('wrote', 'green')} {target}: {len(nodes)} node{'s' * (len(nodes) != 1)}")
+    width = max(len(node.name) for node in nodes)
+    for node, found in zip(nodes, pythons, strict=True):
+        if found.python is not None:
+            lines.say(f"  {node.name:<{width}}  {found.python}  {found.about}")
+        else:
+            todo = f" ({found.todo})" if found.todo else ""
+            lines.say(f"  {node.name:<{width}}  {lines.ink('not verified', 'yellow')}: {found.problem}{todo}")
+    named = f" -c {target}" if target != DEFAULT_FILE else ""
+    unknown = [(node, found.host_key) for node, found in zip(nodes, pythons, strict=True) if found.host_key is not None]
+    lines.say("next:")
+    if unknown:
+        lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each Mac itself:")
+        for node, key in unknown:
+            lines.say(f"      {node.ssh}  {key.fingerprint}")
+    there = {"model": job.model or job.has_model, "data": job.data or job.has_data}
+    missing = [key for key, known in there.items() if not known]
+    if missing:
+        lines.say(f"  edit {target}: [job] {' and '.join(missing)}")
+    if not unknown:
+        lines.say(f"  flightdeck nodes{named}       facts, versions, links")
+    lines.say(f"  flightdeck preflight{named}   everything that a launch needs")
+    lines.say(f"  flightdeck{named}             the console: n launches")
+
+
+__all__ = ["chosen_numbers", "init"]
