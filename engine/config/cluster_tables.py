@@ -188,6 +188,7 @@ def _place_path(
     elif isinstance(given, str):
         if accepted := (path_form(given) if local else remote_path_form(given)):
             faults.add(place, key, given, accepted)
+            values[key] = given
         elif local:
             values[key] = interpreter(given, base) if key == "python" else resolved(given, base)
         else:

@@ -58,8 +58,10 @@ class Faults:
     found: list[ConfigFault] = field(default_factory=list)
 
     def add(self, place: Place, key: object, value: object, accepted: str) -> None:
-        """A value that is not accepted."""
-        self.found.append(ConfigFault(place.file, place.key(key), value_text(value), accepted))
+        """A value that is not accepted. Said once, however many nodes have it from [node_defaults]."""
+        fault = ConfigFault(place.file, place.key(key), value_text(value), accepted)
+        if fault not in self.found:
+            self.found.append(fault)
 
     def missing(self, place: Place, key: object, accepted: str) -> None:
         """A key that has to be there and is not."""

@@ -14,7 +14,7 @@ from engine.config.documents import DocumentError, file_text, read_json, read_te
 from engine.config.faults import Faults, Place
 from engine.config.job_table import environment_fault
 from engine.config.models import ClusterConfig
-from engine.errors import InputError
+from engine.errors import ConfigFault, InputError
 from engine.security.hosts import SshTarget
 from engine.security.identifiers import MAX_LENGTH, made_identifier
 
@@ -119,7 +119,7 @@ def _of_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
         place = Place(file, f"line {number}")
         found.tables += [_slot(place, match["host"], len(found.tables) + slot, names) for slot in range(slots)]
     if not found.tables:
-        faults.add(here, "the file", "(no hosts)", _WANTED)
+        faults.found.append(ConfigFault(file, "the file", "(no hosts)", _WANTED))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -10,20 +9,10 @@ from pathlib import Path
 
 import engine.worker
 from engine.errors import LaunchError
+from engine.launch.staging_script import PACKAGE, bundle_hash, python_files
 from engine.security.home import make_private
 
 SOURCE = Path(engine.worker.__file__).parent
-_PACKAGE = "worker"
-
-
-def bundle_hash(package: Path) -> str:
-    """SHA-256 over the names and contents of the package's Python files."""
-    digest = hashlib.sha256()
-    for path in _files(package):
-        name, content = path.relative_to(package).as_posix().encode(), path.read_bytes()
-        # Lengths keep "a" + "bc" and "ab" + "c" apart.
-        digest.update(b"%d %d\n" % (len(name), len(content)) + name + content)
-    return digest.hexdigest()
 
 
 def stage_bundle(node_root: Path, source: Path = SOURCE) -> Path:
@@ -33,7 +22,7 @@ def stage_bundle(node_root: Path, source: Path = SOURCE) -> Path:
     """
     expected = bundle_hash(source)
     target = node_root / "bundles" / expected
-    if (target / _PACKAGE).is_dir() and bundle_hash(target / _PACKAGE) == expected:
+    if (target / PACKAGE).is_dir() and bundle_hash(target / PACKAGE) == expected:
         return target
     try:
         # By itself: mkdir gives its mode to the last folder alone, and adapters and logs will lie in this one.
@@ -41,8 +30,8 @@ def stage_bundle(node_root: Path, source: Path = SOURCE) -> Path:
         target.parent.mkdir(exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{expected[:12]}-", dir=target.parent))
         try:
-            _copy(source, staging / _PACKAGE)
-            if bundle_hash(staging / _PACKAGE) != expected:
+            _copy(source, staging / PACKAGE)
+            if bundle_hash(staging / PACKAGE) != expected:
                 raise LaunchError("the worker's files changed while they were staged", where=str(source))
             _put(staging, target, expected)
         finally:
@@ -62,7 +51,7 @@ def _put(staging: Path, target: Path, expected: str) -> None:
     try:
         staging.rename(target)
     except OSError:
-        if (target / _PACKAGE).is_dir() and bundle_hash(target / _PACKAGE) == expected:
+        if (target / PACKAGE).is_dir() and bundle_hash(target / PACKAGE) == expected:
             return
         aside = staging.with_name(staging.name + ".damaged")
         target.rename(aside)
@@ -71,14 +60,10 @@ def _put(staging: Path, target: Path, expected: str) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    for path in _files(source):
+    for path in python_files(source):
         copied = target / path.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
         with copied.open("wb") as file:
             file.write(path.read_bytes())
             file.flush()
             os.fsync(file.fileno())
-
-
-def _files(package: Path) -> list[Path]:
-    return sorted(path for path in package.rglob("*.py") if path.is_file())

@@ -1,21 +1,30 @@
-"""Ring ports: a fresh consecutive block for each attempt, and who holds a port that turned out to be busy."""
+"""Ports: a fresh consecutive block for each attempt, and who holds a port that turned out to be busy."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from engine.config.models import NodeConfig
 from engine.errors import LaunchError
+from engine.launch.asking import ask, at_once
+from engine.launch.hostfile import port_count, ports_of
+from engine.launch.ports_script import bindable
+from engine.launch.staging import Ways, hosts_of
+from engine.planning.wiring import Wiring
 
 # Below both systems' ephemeral ports (Linux 32768, macOS 49152), above the registered ones in common use,
 # and away from MLX's own default of 32323.
 LOWEST, HIGHEST = 20_000, 32_000
 _TRIES = 200
+_ROUNDS, _CANDIDATES = 3, 24
+SCRIPT = Path(__file__).with_name("ports_script.py")
 _LISTEN = "0A"
 _TOOL_TIMEOUT_S = 5.0
 
@@ -42,17 +51,44 @@ def ring_ports(count: int, starting_port: int | None = None, *, rng: random.Rand
     )
 
 
-def bindable(ip: str, port: int) -> bool:
-    """Whether a rank could listen on `ip` ("" is every address), the way MLX's ring does: with SO_REUSEADDR."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-            # On Linux two sockets may be bound with SO_REUSEADDR; only one may listen.
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
+async def fresh_ports(
+    fleet: Ways,
+    nodes: Sequence[NodeConfig],
+    wiring: Wiring,
+    starting_port: int | None = None,
+    *,
+    rng: random.Random | None = None,
+) -> int:
+    """As `ring_ports`, over the hosts of an attempt: each is asked, all at the same time, for the ports that its own ranks
+    would listen on. Raises LaunchError when nothing is free on all of them, and what transports raise."""
+    if starting_port is not None:
+        return starting_port
+    chooser = rng or random.SystemRandom()
+    listening = {
+        ranks: [offset for rank in ranks for offset in ports_of(rank, wiring, 0)] for ranks in hosts_of(nodes).values()
+    }
+    for _ in range(_ROUNDS):
+        firsts = [chooser.randrange(LOWEST, HIGHEST - port_count(wiring)) for _ in range(_CANDIDATES)]
+        free = await at_once(
+            _free(fleet, nodes[ranks[0]], firsts, offsets) for ranks, offsets in listening.items() if offsets
+        )
+        if (common := next((first for first in firsts if all(first in each for each in free)), None)) is not None:
+            return common
+    raise LaunchError(
+        f"no {port_count(wiring)} consecutive ports are free on all hosts",
+        why=f"tried {_ROUNDS * _CANDIDATES} places between {LOWEST} and {HIGHEST}",
+        todo="set starting_port in [cluster]",
+    )
+
+
+async def _free(fleet: Ways, node: NodeConfig, firsts: Sequence[int], offsets: Sequence[int]) -> set[int]:
+    """Those of `firsts` from which on a host's ranks could listen."""
+    if node.local:
+        # Bound for a moment each: too quick to be worth a thread.
+        return {first for first in firsts if all(bindable("", first + offset) for offset in offsets)}
+    question = json.dumps({"firsts": list(firsts), "offsets": list(offsets)})
+    answer = await ask(fleet.to(node), node, SCRIPT, question, "free")
+    return set(answer["free"])
 
 
 def holder(port: int) -> str | None:

@@ -1,18 +1,28 @@
-"""Prepares the hosts of a cluster for a launch: the worker's bundle below each node root, proved by its hash."""
+"""Prepares the hosts of a cluster for a launch: the worker's bundle below each node root, proved by its hash.
+
+Bundles of earlier versions stay where they are: they are a few hundred kilobytes each, and a run that was launched with
+one may go on for days and import from it late.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 from engine.config.models import NodeConfig
-from engine.launch.bundle import stage_bundle
+from engine.errors import LaunchError
+from engine.launch.asking import ask, at_once
+from engine.launch.bundle import SOURCE, stage_bundle
 from engine.launch.place import Place
+from engine.launch.staging_script import PACKAGE, bundle_hash, python_files
 from engine.runs.layout import node_root
-from engine.security.hosts import SshTarget
+from engine.security.sanitise import sanitise
 from engine.transport.base import Transport
+
+SCRIPT = Path(__file__).with_name("staging_script.py")
 
 
 class Ways(Protocol):
@@ -24,9 +34,16 @@ class Ways(Protocol):
 async def prepare(fleet: Ways, nodes: Sequence[NodeConfig]) -> tuple[Place, ...]:
     """One Place for each distinct `ssh` of `nodes`, in their order, all prepared at the same time.
 
-    Raises LaunchError, naming the node, for the first that cannot be prepared.
+    A host that has the bundle costs one round trip. Raises LaunchError, naming node, path and what to do, for the first
+    host that cannot be prepared, and NodeUnreachable for one that cannot be reached.
     """
-    return tuple([await _local(target, ranks, nodes) for target, ranks in hosts_of(nodes).items()])
+    expected = await asyncio.to_thread(bundle_hash, SOURCE)
+    return tuple(
+        await at_once(
+            _local(nodes, ranks) if nodes[ranks[0]].local else _remote(fleet, nodes, ranks, expected)
+            for ranks in hosts_of(nodes).values()
+        )
+    )
 
 
 def hosts_of(nodes: Sequence[NodeConfig]) -> dict[str, tuple[int, ...]]:
@@ -37,8 +54,54 @@ def hosts_of(nodes: Sequence[NodeConfig]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-async def _local(target: str, ranks: tuple[int, ...], nodes: Sequence[NodeConfig]) -> Place:
-    assert SshTarget.parse(target).local
-    root = node_root()
+async def _local(nodes: Sequence[NodeConfig], ranks: tuple[int, ...]) -> Place:
+    node, root = nodes[ranks[0]], node_root()
     bundle = await asyncio.to_thread(stage_bundle, root)
-    return Place(target, ranks, str(Path.home()), str(root), str(bundle), nodes[ranks[0]].python)
+    return Place(node.ssh, ranks, str(Path.home()), str(root), str(bundle), node.python)
+
+
+async def _remote(fleet: Ways, nodes: Sequence[NodeConfig], ranks: tuple[int, ...], expected: str) -> Place:
+    node = nodes[ranks[0]]
+    transport = fleet.to(node)
+    answer = await _look(transport, node, expected)
+    if not answer["whole"]:
+        refused = await _put(transport, PurePosixPath(answer["bundle"]))
+        # Also after a refusal: somebody else may have staged the same at the same time, which is as good.
+        answer = await _look(transport, node, expected)
+        if not answer["whole"]:
+            raise _not_staged(node, refused, answer["bundle"])
+    place = Place(node.ssh, ranks, answer["home"], answer["root"], answer["bundle"], node.python)
+    return Place(node.ssh, ranks, place.home, place.root, place.bundle, place.expanded(node.python))
+
+
+async def _look(transport: Transport, node: NodeConfig, expected: str) -> dict[str, Any]:
+    answer = await ask(transport, node, SCRIPT, expected, "whole")
+    if "problem" in answer:
+        raise LaunchError(
+            f"{node.name} has no room for the worker",
+            where=node.ssh,
+            why=sanitise(f"{answer.get('path')}: {answer['problem']}".encode(errors="replace"), 300),
+            todo="make room or mend the permissions there",
+        )
+    return answer
+
+
+async def _put(transport: Transport, bundle: PurePosixPath) -> OSError | None:
+    """Put the worker's files there; why they could not be, if so."""
+    files = await asyncio.to_thread(
+        lambda: {f"{PACKAGE}/{path.relative_to(SOURCE).as_posix()}": path.read_bytes() for path in python_files(SOURCE)}
+    )
+    try:
+        await transport.put_tree(bundle, files)
+    except OSError as error:
+        return error
+    return None
+
+
+def _not_staged(node: NodeConfig, refused: OSError | None, bundle: str) -> LaunchError:
+    full = refused is not None and refused.errno in (errno.ENOSPC, errno.EDQUOT)
+    why = (refused.strerror or str(refused)) if refused is not None else "what arrived is not what was sent"
+    todo = "make room on its disk" if full else "make room or mend the permissions there"
+    return LaunchError(
+        f"the worker could not be staged on {node.name}", where=f"{node.ssh}:{bundle}", why=why, todo=todo
+    )

@@ -16,8 +16,9 @@ from pathlib import Path
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError
 from engine.launch.hostfile import as_configured, port_count
-from engine.launch.ports import bindable, holder
+from engine.launch.ports import holder
 from engine.launch.ports import ring_ports as fresh_ports
+from engine.launch.ports_script import bindable
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import Check, ranks_of, verdict
 from engine.worker.wire import NONCE_ENV

@@ -63,7 +63,7 @@ def test_a_bare_list_is_mlxs_other_form(tmp_path: Path) -> None:
 
 def test_lines_of_host_and_slots_are_that_many_ranks(tmp_path: Path) -> None:
     text = "# two Macs\r\nnode1.example.com:2\n\n  ana@node1.example.net slots = 1  # the other\nplain\n10.0.0.7:1\n"
-    config = imported(tmp_path, text)
+    config = imported(tmp_path, text, IMPORT + JOB + "batch_size = 5\n")
     assert [(node.name, node.ssh) for node in config.nodes] == [
         ("node1", "node1.example.com"),
         ("node1-1", "node1.example.com"),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LaunchError
-from engine.launch.bundle import SOURCE, bundle_hash, stage_bundle
+from engine.launch.bundle import SOURCE, stage_bundle
+from engine.launch.staging_script import bundle_hash
 
 
 def package(root: Path, **files: str) -> Path:

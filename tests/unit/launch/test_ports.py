@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import LaunchError
 from engine.launch import ports
+from engine.launch.ports_script import bindable
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def listening(ip: str, port: int = 0) -> Iterator[int]:
 def test_the_whole_block_can_be_bound() -> None:
     first = ports.ring_ports(8)
     assert all(ports.LOWEST <= port < ports.HIGHEST for port in (first, first + 7))
-    assert all(ports.bindable("127.0.0.1", port) for port in range(first, first + 8))
+    assert all(bindable("127.0.0.1", port) for port in range(first, first + 8))
 
 
 def test_a_block_with_a_busy_port_is_passed_over() -> None:
