@@ -1,0 +1,107 @@
+"""What looking costs a node: `python -m tests.bench.telemetry [SECONDS]`, 60 by default.
+
+The script that a console has running on each node, with its own interval, on a machine of 400 more processes of which 8
+are ranks': on this machine, and on a node of the test cluster over ssh. Exit code 1 above 1 % of a core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.nodes.telemetry import INTERVAL_S, SCRIPT, telemetry
+from engine.transport.fleet import Fleet
+
+LIMIT = 0.01
+CROWD, RANKS = 400, 8
+SETTLE_S = 4.0
+"""Left out: the start of the interpreter and the first look at every process."""
+
+
+@contextlib.contextmanager
+def crowd() -> Iterator[None]:
+    """Processes that do nothing, some of them marked as ranks'."""
+    started = []
+    try:
+        for number in range(CROWD):
+            spec = "/home/ana/.flightdeck/runs/r/attempts/1/spec.json"
+            marks = {"FLIGHTDECK_NONCE": "bench", "FLIGHTDECK_SPEC": spec, "MLX_RANK": str(number)}
+            environment = os.environ | (marks if number < RANKS else {})
+            started.append(subprocess.Popen(["/bin/sleep", "1000"], env=environment))
+        yield
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+def scripts() -> list[int]:
+    """Pids of the scripts on this machine and on the test cluster's nodes."""
+    mark = SCRIPT.read_bytes()[:200]
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """Time on a core so far; the script has one thread."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+async def measure(node: NodeConfig, seconds: float, home: Path) -> float:
+    """The share of a core that one script takes, while its lines are read."""
+    config = FlightConfig(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="bench", command=("true",)))
+    lines = 0
+    async with Fleet(config.nodes, home) as fleet:
+        values = telemetry(config, fleet)
+        began = time.monotonic()
+        before: tuple[float, float] | None = None
+        async for value in values:
+            if value.problem is not None:
+                raise SystemExit(f"{node.name}: {value.problem}")
+            lines += 1
+            now = time.monotonic()
+            if before is None and now - began >= SETTLE_S:
+                (pid,) = scripts()
+                before = (now, cpu_s(pid))
+            elif before is not None and now - before[0] >= seconds:
+                share = (cpu_s(pid) - before[1]) / (now - before[0])
+                seen = len(value.ranks)
+                break
+        await values.aclose()  # type: ignore[attr-defined]
+    word = "ok" if share <= LIMIT else "TOO MUCH"
+    print(f"{node.name}: {share:.2%} of a core over {seconds:g} s, a line each {INTERVAL_S:g} s ({lines}), ", end="")
+    print(f"{seen} ranks seen (limit {LIMIT:.0%}): {word}", flush=True)
+    return share
+
+
+def main(seconds: float) -> int:
+    with crowd():
+        here = NodeConfig(name="this machine", python=sys.executable, workdir="/")
+        shares = [asyncio.run(measure(here, seconds, Path("/nonexistent")))]
+    if os.geteuid() == 0:
+        from tests.cluster.cluster import Cluster
+
+        with Cluster(1) as cluster:
+            os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
+            node = cluster.nodes[0]
+            there = NodeConfig(name="a node over ssh", ssh=node.name, python=node.python, workdir="~")
+            shares.append(asyncio.run(measure(there, seconds, cluster.folder / "home")))
+    else:
+        print("a node over ssh: not measured, the test cluster needs root")
+    return 0 if max(shares) <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 60.0))
