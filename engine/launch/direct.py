@@ -1,8 +1,25 @@
-"""The ranks started over our own connections, with the environment that mlx.launch would have given them."""
+"""The ranks started over our own connections, with the environment that mlx.launch would have given them.
+
+Each is started by the same start.sh; its keeper leaves the connection, so that the call returns as soon as the rank's
+program runs, and nothing that later becomes of the connection is the rank's concern.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from engine.config.models import NodeConfig
+from engine.errors import NodeUnreachable
+from engine.launch.asking import at_once
+from engine.launch.staging import Ways
+from engine.security.sanitise import sanitise
+from engine.transport.base import Transport
+from engine.worker.wire import NodeFiles
+
+START_LIMIT_S = 45.0
+"""Until a keeper has started its program; below the flight's own patience with ranks that do not come."""
+_LOG_BYTES = 65_536
 
 
 @dataclass(frozen=True)
@@ -14,3 +31,46 @@ class StartFailure:
     """Its start.sh's exit code, negative for a signal; None when that is not known."""
     words: str
     """What was said last about it, one line; "" when nothing was."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What starts one rank."""
+
+    rank: int
+    node: NodeConfig
+    files: NodeFiles
+    environment: Mapping[str, str]
+    """Shows in `ps` on the node: nothing secret is in it."""
+
+
+async def start(fleet: Ways, starts: list[Start]) -> tuple[StartFailure, ...]:
+    """Start all ranks at the same time; those that did not start, in rank order."""
+    failures = await at_once(_start(fleet.to(each.node), each) for each in starts)
+    return tuple(failure for failure in failures if failure is not None)
+
+
+async def _start(transport: Transport, rank: Start) -> StartFailure | None:
+    variables = [f"{name}={value}" for name, value in rank.environment.items()]
+    argv = ["/usr/bin/env", *variables, "/bin/sh", str(rank.files.start)]
+    try:
+        completed = await transport.run(argv, timeout_s=START_LIMIT_S)
+    except NodeUnreachable as error:
+        return StartFailure(rank.rank, None, str(error))
+    except OSError as error:
+        return StartFailure(rank.rank, None, error.strerror or str(error))
+    if completed.code == 0:
+        return None
+    if completed.code is None:
+        return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
+    words = await _keepers_words(transport, rank) or completed.last_words
+    return StartFailure(rank.rank, completed.code, sanitise(words.encode(errors="replace"), 300))
+
+
+async def _keepers_words(transport: Transport, rank: Start) -> str:
+    try:
+        log = await transport.read_from(rank.files.keeper_log(rank.rank), 0, _LOG_BYTES)
+    except (OSError, NodeUnreachable):
+        return ""
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -50,6 +50,7 @@ def arguments(
     program: Sequence[str],
     environment: Mapping[str, str],
     backend: str = "ring",
+    ranks_per_host: int = 1,
     launcher: Path | None = None,
 ) -> list[str]:
     """mlx.launch's argument list.
@@ -59,6 +60,9 @@ def arguments(
     """
     line = [str(launcher or executable()), "--backend", backend, "--hostfile", str(hostfile)]
     line += ["--starting-port", str(starting_port)]
+    if backend == "nccl":
+        # The second gives each rank of a host its own GPU; with a hostfile it does nothing else.
+        line += ["--nccl-port", str(starting_port), "--repeat-hosts", str(ranks_per_host)]
     for name, value in environment.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of an environment variable")

@@ -59,8 +59,8 @@ async def fresh_ports(
     *,
     rng: random.Random | None = None,
 ) -> int:
-    """As `ring_ports`, over the hosts of an attempt: each is asked, all at the same time, for the ports that its own ranks
-    would listen on. Raises LaunchError when nothing is free on all of them, and what transports raise."""
+    """As `ring_ports`, over the hosts of an attempt: each is asked, all at the same time, for the ports that its own
+    ranks would listen on. Raises LaunchError when nothing is free on all of them, and what transports raise."""
     if starting_port is not None:
         return starting_port
     chooser = rng or random.SystemRandom()

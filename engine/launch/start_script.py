@@ -1,34 +1,71 @@
-"""start.sh: the one program that mlx.launch runs on every rank. It becomes that rank's keeper."""
+"""start.sh: the one program that starts every rank of a host. It becomes that rank's keeper."""
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import PurePath
 
+from engine.launch.environment import NEEDED_FILE
+from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.worker.wire import AttemptSpec, NodeFiles
 
 _NO_SUCH_RANK = 126
+_NO_FILE = 125
 
 
-def start_script(spec: AttemptSpec, files: NodeFiles, bundle: Path, temporary: str | None = None) -> str:
-    """The script's text. `bundle` is the folder that holds `worker/` on the node.
+def start_script(
+    spec: AttemptSpec,
+    files: NodeFiles,
+    bundle: PurePath,
+    *,
+    ranks: Collection[int] | None = None,
+    detached: Collection[int] = (),
+    environment: Mapping[str, str | None] | None = None,
+) -> str:
+    """The script's text, for `ranks` of the attempt, all of them by default. `bundle` is the folder that holds
+    `worker/` on the node. The keepers of the `detached` ranks leave whoever runs the script as soon as their rank runs.
 
     The keeper takes none of the launcher's pipes: the launcher drops them at the first word it is sent, and then costs
-    1 % of a core where it would cost a whole one. `temporary` is the ranks' TMPDIR, which is not the launcher's.
+    1 % of a core where it would cost a whole one. `environment` is what the launcher has otherwise than the ranks are
+    to have it; None is a variable that they do not have.
     """
     lines = ["#!/bin/sh"]
-    lines.append(f"TMPDIR={shlex.quote(temporary)}; export TMPDIR" if temporary else "unset TMPDIR")
+    for name, value in (environment or {}).items():
+        lines.append(f"unset {name}" if value is None else f"{name}={shlex.quote(value)}; export {name}")
+    lines += _given_back()
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
     if spec.world_size == 1:
         # For a lone rank mlx.launch names an empty hostfile, which MLX then cannot parse.
         lines.append("unset MLX_HOSTFILE")
     lines.append('case "$MLX_RANK" in')
     for rank in spec.ranks:
-        keeper = shlex.join([rank.python, "-m", "worker.keeper", "--spec", str(files.spec)])
-        # Redirected before exec, so that the shell's own complaint about a missing interpreter is kept as well.
-        troubles = shlex.quote(str(files.keeper_log(rank.rank)))
-        lines.append(f"{rank.rank}) exec </dev/null >/dev/null 2>>{troubles}; exec {keeper} ;;")
+        if ranks is None or rank.rank in ranks:
+            options = ["--detach"] if rank.rank in detached else []
+            keeper = shlex.join([rank.python, "-m", "worker.keeper", "--spec", str(files.spec), *options])
+            # Redirected before exec, so that the shell's own complaint about a missing interpreter is kept as well.
+            troubles = shlex.quote(str(files.keeper_log(rank.rank)))
+            lines.append(f"{rank.rank}) exec </dev/null >/dev/null 2>>{troubles}; {_check(spec)}exec {keeper} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
     lines.append(f"exit {_NO_SUCH_RANK}")
     return "\n".join(lines) + "\n"
+
+
+def _given_back() -> list[str]:
+    """What the way here has set for itself."""
+    kept = KEPT_TMPDIR_ENV
+    return [
+        f'if [ -n "${{{kept}-}}" ]; then TMPDIR=${kept}; export TMPDIR',
+        f'elif [ -n "${{{kept}+x}}" ]; then unset TMPDIR; fi',
+        f"unset {kept} {NODE_ROOT_ENV}",
+    ]
+
+
+def _check(spec: AttemptSpec) -> str:
+    """Without the file that MLX is told of, or with an empty one where the disk was full, every rank would be alone."""
+    name = NEEDED_FILE.get(spec.backend)
+    if name is None or spec.world_size == 1:
+        return ""
+    said = f"{name} names no file: it could not be written, perhaps because the disk is full"
+    return f'if [ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]; then echo "{said}" >&2; exit {_NO_FILE}; fi; '

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from engine.config.models import FlightConfig
-from engine.errors import LaunchError
-from engine.launch import mlx_launch
-from engine.launch.direct import StartFailure
+from engine.config.models import FlightConfig, NodeConfig
+from engine.config.places import on_node
+from engine.errors import LaunchError, NodeUnreachable
+from engine.launch import direct, mlx_launch, ssh_shim
+from engine.launch.asking import at_once
+from engine.launch.environment import RankEnvironment, file_name, of_rank, rank_environment, ranks_per_host
 from engine.launch.hostfile import write_hostfile
 from engine.launch.place import Place
 from engine.launch.staging import Ways
 from engine.launch.start_script import start_script
 from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
-from engine.runs.plan_file import Plan
+from engine.runs.plan_file import Plan, PlannedRank
 from engine.security.hosts import LOCAL
-from engine.supervision.memory_kills import memory_kills
+from engine.transport.openssh import write_openssh_config
+from engine.worker.memory_kills import memory_kills
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
 
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+"""Of the supervisor's environment: the ranks of every node get them."""
 _RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -92,7 +97,7 @@ class Launched:
 
     launcher: mlx_launch.Launcher | None
     """mlx.launch's process; None when the ranks were started over our own connections."""
-    failures: tuple[StartFailure, ...] = ()
+    failures: tuple[direct.StartFailure, ...] = ()
     """Without mlx.launch: the ranks that did not start."""
 
 
@@ -120,12 +125,25 @@ def intend(  # noqa: PLR0917  (each is a fact of its own; nothing here groups th
 
 
 async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> Launched:
-    """Put the attempt's files in place on every host and start the ranks.
+    """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
-    Raises LaunchError when a host's files could not be written or mlx.launch not be started: no rank runs then. A rank
-    that did not start by itself is no error here: it is in `failures`, or mlx.launch tells of it.
+    Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
+    runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch tells of it.
     """
-    return Launched(await asyncio.to_thread(_launch_here, run_dir, plan, attempt))
+    spec = spec_of(plan, attempt, os.environ)
+    direct_ = plan.config.cluster.launcher == "direct"
+    environment = rank_environment(attempt.wiring, attempt.starting_port)
+    files = environment.files if direct_ else {}
+    await at_once(_put_files(plan, attempt, place, spec, fleet, files=files) for place in attempt.places)
+    here = run_dir.attempt(attempt.number)
+    try:
+        here.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_hostfile(here / "hostfile.json", attempt.wiring)
+        if not direct_:
+            return Launched(await asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
+    except OSError as error:
+        raise _not_written("this machine", str(error.filename or here), error) from error
+    return Launched(None, await direct.start(fleet, _starts(plan, attempt, environment)))
 
 
 def _of_before(node_root: Path, ranks: tuple[int, ...]) -> tuple[tuple[Place, ...], Wiring]:
@@ -134,44 +152,116 @@ def _of_before(node_root: Path, ranks: tuple[int, ...]) -> tuple[tuple[Place, ..
     return (place,), Wiring(backend="ring", hosts=tuple(LaunchHost(ssh=LOCAL, ips=(LOCAL,)) for _ in ranks))
 
 
-def _launch_here(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
-    for node in plan.config.nodes:
-        if node.ssh != LOCAL:
-            raise LaunchError(
-                f"node {node.name} is not this machine", where=node.ssh, why="remote nodes come with a later release"
-            )
-    bundle = Path(attempt.places[0].bundle)
-    files = attempt.files(plan.run_id, 0)
+def _start_launcher(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
     here = run_dir.attempt(attempt.number)
-    try:
-        temporary = _prepare(plan, attempt, files, here, bundle)
-    except OSError as error:
-        raise LaunchError(
-            "the attempt's files could not be written",
-            where=str(error.filename or files.directory),
-            why=error.strerror or str(error),
-        ) from error
     argv = mlx_launch.arguments(
         hostfile=here / "hostfile.json",
         starting_port=attempt.starting_port,
-        program=["/bin/sh", str(files.start)],
+        program=ssh_shim.program(plan.run_id, attempt.number),
         environment={NONCE_ENV: attempt.nonce},
         backend=attempt.wiring.backend,
+        ranks_per_host=ranks_per_host(attempt.wiring),
     )
     return mlx_launch.start(
         argv,
         stdin=here / "launcher.in",
         output=run_dir.log(LAUNCHER_SOURCE),
-        # What mlx.launch leaves in the temporary directory, and it removes nothing, goes with the run.
-        environment={NONCE_ENV: attempt.nonce, "TMPDIR": str(temporary)},
+        environment={NONCE_ENV: attempt.nonce, **_launchers_own(run_dir, plan, attempt)},
         directory=here,
     )
 
 
-def spec_of(plan: Plan, attempt: Attempt) -> AttemptSpec:
-    """What the keepers and trainers are told."""
+def _launchers_own(run_dir: RunDir, plan: Plan, attempt: Attempt) -> dict[str, str]:
+    """What mlx.launch needs in its environment for its own part; start.sh undoes it for the ranks of this machine."""
+    here = run_dir.attempt(attempt.number)
+    temporary = here / "tmp"
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    # What mlx.launch leaves in the temporary directory, and it removes nothing, goes with the run.
+    own = {"TMPDIR": str(temporary), ssh_shim.KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}
+    remote = False
+    for place in attempt.places:
+        if _is_local(plan, place):
+            own[ssh_shim.NODE_ROOT_ENV] = place.root
+        else:
+            remote = True
+    if remote:
+        config = here / "ssh_config"
+        write_openssh_config(config, run_dir.path.parent.parent)
+        folder = ssh_shim.write_shim(here, config, plan.run_id, attempt.number)
+        own["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}"
+    return own
+
+
+def _is_local(plan: Plan, place: Place) -> bool:
+    return plan.config.nodes[place.ranks[0]].local
+
+
+def _starts(plan: Plan, attempt: Attempt, environment: RankEnvironment) -> list[direct.Start]:
+    starts = []
+    for rank in (planned.rank for planned in plan.ranks):
+        files = attempt.files(plan.run_id, rank)
+        variables = {NONCE_ENV: attempt.nonce, **of_rank(environment, attempt.wiring, rank)}
+        variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
+        starts.append(direct.Start(rank, plan.config.nodes[rank], files, variables))
+    return starts
+
+
+async def _put_files(
+    plan: Plan, attempt: Attempt, place: Place, spec: AttemptSpec, fleet: Ways, *, files: Mapping[str, str]
+) -> None:
+    """Write what is needed on one host: spec.json, start.sh, and `files`, the contents of what variables name."""
+    there, local = attempt.files_at(place, plan.run_id), _is_local(plan, place)
+    direct_ = plan.config.cluster.launcher == "direct"
+    script = start_script(
+        spec,
+        there,
+        PurePosixPath(place.bundle),
+        ranks=place.ranks,
+        detached=() if local and not direct_ else place.ranks,
+        environment={"PATH": os.environ.get("PATH")} if local and not direct_ else {},
+    )
+    texts = {there.spec.name: spec.to_json(), there.start.name: script}
+    texts |= {file_name(name): content + "\n" for name, content in files.items()}
+    node = plan.config.nodes[place.ranks[0]]
+    try:
+        if local:
+            await asyncio.to_thread(_write_here, there, texts, place.ranks)
+        else:
+            contents = {name: text.encode() for name, text in texts.items()}
+            await fleet.to(node).put_tree(there.directory, contents)
+    except OSError as error:
+        raise _not_written(node.name, f"{node.ssh}:{there.directory}", error) from error
+    except NodeUnreachable as error:
+        raise LaunchError(
+            f"{node.name} was lost in the middle of the launch", where=node.ssh, why=str(error)
+        ) from error
+
+
+def _write_here(there: NodeFiles, texts: Mapping[str, str], ranks: Sequence[int]) -> None:
+    there.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_atomic(there.directory / name, text)
+    for rank in ranks:
+        # Before the keeper makes it: what it is told early is then not lost.
+        if not there.control(rank).exists():
+            os.mkfifo(there.control(rank), 0o600)
+
+
+def _not_written(node: str, where: str, error: OSError) -> LaunchError:
+    todo = "make room or mend the permissions there"
+    why = error.strerror or str(error)
+    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=why, todo=todo)
+
+
+def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> AttemptSpec:
+    """What the keepers and trainers are told, on whatever node: every path is absolute on the node of its rank.
+
+    The secrets that are in `environment`, the supervisor's, go in it too: it is written 0600, and nothing else of a
+    launch may hold them.
+    """
     config = plan.config
     recovery = config.recovery
+    secrets = {name: environment[name] for name in SECRETS if name in environment}
     return AttemptSpec(
         run_id=plan.run_id,
         attempt=attempt.number,
@@ -179,26 +269,37 @@ def spec_of(plan: Plan, attempt: Attempt) -> AttemptSpec:
         backend=attempt.wiring.backend,
         world_size=len(plan.ranks),
         ranks=[
-            RankSpec(
-                rank=rank.rank,
-                node=node.name,
-                host=node.ssh,
-                python=node.python,
-                workdir=node.workdir,
-                model=node.model or config.job.model,
-                data=node.data or config.job.data,
-                share=rank.share,
-            )
+            _rank_spec(config, rank, node, attempt.place(rank.rank))
             for rank, node in zip(plan.ranks, config.nodes, strict=True)
         ],
         job=_job(config),
         command=list(config.job.command) if config.job.command is not None else None,
-        env={**_RANK_ENVIRONMENT, **config.job.env},
+        env={**_RANK_ENVIRONMENT, **secrets, **config.job.env},
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
         stop_grace_s=recovery.stop_grace_s,
         save_grace_s=recovery.save_grace_s,
         term_grace_s=recovery.term_grace_s,
+    )
+
+
+def _rank_spec(config: FlightConfig, rank: PlannedRank, node: NodeConfig, place: Place) -> RankSpec:
+    base = config.file.parent if config.file is not None else Path("/")
+
+    def there(path: str | None) -> str | None:
+        return place.expanded(on_node(path, node, base)) if path is not None else None
+
+    return RankSpec(
+        rank=rank.rank,
+        node=node.name,
+        host=node.ssh,
+        python=place.expanded(node.python),
+        workdir=place.expanded(node.workdir),
+        model=there(node.model or config.job.model),
+        data=there(node.data or config.job.data),
+        adapter_path=there(config.job.mlx_lm.get("adapter_path")),
+        resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
+        share=rank.share,
     )
 
 
@@ -208,22 +309,6 @@ def _job(config: FlightConfig) -> dict[str, Any] | None:
         return None
     named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "strategy": job.strategy}
     return {**job.mlx_lm, **{key: value for key, value in named.items() if value is not None}}
-
-
-def _prepare(plan: Plan, attempt: Attempt, files: NodeFiles, here: Path, bundle: Path) -> Path:
-    """Write what the nodes and the launcher read; returns the launcher's temporary directory."""
-    spec = spec_of(plan, attempt)
-    temporary = files.directory / "tmp"
-    temporary.mkdir(parents=True, exist_ok=True)
-    files.directory.chmod(0o700)
-    here.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(files.spec, spec.to_json())
-    write_atomic(files.start, start_script(spec, files, bundle, os.environ.get("TMPDIR")))
-    for rank in plan.ranks:
-        if not files.control(rank.rank).exists():
-            os.mkfifo(files.control(rank.rank), 0o600)
-    write_hostfile(here / "hostfile.json", attempt.wiring)
-    return temporary
 
 
 def _size(path: Path) -> int:

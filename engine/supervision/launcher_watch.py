@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from engine.launch.mlx_launch import Launcher, drop_pipes, rank_ends
+from engine.launch.ssh_shim import words_of
 from engine.worker import processes
 
 _TAIL_BYTES = 4096
@@ -69,6 +70,10 @@ class LauncherWatch:
         whole, _, self._torn = (self._torn + block).rpartition(b"\n")
         self._torn = self._torn[-_LONGEST_LINE:]
         return rank_ends(whole.decode(errors="replace")) if whole else []
+
+    def words(self, rank: int) -> str:
+        """The last of what ssh has said about `rank`, over which the launcher could not start it; "" for nothing."""
+        return tail(words_of(self._stdin.parent, rank))
 
     def tail(self) -> str:
         """The last of what it has said in this attempt."""

@@ -80,7 +80,9 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
 
     here = next(entry for entry in spec.ranks if entry.rank == collective.rank)
     raw = spec.job or {}
-    job = Job.of(raw, model=here.model, data=here.data, workdir=Path(here.workdir), home=spec_path.parents[2])
+    own = {"adapter_path": here.adapter_path, "resume_adapter_file": here.resume_adapter_file}
+    chosen = {**raw, **{key: path for key, path in own.items() if path is not None}}
+    job = Job.of(chosen, model=here.model, data=here.data, workdir=Path(here.workdir), home=spec_path.parents[2])
     maybe_set_recommended_wired_limit()
     model, tokenizer = load_model(job)
 

@@ -51,6 +51,8 @@ class RankSpec:
     """Directory the rank's program runs in, on the node."""
     model: str | None = None
     data: str | None = None
+    adapter_path: str | None = None
+    resume_adapter_file: str | None = None
     share: float = 1.0
     """Relative share of the global batch, > 0."""
 

@@ -40,32 +40,32 @@ def attempt(directory: Path, of: Plan) -> Attempt:
 
 
 def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
-    spec = spec_of(plan(), attempt(tmp_path, plan()))
+    spec = spec_of(plan(), attempt(tmp_path, plan()), {})
     assert spec.job == {"iters": 5, "model": "/m", "data": "/d", "fine_tune_type": "lora", "strategy": "data"}
     assert spec.command is None
     assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce", 2, "ring")
 
 
 def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:
-    left, right = spec_of(plan(), attempt(tmp_path, plan())).ranks
+    left, right = spec_of(plan(), attempt(tmp_path, plan()), {}).ranks
     assert (left.model, left.data, left.share) == ("/other", "/d", 3.0)
     assert (right.model, right.data, right.share) == ("/m", "/d", 1.0)
 
 
 def test_the_ranks_are_offline_unless_the_job_says_else(tmp_path: Path) -> None:
-    assert spec_of(plan(), attempt(tmp_path, plan())).env == {
+    assert spec_of(plan(), attempt(tmp_path, plan()), {}).env == {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "A": "1",
     }
     online = plan(TRAINING.model_copy(update={"env": {"HF_HUB_OFFLINE": "0"}}))
-    assert spec_of(online, attempt(tmp_path, online)).env["HF_HUB_OFFLINE"] == "0"
+    assert spec_of(online, attempt(tmp_path, online), {}).env["HF_HUB_OFFLINE"] == "0"
 
 
 def test_a_command_is_no_job(tmp_path: Path) -> None:
     command = plan(JobConfig(name="c", command=("python", "x.py"), mlx_lm={"iters": 5}))
-    spec = spec_of(command, attempt(tmp_path, command))
+    spec = spec_of(command, attempt(tmp_path, command), {})
     assert (spec.job, spec.command) == (None, ["python", "x.py"])
 
 
