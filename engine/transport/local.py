@@ -6,18 +6,31 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 
-from engine.transport.base import Completed
+from engine.errors import NodeUnreachable
+from engine.security.hosts import LOCAL, SshTarget
+from engine.transport.base import Channel, Completed, in_home
 from engine.worker.processes import kill_group
+
+_LEAVES_S = 1.0
+"""For a channel's program to end by itself, once nobody writes to it any more."""
+_LAST_WORDS_BYTES = 4096
 
 
 class LocalTransport:
     """The Transport of nodes that are this machine."""
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        starting = asyncio.create_task(_start(argv))
+    @property
+    def target(self) -> SshTarget:
+        return SshTarget(LOCAL)
+
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        starting = asyncio.create_task(_start(argv, directory, stderr=asyncio.subprocess.PIPE))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -26,7 +39,7 @@ class LocalTransport:
                 await _end(await starting)
             raise
         try:
-            stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
+            stdout, stderr = await asyncio.wait_for(process.communicate(stdin), timeout_s)
         except TimeoutError:
             return Completed(None, b"", b"")
         finally:
@@ -34,20 +47,86 @@ class LocalTransport:
             await asyncio.shield(_end(process))
         return Completed(process.returncode, stdout, stderr)
 
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115  (the channel closes it)
+        try:
+            process = await _start(argv, directory, stderr=stderr.fileno())
+        except BaseException:
+            stderr.close()
+            raise
+        return LocalChannel(process, stderr.fileno(), stderr.close)
+
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        return await asyncio.to_thread(_read_from, Path(path), offset, size)
+        return await asyncio.to_thread(_read_from, expanded(path), offset, size)
 
     async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
-        await asyncio.to_thread(_put, Path(path), content, mode)
+        await asyncio.to_thread(_put, expanded(path), content, mode)
+
+    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
+        await asyncio.to_thread(_put_tree, expanded(path), files)
+
+    async def round_trip_s(self) -> float | None:
+        return None
+
+    async def close(self) -> None:
+        return
 
 
-async def _start(argv: Sequence[str]) -> asyncio.subprocess.Process:
+class LocalChannel:
+    """The Channel to a process of this machine."""
+
+    def __init__(self, process: asyncio.subprocess.Process, stderr: int, forget: Callable[[], None]) -> None:
+        self._process = process
+        self._stderr = stderr
+        self._forget = forget
+        self._last_words: str | None = None
+
+    async def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError) as gone:
+            raise NodeUnreachable("the program has left", where=LOCAL, why=self.last_words) from gone
+
+    async def read(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.read(size)
+
+    async def close(self) -> int | None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _LEAVES_S)
+        await asyncio.shield(_end(self._process))
+        if self._last_words is None:
+            self._last_words = self.last_words
+            self._forget()
+        return self._process.returncode
+
+    @property
+    def last_words(self) -> str:
+        if self._last_words is not None:
+            return self._last_words
+        size = os.fstat(self._stderr).st_size
+        said = os.pread(self._stderr, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+        return Completed(None, b"", said).last_words
+
+
+def expanded(path: PurePath | str) -> Path:
+    """A node's path on this machine, where `~` is the home of whoever runs Flight Deck."""
+    inside = in_home(path)
+    return Path(path) if inside is None else Path.home() / inside
+
+
+async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
+        *(str(expanded(argument)) if in_home(argument) is not None else argument for argument in argv),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd="/",
+        stderr=stderr,
+        cwd="/" if directory is None else expanded(directory),
         start_new_session=True,
     )
 
@@ -66,12 +145,31 @@ def _read_from(path: Path, offset: int, size: int) -> bytes:
 def _put(path: Path, content: bytes, mode: int) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(temporary, content, mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _put_tree(path: Path, files: dict[str, bytes]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # mkdtemp makes it 0700; renamed whole, or not at all: a folder does not replace one that holds something.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
+        tree = Path(made) / "tree"
+        tree.mkdir(mode=0o700)
+        for name, content in files.items():
+            file = tree / name
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(file, content, 0o600)
+        if path.exists():
+            raise FileExistsError(f"{path} is there already")
+        tree.rename(path)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
