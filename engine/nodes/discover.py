@@ -16,7 +16,7 @@ from engine.config.faults import Faults
 from engine.config.hostfile_import import read_hostfile
 from engine.config.places import host_form
 from engine.errors import ConfigError, InputError
-from engine.nodes.ssh_hosts import SshHost, ssh_config_file, ssh_hosts
+from engine.nodes.ssh_hosts import SshHost, ssh_hosts
 from engine.security.hosts import LOCAL, SshTarget
 from engine.security.sanitise import sanitise
 
@@ -100,7 +100,7 @@ async def discover(
     found = [this_machine()] if here else []
     known: dict[str, str] = {}
     if ssh_config:
-        for entry in _distinct(await asyncio.to_thread(ssh_hosts, ssh_config_file())):
+        for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
             if not _own_alias(entry):
                 found.append(_of_alias(entry))
                 known.setdefault((entry.hostname or entry.alias).lower(), entry.alias)

@@ -6,14 +6,14 @@ import glob
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import InputError
 from engine.security.hosts import SshTarget
+from engine.transport.known_hosts import ssh_configs
 
-FILE_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
-"""Names a file to be read in place of ~/.ssh/config."""
 _DEPTH = 16
 """Of Include, as in OpenSSH."""
 _SIZE_LIMIT = 1 << 20
@@ -38,17 +38,13 @@ class _Reading:
     """Those that the next keys belong to."""
 
 
-def ssh_config_file() -> Path:
-    """The configuration that ssh uses here."""
-    named = os.environ.get(FILE_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".ssh" / "config"
-
-
-def ssh_hosts(path: Path) -> list[SshHost]:
-    """Every `Host` name in `path` and what it includes that is no pattern and that can be a node, in order. What
-    cannot be read has none; nothing is contacted or run (`Match exec` neither)."""
+def ssh_hosts(paths: Sequence[Path] | None = None) -> list[SshHost]:
+    """Every `Host` name in these files, by default those that ssh reads here, and in what they include, that is no
+    pattern and that can be a node; in order. What cannot be read has none; nothing is contacted or run (`Match exec`
+    neither)."""
     reading = _Reading()
-    _read(path, reading, 0)
+    for path in ssh_configs() if paths is None else paths:
+        _read(path, reading, 0)
     # Git's servers let nobody train on them.
     return [host for host in reading.hosts.values() if host.user != "git"]
 

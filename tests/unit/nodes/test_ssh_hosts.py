@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InputError
-from engine.nodes.ssh_hosts import SshHost, ssh_config_file, ssh_hosts
+from engine.nodes.ssh_hosts import SshHost, ssh_hosts
 from engine.security.hosts import SshTarget
 
 
@@ -36,7 +36,7 @@ Host *
 HOST\ttabs
 """,
     )
-    assert ssh_hosts(config) == [
+    assert ssh_hosts([config]) == [
         SshHost("ultra", "ultra.local", "ana"),
         SshHost("max", "10.0.0.7", None, "2222"),
         SshHost("mini", "10.0.0.7", None, "2222"),
@@ -47,7 +47,7 @@ HOST\ttabs
 def test_match_blocks_belong_to_no_host_and_are_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     config = written(tmp_path / "config", f'Host a\nMatch exec "touch {ran}"\n  User evil\nHost b\n  User bea\n')
-    assert ssh_hosts(config) == [SshHost("a"), SshHost("b", user="bea")]
+    assert ssh_hosts([config]) == [SshHost("a"), SshHost("b", user="bea")]
     assert not ran.exists()
 
 
@@ -58,8 +58,8 @@ def test_include_is_followed_from_the_folder_of_ssh(tmp_path: Path, monkeypatch:
     absolute = written(tmp_path / "elsewhere/three", "Host three\n")
     text = f"Include conf.d/*\nHost main\n  Include {absolute} ~/missing\n  User me\n"
     config = written(tmp_path / ".ssh/config", text)
-    assert ssh_config_file() == config
-    assert ssh_hosts(config) == [
+    assert ssh_hosts() == ssh_hosts([config])
+    assert ssh_hosts() == [
         SshHost("one", user="ana"),
         SshHost("two"),
         SshHost("main", user="me"),
@@ -70,26 +70,25 @@ def test_include_is_followed_from_the_folder_of_ssh(tmp_path: Path, monkeypatch:
 def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Include {config}\nHost a\n")
-    assert ssh_hosts(config) == [SshHost("a")]
+    assert ssh_hosts([config]) == [SshHost("a")]
 
 
 def test_names_that_ssh_must_not_be_given_and_git_servers_are_left_out(tmp_path: Path) -> None:
     config = written(tmp_path / "config", "Host -oProxyCommand=id a;id $(id) x/y fine\nHost github.com\n User git\n")
-    assert [host.alias for host in ssh_hosts(config)] == ["fine"]
+    assert [host.alias for host in ssh_hosts([config])] == ["fine"]
 
 
 def test_no_file_no_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ssh_hosts(tmp_path / "none") == []
-    assert ssh_hosts(tmp_path) == []
-    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(tmp_path / "other"))
-    assert ssh_config_file() == tmp_path / "other"
+    assert ssh_hosts([tmp_path / "none", tmp_path]) == []
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(written(tmp_path / "other", "Host a\n")))
+    assert ssh_hosts() == [SshHost("a")]
 
 
 @given(text=st.text(alphabet=st.sampled_from("Host includ*?!-\"'=\n \t#azAZ09.@:\x00\x1b")))
 def test_whatever_the_file_says_its_hosts_are_hosts(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = tmp_path_factory.getbasetemp() / "ssh-config-of-any-text"
     config.write_text(text)
-    for host in ssh_hosts(config):
+    for host in ssh_hosts([config]):
         try:
             assert SshTarget.parse(host.alias)
         except InputError:

@@ -1,0 +1,135 @@
+"""flightdeck init as a shell and as a person see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from tests.terminal import Terminal
+from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
+
+CLOSED_PORT = 9
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home and a folder of this test's own, an ssh configuration with two hosts, and no Bonjour."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLIGHTDECK_BONJOUR", "off")
+    config = tmp_path / "ssh_config"
+    config.write_text(f"Host gone\n HostName 127.0.0.1\n Port {CLOSED_PORT}\n User ana\nHost *.lab\n User x\n")
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(config))
+    path = tmp_path / "studio one"
+    path.mkdir()
+    return path
+
+
+def init(folder: Path, *arguments: str) -> Done:
+    return flightdeck(folder.parent / "state", "init", *arguments, cwd=folder)
+
+
+def test_this_machine_gives_a_file_that_loads_and_says_what_comes_next(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data/train.jsonl").write_text("")
+    done = init(folder, "127.0.0.1")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("wrote flightdeck.toml: 1 node\n")
+    assert "mlx-lm " in done.out
+    assert "edit flightdeck.toml: [job] model\n" in done.out
+    assert [line for line in ("flightdeck nodes", "flightdeck preflight") if line not in done.out] == []
+    config = load_config(folder / "flightdeck.toml")
+    assert config.cluster.name == "studio-one"
+    assert [(node.ssh, node.python) for node in config.nodes] == [("127.0.0.1", sys.executable)]
+    assert config.job.mlx_lm["data"] in ("data", str(folder / "data"))
+
+
+def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
+    (folder / "flightdeck.toml").write_text("mine")
+    refused = init(folder, "127.0.0.1")
+    assert refused.code == 2
+    assert refused.err == (
+        "flightdeck: flightdeck.toml is there already (--force writes over it, -o FILE writes another)\n"
+    )
+    assert (folder / "flightdeck.toml").read_text() == "mine"
+    assert init(folder, "127.0.0.1", "--force").code == 0
+    assert "[cluster]" in (folder / "flightdeck.toml").read_text()
+    printed = init(folder, "127.0.0.1", "-o", "-", "--name", "lab")
+    assert (printed.code, printed.out) == (0, (folder / "flightdeck.toml").read_text().replace("studio-one", "lab"))
+
+
+def test_without_hosts_and_without_a_terminal_it_lists_and_asks_for_a_choice(folder: Path) -> None:
+    listed = init(folder)
+    assert listed.code == 2
+    assert "user ana, at 127.0.0.1" in listed.out and "this machine" in listed.out
+    assert "flightdeck init ana@ultra.local" in listed.err
+    document = json.loads(init(folder, "--from-ssh-config", "--json").out)
+    assert document["file"] is None
+    assert [host["ssh"] for host in document["found"]] == ["127.0.0.1", "gone"]
+    assert not (folder / "flightdeck.toml").exists()
+
+
+def test_hosts_that_do_not_answer_are_written_down_as_not_verified(folder: Path) -> None:
+    done = init(folder, "gone", "127.0.0.1", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    gone, here = document["nodes"]
+    assert gone["python"] is None and gone["problem"] and here["python"] == sys.executable
+    assert document["text"] == (folder / "flightdeck.toml").read_text()
+    assert f"NOT VERIFIED: {gone['problem']}" in document["text"]
+    assert [node.name for node in load_config(folder / "flightdeck.toml").nodes] == ["gone", here["name"]]
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=id", "a;id", "$(id)", "a\nb", "../..", "localhost"])
+def test_hostile_hosts_are_refused_before_anything_is_asked(folder: Path, host: str) -> None:
+    done = init(folder, "--", host)
+    assert done.code == 2
+    assert "is no host" in done.err and len(done.err.splitlines()) == 1
+    assert not (folder / "flightdeck.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        ('{"backend": "ring", "hosts": [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "127.0.0.1"}]}', "ring"),
+        ("# two ranks here\n127.0.0.1:2\n", "auto"),
+    ],
+)
+def test_a_hostfile_is_taken_over(folder: Path, text: str, backend: str) -> None:
+    (folder / "hosts").write_text(text)
+    done = init(folder, "--hostfile", "hosts")
+    assert done.code == 0, done.err
+    config = load_config(folder / "flightdeck.toml")
+    assert config.cluster.backend == backend
+    assert [node.python for node in config.nodes] == [sys.executable] * 2
+    (folder / "hosts").write_text("a b c d")
+    wrong = init(folder, "--hostfile", "hosts", "--force")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert wrong.err.startswith("hosts: line 1")
+
+
+def test_at_a_terminal_a_person_chooses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    env = environment(folder.parent / "state")
+    with Terminal([FLIGHTDECK, "init", "--from-ssh-config"], env=env) as terminal:
+        terminal.read_until(b"empty: none)? ")
+        terminal.press(b"7\r")
+        terminal.read_until(b"numbers from 1 to 2")
+        terminal.press(b"1\r")
+        assert terminal.wait() == 0
+    assert len(load_config(folder / "flightdeck.toml").nodes) == 1
+    (folder / "flightdeck.toml").unlink()
+    for leave, code in ((b"\r", 2), (b"\x04", 2), (signal.SIGINT, 130)):
+        with Terminal([FLIGHTDECK, "init", "--from-ssh-config"], env=env) as terminal:
+            terminal.read_until(b"empty: none)? ")
+            if isinstance(leave, bytes):
+                terminal.press(leave)
+            else:
+                os.kill(terminal.pid, leave)
+            assert terminal.wait() == code
+    assert not (folder / "flightdeck.toml").exists()
