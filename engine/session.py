@@ -15,12 +15,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config.models import FlightConfig
-from engine.errors import LaunchError, RunNotFound, StateError
+from engine.config.models import FlightConfig, NodeConfig
+from engine.errors import InputError, LaunchError, RunNotFound, StateError
 from engine.events import Diagnosis, RunSnapshot, StopProgress
-from engine.models import CheckResult, CheckStatus, NodeFacts, NodeTelemetry, PreflightReport, RunRecord, Topology
+from engine.models import (
+    CheckResult,
+    CheckStatus,
+    HostKeyOffer,
+    NodeFacts,
+    NodeTelemetry,
+    PreflightReport,
+    RunRecord,
+    Topology,
+)
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, state_home
 from engine.runs.watch import RunWatch, supervisor_alive
+from engine.security.home import make_home
 
 if TYPE_CHECKING:
     from engine.config.draft import DraftJob, DraftNode
@@ -28,10 +38,14 @@ if TYPE_CHECKING:
     from engine.nodes.find_python import FoundPython
     from engine.planning.wiring import Wiring
     from engine.store.store import Store
+    from engine.transport.base import Completed
+    from engine.transport.fleet import Fleet
 
 __all__ = ["Engine", "RunWatch"]
 
 _POLL_S = 0.05
+_FIX_LIMIT_S = 600.0
+"""Of a command that mends something on a node: it may install packages."""
 _SUPERVISOR_STARTS = 3
 """How often an abort gives a run another supervisor before it says that this does not help."""
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
@@ -46,6 +60,7 @@ class Engine:
         self.notices: list[str] = []
         """What was found damaged in the state and what was done about it, one line each, for people."""
         self._watches: dict[str, RunWatch] = {}
+        self._fleets: dict[tuple[str, ...], Fleet] = {}
 
     def load_config(self, path: Path) -> FlightConfig:
         """Read a flightdeck.toml. Raises ConfigError with all its faults."""
@@ -126,17 +141,68 @@ class Engine:
 
         return adopt_orphans(self.home)
 
+    def fleet(self, config: FlightConfig) -> Fleet:
+        """The connections to the configuration's nodes, kept until `close`."""
+        from engine.transport.fleet import Fleet
+
+        hosts = tuple(node.ssh for node in config.nodes)
+        if hosts not in self._fleets:
+            self._fleets[hosts] = Fleet(config.nodes, self.home)
+        return self._fleets[hosts]
+
+    async def close(self) -> None:
+        """Close all connections to nodes; runs go on."""
+        fleets = list(self._fleets.values())
+        self._fleets.clear()
+        for fleet in fleets:
+            await fleet.close()
+
+    async def accept_host_key(self, offer: HostKeyOffer) -> None:
+        """Accept the host key that a person has compared. Raises HostKeyChanged when the node shows another one by now,
+        NodeUnreachable, OSError."""
+        from engine.security.audit import audit_log
+        from engine.transport.fleet import Fleet
+
+        async with Fleet((), self.home) as fleet:
+            await fleet.accept(offer.target, offer.fingerprint)
+        context = {"host": offer.target, "fingerprint": offer.fingerprint}
+        audit_log("host_key", "accepted", context, home=self.home)
+
+    async def run_on(
+        self, config: FlightConfig, node: str, command: str, *, timeout_s: float = _FIX_LIMIT_S
+    ) -> Completed:
+        """Run a command line on a node as its user would type it: through a login shell, in their home.
+        Raises InputError for a node that is none, NodeUnreachable."""
+        from engine.security.audit import audit_log
+
+        found = _node(config, node)
+        audit_log("command", "asked", {"node": node, "command": command}, home=self.home)
+        argv = ["/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}" -lc "$1"', "flightdeck", command]
+        return await self.fleet(config).to(found).run(argv, timeout_s=timeout_s)
+
+    def shell_argv(self, config: FlightConfig, node: str) -> list[str]:
+        """The program of an interactive shell on a node. Raises InputError, OSError."""
+        from engine.security.hosts import SshTarget
+        from engine.transport.openssh import shell_argv, write_openssh_config
+
+        target = SshTarget.parse(_node(config, node).ssh)
+        file = self.home / "ssh_config"
+        if not target.local:
+            make_home(self.home)
+            write_openssh_config(file, self.home, unattended=False)
+        return shell_argv(target, file)
+
     async def facts(self, config: FlightConfig) -> list[NodeFacts]:
         """Probe every node once, concurrently."""
         from engine.nodes.probe import probe_all
 
-        return await probe_all(config)
+        return await probe_all(config, self.fleet(config))
 
     def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
         """The same, each node's facts as it answers. Closing the iterator ends the probes."""
         from engine.nodes.probe import probing
 
-        return probing(config)
+        return probing(config, self.fleet(config))
 
     def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
         """Who is cabled to whom over Thunderbolt."""
@@ -276,7 +342,6 @@ class Engine:
         from engine.preflight.checklist import check_names
         from engine.runs.plan_file import Plan, write_plan
         from engine.security.audit import audit_log
-        from engine.security.home import make_home
 
         check_names([*config.preflight.skip, *skip])
         created = datetime.now(UTC)
@@ -336,6 +401,13 @@ class Engine:
         if live.state.ended:
             self._watches.pop(record.id, None)
         return live
+
+
+def _node(config: FlightConfig, name: str) -> NodeConfig:
+    found = next((node for node in config.nodes if node.name == name), None)
+    if found is None:
+        raise InputError(f"no node {name!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")
+    return found
 
 
 def run_id(name: str, created: datetime) -> str:

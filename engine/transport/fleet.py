@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from engine.config.models import NodeConfig
+from engine.errors import InputError
 from engine.security.hosts import SshTarget
 from engine.transport.base import Transport
 from engine.transport.local import LocalTransport
@@ -38,6 +39,14 @@ class Fleet:
             target = SshTarget.parse(host)
             self._ways[host] = LocalTransport() if target.local else self._over_ssh(target)
         return self._ways[host]
+
+    async def accept(self, host: str, fingerprint: str) -> None:
+        """Accept the host key of `[user@]host[:port]` that a person has compared. Raises HostKeyChanged when it shows
+        another one by now, NodeUnreachable, OSError, InputError."""
+        target = SshTarget.parse(host)
+        if target.local:
+            raise InputError(f"{host} has no host key", why="this machine is reached without ssh")
+        await self._over_ssh(target).accept(fingerprint)
 
     async def close(self) -> None:
         """Close every connection; returns when they are closed."""

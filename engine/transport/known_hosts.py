@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 from pathlib import Path
 
+from engine.errors import InputError
+from engine.security.home import make_home
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]+|\[[A-Za-z0-9_.:-]+\]:\d{1,5}")
+_KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+={0,2}")
 CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
 """An ssh_config to use in place of ~/.ssh/config and /etc/ssh/ssh_config."""
 
@@ -27,3 +34,20 @@ def known_hosts_files(home: Path, configured: list[str] | None = None) -> list[P
     usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2", "/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
     files = [own_known_hosts(home), *(Path(name).expanduser() for name in (configured or usual))]
     return [file for file in files if file.is_file()]
+
+
+def add_known_host(home: Path, name: str, key: str) -> None:
+    """Append a host's key to our own known_hosts, once. `name` is `host` or `[host]:port`, `key` is as in a public key
+    file, without its comment. Raises InputError for what could be anything else, OSError."""
+    if _NAME.fullmatch(name) is None or _KEY.fullmatch(key) is None:
+        raise InputError("no host key to accept", where=name[:80], why="not a name and a public key")
+    make_home(home)
+    line = f"{name} {key}\n"
+    descriptor = os.open(own_known_hosts(home), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "r+") as file:
+        # Two consoles may accept at once; a line is one write, and nobody's is lost.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if line not in file.read().splitlines(keepends=True):
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())

@@ -26,7 +26,7 @@ import asyncssh
 from engine.errors import HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.security.hosts import SshTarget
 from engine.transport.base import Channel, Completed, in_home, quoted
-from engine.transport.known_hosts import known_hosts_files, ssh_configs
+from engine.transport.known_hosts import add_known_host, known_hosts_files, ssh_configs
 from engine.transport.openssh import CONNECT_TIMEOUT_S, KEEPALIVE_S, KEEPALIVES
 
 CONNECTS_AT_ONCE = 8
@@ -146,6 +146,29 @@ class SshTransport:
             began = time.perf_counter()
             await sftp.realpath(".")
             return time.perf_counter() - began
+
+    async def accept(self, fingerprint: str) -> None:
+        """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.
+        Nothing is done for one that is known by now. Raises HostKeyChanged, NodeUnreachable, OSError."""
+        witness = _Witness()
+        try:
+            connection = await self._dial(witness)
+        except (asyncssh.Error, OSError, ValueError) as error:
+            told = self._told(error, witness)
+            if not isinstance(told, HostKeyUnknown):
+                raise told from error
+            if told.fingerprint != fingerprint:
+                raise HostKeyChanged(
+                    "the host key is not the one that was accepted",
+                    where=str(self._target),
+                    why=f"accepted was {fingerprint}, it shows {told.fingerprint}",
+                    todo="find out what stands between",
+                    expected=fingerprint,
+                    found=told.fingerprint,
+                ) from error
+            await asyncio.to_thread(add_known_host, self._home, witness.name, told.key)
+        else:
+            connection.abort()
 
     async def close(self) -> None:
         connection, self._connection, self._sftp = self._connection, None, None
@@ -455,6 +478,13 @@ class _Witness(asyncssh.SSHClient):
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self.asked, self.offered = (host, addr, port), key
         return False
+
+    @property
+    def name(self) -> str:
+        """The node as a line of known_hosts names it."""
+        assert self.asked is not None
+        host, _, port = self.asked
+        return host if port in (None, 22) else f"[{host}]:{port}"
 
     def accepted(self) -> list[asyncssh.SSHKey]:
         """The keys that known_hosts has for the same host."""
