@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -158,8 +159,15 @@ def _own_address(address: str) -> bool:
 
 
 def _name(target: SshTarget) -> str:
-    is_address = ":" in target.host or target.host.replace(".", "").isdigit()
-    return target.host if is_address else target.host.partition(".")[0]
+    return target.host if is_address(target.host) else target.host.partition(".")[0]
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address and no name."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
 
 
 def _shown(text: str) -> str:

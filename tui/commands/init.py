@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.config.draft import DraftJob, DraftNode, already_there, unique_names, write_draft
 from engine.config.draft_job import find_job
-from engine.nodes.discover import FoundHost, from_hostfile, given
+from engine.nodes.discover import FoundHost, from_hostfile, given, is_address
 from engine.nodes.find_python import FoundPython
 from engine.session import Engine
 from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
@@ -129,8 +129,10 @@ async def _ask(engine: Engine, hosts: Sequence[FoundHost], told: Lines) -> list[
 def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:
     """With the host's own name where only an address is known."""
     both = list(zip(hosts, pythons, strict=True))
-    names = [(found.hostname or host.name).partition(".")[0] if host.name[:1].isdigit() else host.name
-             for host, found in both]  # fmt: skip
+    names = [
+        (found.hostname or f"node{rank}").partition(".")[0] if is_address(host.name) else host.name
+        for rank, (host, found) in enumerate(both)
+    ]
     return [
         DraftNode(
             name=name,
@@ -175,7 +177,7 @@ def _say_next(
         if found.python is not None:
             lines.say(f"  {node.name:<{width}}  {found.python}  {found.about}")
         else:
-            todo = f" ({found.todo})" if found.todo else ""
+            todo = f" ({found.todo})" if found.todo and found.host_key is None else ""
             lines.say(f"  {node.name:<{width}}  {lines.ink('not verified', 'yellow')}: {found.problem}{todo}")
     named = f" -c {target}" if target != DEFAULT_FILE else ""
     unknown = [(node, found.host_key) for node, found in zip(nodes, pythons, strict=True) if found.host_key is not None]
