@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.launch.hostfile import RING, ports_of
@@ -22,9 +22,10 @@ class RankEnvironment:
     """Variable → content of the file that it names."""
 
 
-def rank_environment(wiring: Wiring, starting_port: int) -> RankEnvironment:
-    """What mlx.launch would set for the ranks of `wiring`, given this --starting-port (and --nccl-port)."""
-    size, terminal = len(wiring.hosts), _terminal()
+def rank_environment(wiring: Wiring, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:
+    """What mlx.launch would set for the ranks of `wiring`, given this --starting-port (and --nccl-port), when run in
+    `environment`."""
+    size, terminal = len(wiring.hosts), _terminal(environment)
     if wiring.backend == RING:
         addresses = [
             [f"{ip}:{port}" for ip, port in zip(host.ips, ports_of(rank, wiring, starting_port), strict=True)]
@@ -65,6 +66,8 @@ def file_name(variable: str) -> str:
     return f"{variable.lower()}.json"
 
 
-def _terminal() -> dict[str, str]:
-    columns, lines = shutil.get_terminal_size((0, 0))
-    return {"COLUMNS": str(columns), "LINES": str(lines)} if columns > 0 else {}
+def _terminal(environment: Mapping[str, str]) -> dict[str, str]:
+    """The size of a terminal that mlx.launch would pass on: it has none as we run it, but may hear of one."""
+    size = {name: environment.get(name, "") for name in ("COLUMNS", "LINES")}
+    numbers = {name: str(int(text)) if text.isdecimal() else "0" for name, text in size.items()}
+    return numbers if numbers["COLUMNS"] != "0" else {}

@@ -132,7 +132,7 @@ async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> 
     """
     spec = spec_of(plan, attempt, os.environ)
     direct_ = plan.config.cluster.launcher == "direct"
-    environment = rank_environment(attempt.wiring, attempt.starting_port)
+    environment = rank_environment(attempt.wiring, attempt.starting_port, os.environ)
     files = environment.files if direct_ else {}
     await at_once(_put_files(plan, attempt, place, spec, fleet, files=files) for place in attempt.places)
     here = run_dir.attempt(attempt.number)

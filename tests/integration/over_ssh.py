@@ -1,0 +1,104 @@
+"""Attempts on the test cluster without a supervisor: places, files, ranks, and what they said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.launch.hostfile import as_configured
+from engine.launch.mlx_launch import drop_pipes
+from engine.launch.ports import fresh_ports
+from engine.launch.staging import Ways, prepare
+from engine.planning.wiring import Wiring
+from engine.runs.layout import RunDir
+from engine.runs.plan_file import Plan
+from engine.supervision.attempt import Attempt, Launched, intend, launch
+from engine.worker.wire import ExitRecord
+from tests.cluster.cluster import Cluster
+
+NONCE = "nonce-of-a-test"
+LIMIT_S = 60.0
+
+
+def on(cluster: Cluster, *names: str) -> tuple[NodeConfig, ...]:
+    """A [[node]] for each name: one of the cluster's, or "head", with its own python, home and address."""
+    nodes = []
+    for rank, name in enumerate(names):
+        if name == "head":
+            nodes.append(NodeConfig(name=f"head{rank}", ips=(cluster.head,), python=sys.executable, workdir="/"))
+        else:
+            node = cluster[name]
+            nodes.append(NodeConfig(name=f"{name}{rank}", ssh=name, ips=(node.ip,), python=node.python, workdir="~"))
+    return tuple(nodes)
+
+
+def plan_of(
+    nodes: Sequence[NodeConfig], command: Sequence[str], *, launcher: str, starting_port: int | None = None, **job: Any
+) -> Plan:
+    config = FlightConfig(
+        cluster=ClusterConfig.model_validate({"launcher": launcher, "starting_port": starting_port}),
+        nodes=tuple(nodes),
+        job=JobConfig(name="test", command=tuple(command), **job),
+    )
+    now = datetime.now(UTC)
+    return Plan.of(config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
+
+
+class Flown:
+    """One attempt, launched."""
+
+    def __init__(self, run_dir: RunDir, plan: Plan, attempt: Attempt, launched: Launched, fleet: Ways) -> None:
+        self.run_dir, self.plan, self.attempt, self.launched, self.fleet = run_dir, plan, attempt, launched, fleet
+
+    async def read(self, rank: int, name: str) -> bytes:
+        """A file of the attempt on the node of `rank`."""
+        files, node = self.attempt.files(self.plan.run_id, rank), self.plan.config.nodes[rank]
+        try:
+            return await self.fleet.to(node).read_from(files.directory / name, 0, 1 << 20)
+        except FileNotFoundError:
+            return b""
+
+    async def record(self, rank: int) -> ExitRecord:
+        """Awaits the rank's end."""
+        name = self.attempt.files(self.plan.run_id, rank).exit(rank).name
+        deadline = time.monotonic() + LIMIT_S
+        while not (record := await self.read(rank, name)):
+            assert time.monotonic() < deadline, (
+                self.run_dir.log(0xFFFF).read_text() if self.launched.launcher else self.launched.failures,
+                await self.read(rank, f"rank{rank}.keeper.log"),
+                await self.read(rank, f"rank{rank}.log"),
+            )
+            await asyncio.sleep(0.05)
+        return ExitRecord(**json.loads(record))
+
+    async def launcher_left(self) -> None:
+        """Awaits the end of mlx.launch, if there is one."""
+        if self.launched.launcher is not None:
+            drop_pipes(self.launched.launcher.stdin)
+            await asyncio.to_thread(self.launched.launcher.process.wait, LIMIT_S)
+
+    async def said(self, rank: int) -> str:
+        """What the rank's program has printed, once it has ended with 0."""
+        record = await self.record(rank)
+        log = (await self.read(rank, f"rank{rank}.log")).decode()
+        assert (record.code, record.error) == (0, None), (record, log)
+        return log
+
+
+async def fly(home: Path, plan: Plan, fleet: Ways, wiring: Wiring | None = None) -> Flown:
+    """Launch `plan` with the run's directory below `home`."""
+    run_dir = RunDir(home / "runs" / plan.run_id)
+    run_dir.path.mkdir(parents=True)
+    nodes = plan.config.nodes
+    wiring = wiring or as_configured(nodes)
+    places = await prepare(fleet, nodes)
+    port = await fresh_ports(fleet, nodes, wiring, plan.config.cluster.starting_port)
+    attempt = intend(run_dir, plan, 1, NONCE, places, wiring, port)
+    return Flown(run_dir, plan, attempt, await launch(run_dir, plan, attempt, fleet), fleet)

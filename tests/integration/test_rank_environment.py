@@ -1,0 +1,65 @@
+"""What a rank's program finds in its environment is the same under both launchers, for every backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.launch.hostfile import as_configured
+from engine.planning.wiring import Wiring
+from engine.transport.fleet import Fleet
+from tests.cluster.cluster import Cluster
+from tests.integration.over_ssh import fly, on, plan_of
+
+DUMP = """
+import json, os
+files = {name: json.load(open(os.environ[name])) for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES") if name in os.environ}
+print(json.dumps([dict(os.environ), files]))
+"""
+NOBODYS = {"_", "SHLVL", "PWD", "OLDPWD", "SSH_CLIENT", "SSH_CONNECTION", "FLIGHTDECK_CONTROL_FD"}
+"""What each shell, each connection and each keeper has for itself."""
+PATHS = {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "FLIGHTDECK_SPEC", "FLIGHTDECK_EVENTS"}
+DEVICES = ((None, "rdma_en1", "rdma_en2"), ("rdma_en3", None, "rdma_en4"), ("rdma_en5", "rdma_en6", None))
+
+
+@pytest.mark.parametrize("backend", ["ring", "jaccl", "jaccl-ring", "nccl"])
+async def test_both_launchers_give_the_ranks_the_same_environment(
+    backend: str, cluster: Cluster, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "132")
+    nodes = [
+        node.model_copy(update={"rdma": row})
+        for node, row in zip(on(cluster, "head", "ana", "ana"), DEVICES, strict=True)
+    ]
+    wiring = as_configured(nodes, backend)
+    by_launcher = await under("mlx.launch", nodes, wiring, fleet, tmp_path)
+    directly = await under("direct", nodes, wiring, fleet, tmp_path)
+    for rank in range(3):
+        assert seen(by_launcher[rank]) == seen(directly[rank])
+        # Equal, and not because both are empty.
+        assert directly[rank][0]["MLX_RANK"] == str(rank)
+    expected = {"ring": "MLX_HOSTFILE", "nccl": "NCCL_PORT"}.get(backend, "MLX_JACCL_COORDINATOR")
+    assert expected in directly[2][0]
+    assert directly[0][0]["TMPDIR"] == str(tmp_path)
+    assert directly[2][0]["COLUMNS"] == "132"
+    assert "TMPDIR" not in directly[1][0]
+
+
+async def under(launcher: str, nodes: Any, wiring: Wiring, fleet: Fleet, tmp_path: Path) -> list[Any]:
+    """What each rank has printed."""
+    plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000)
+    flown = await fly(tmp_path / "home", plan, fleet, wiring)
+    said = [json.loads(await flown.said(rank)) for rank in range(3)]
+    await flown.launcher_left()
+    return said
+
+
+def seen(said: Any) -> dict[str, Any]:
+    """The environment, with the files in the place of their names."""
+    environment, files = said
+    values = {name: value for name, value in environment.items() if name not in NOBODYS}
+    return values | dict.fromkeys(PATHS & values.keys(), "(a path)") | {"files": files}
