@@ -11,14 +11,13 @@ from tests.cluster import sshd
 
 @dataclass(frozen=True)
 class Host:
-    """What the client is told of one node. `port` and `reached_at` differ from the node's own on a detour."""
+    """What the client is told of one node: the name and the address (or alias) that it asks for, and where that is."""
 
     name: str
     address: str
     user: str
     host_key: str
-    port: int = 22
-    reached_at: str | None = None
+    reached_at: tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class Client:
         """Write known_hosts and ssh_config. A node is reached by its address or its name."""
         known, blocks = [], []
         for host in hosts:
-            known.append(f"{host.address} {host.host_key}\n")
-            block = [f"Host {host.name} {host.address}", f"HostName {host.reached_at or host.address}"]
-            block += [f"Port {host.port}", f"User {host.user}", f"HostKeyAlias {host.address}"]
+            place, port = host.reached_at
+            known.append(f"{host.address if port == 22 else f'[{place}]:{port}'} {host.host_key}\n")
+            block = [f"Host {host.name} {host.address}", f"HostName {place}", f"Port {port}", f"User {host.user}"]
             blocks.append("\n    ".join(block))
         common = [
             "Host *",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
-from tests.cluster import network, registry
+from tests.cluster import disk, network
 from tests.cluster.client import Client, Host
+from tests.cluster.detour import Detour
 from tests.cluster.node import Node
+from tests.cluster.registry import Record, Registry
 from tests.cluster.specs import head_address, specs
+
+
+def clear_namespaces(record: Record) -> None:
+    """Links and mounts of one cluster. Its processes ended with their pid 1's, which watch the owner."""
+    network.clear_away(record.number)
+    disk.unmount_below(record.folder)
 
 
 class Cluster:
@@ -19,16 +28,36 @@ class Cluster:
     The process that calls `up` owns the cluster: when it ends in whatever way, the nodes are switched off at once, and
     the next cluster's start clears the rest away."""
 
+    registry: ClassVar[Registry] = Registry(Path("/run/flightdeck-cluster"), clear_namespaces)
+    isolated: ClassVar[bool] = True
+    """Whether each node has namespaces of its own, and so a network that can fail."""
+
     def __init__(self, size: int = 4) -> None:
         self._specs = specs(size)
-        self._record: registry.Record | None = None
+        self._record: Record | None = None
+        self._detours: dict[str, Detour] = {}
         self.nodes: list[Node] = []
+
+    @classmethod
+    def attach(cls, number: int) -> Self:
+        """The cluster of that number which another process owns. Raises LookupError when there is none."""
+        for record in cls.registry.clusters():
+            if record.number == number:
+                cluster = cls(record.size)
+                cluster._record = record
+                cluster.nodes = cluster._make_nodes(record)
+                return cluster
+        raise LookupError(f"there is no cluster {number}")
+
+    @property
+    def record(self) -> Record:
+        assert self._record is not None, "the cluster is not up"
+        return self._record
 
     @property
     def folder(self) -> Path:
         """Where the cluster's files lie on the head."""
-        assert self._record is not None, "the cluster is not up"
-        return self._record.folder
+        return self.record.folder
 
     @property
     def client(self) -> Client:
@@ -46,12 +75,14 @@ class Cluster:
     @property
     def head(self) -> str:
         """The head's address on the cluster's network."""
-        assert self._record is not None, "the cluster is not up"
-        return head_address(self._record.number)
+        return head_address(self.record.number)
 
     def __getitem__(self, name: str) -> Node:
-        """The node of that name."""
-        return next(node for node in self.nodes if node.name == name)
+        """The node of that name. Raises KeyError."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"no node {name!r}; there are {', '.join(node.name for node in self.nodes)}")
 
     def __enter__(self) -> Self:
         self.up()
@@ -64,33 +95,74 @@ class Cluster:
 
     def up(self) -> None:
         """Bring all nodes up; their sshd's answer when this returns."""
-        self._record = registry.claim(len(self._specs))
-        number = self._record.number
-        self.nodes = [Node(spec, number, index, self.folder) for index, spec in enumerate(self._specs)]
+        self._record = self.registry.claim(len(self._specs))
         try:
-            network.lay_bridge(number)
+            self.nodes = self._make_nodes(self._record)
+            self._lay_network()
             client_key = self.client.make_key()
             names = [("127.0.0.1", "localhost"), (self.head, "head"), *((node.ip, node.name) for node in self.nodes)]
             hosts = "".join(f"{ip} {name}\n" for ip, name in names)
-            with ThreadPoolExecutor(len(self.nodes)) as pool:
-                list(pool.map(lambda node: node.install(client_key, hosts), self.nodes))
-                self.client.write(Host(node.name, node.ip, node.user, node.host_key) for node in self.nodes)
-                list(pool.map(lambda node: node.power_on(), self.nodes))
+            self._on_all(lambda node: node.install(client_key, hosts))
+            self._write_client()
+            self._on_all(lambda node: node.power_on())
         except BaseException:
             self.down()
             raise
 
+    def delay(self, node: Node, seconds: float) -> None:
+        """Lead the ssh client's new connections to `node` over a detour on which every byte takes `seconds` longer,
+        each way. Works by the ssh config, for whoever uses it; the ring's own connections are not delayed."""
+        self.hasten(node)
+        self._detours[node.name] = Detour(self.head, node.ip, node.port, seconds)
+        self._write_client()
+
+    def hasten(self, node: Node) -> None:
+        """Undo `delay`; connections over the detour are lost."""
+        if detour := self._detours.pop(node.name, None):
+            detour.close()
+            self._write_client()
+
     def heal(self) -> None:
         """Undo every fault, and end what the nodes' users left running."""
         for node in self.nodes:
-            node.heal()
+            self.hasten(node)
+        self._on_all(lambda node: node.heal())
 
     def down(self) -> None:
         """Switch all nodes off, and remove everything that the cluster had on this machine."""
         if self._record is None:
             return
-        with ThreadPoolExecutor(len(self.nodes)) as pool:
-            list(pool.map(lambda node: node.power_off(), self.nodes))
-        registry.release(self._record)
-        self._record = None
-        self.nodes = []
+        for detour in self._detours.values():
+            detour.close()
+        self._detours.clear()
+        try:
+            self._on_all(lambda node: node.switch_off())
+        finally:
+            self.registry.release(self._record)
+            self._record = None
+            self.nodes = []
+
+    def _make_nodes(self, record: Record) -> list[Node]:
+        return [Node(spec, record, index) for index, spec in enumerate(self._specs)]
+
+    def _lay_network(self) -> None:
+        network.lay_bridge(self.record.number)
+
+    def _write_client(self) -> None:
+        hosts = []
+        for node in self.nodes:
+            detour = self._detours.get(node.name)
+            hosts.append(
+                Host(
+                    node.name,
+                    node.ssh.split("@")[1],
+                    node.user,
+                    node.host_key,
+                    (detour.host, detour.port) if detour else (node.ip, node.port),
+                )
+            )
+        self.client.write(hosts)
+
+    def _on_all(self, do: Callable[[Node], None]) -> None:
+        with ThreadPoolExecutor(max(len(self.nodes), 1)) as pool:
+            list(pool.map(do, self.nodes))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 LIMIT_S = 20.0
 """No tool here needs a second; one that takes this long hangs."""
-_PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"
+PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 class CommandFailed(Exception):
@@ -33,7 +33,7 @@ def attempt(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         errors="replace",
         timeout=LIMIT_S,
         check=False,
-        env=os.environ | {"PATH": _PATH, "LC_ALL": "C"},
+        env=os.environ | {"PATH": PATH, "LC_ALL": "C"},
     )
 
 

@@ -1,274 +1,205 @@
-"""One node of a test cluster: a machine of namespaces, with its own root, sshd, user, home and python."""
+"""A node: a machine, and everything that can be done to it. Each fault is undone by its counterpart, or all by `heal`.
+
+All methods are synchronous; none takes longer than its tool, or than the condition that it awaits.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from engine.worker.processes import Process, alive, exists, start_time
-from tests.cluster import boot, network, sshd
-from tests.cluster.command import CommandFailed, command
-from tests.cluster.disk import Disk
-from tests.cluster.specs import FIRST_UID, NodeSpec, address
+from tests.cluster import faults, network, sshd
+from tests.cluster.command import attempt, command
+from tests.cluster.faults import Traffic
+from tests.cluster.machine import Machine, until
 
-UP_LIMIT_S = 10.0
+NOISE = """
+echo "Welcome to this Mac."
+printf '\\033[31mLast backup: never\\033[0m\\n'
+echo "reminder: update homebrew" >&2
+"""
 
 
-class Node:
-    """A node, on or off. Paths are the node's own; `python` is below `~`, as a user would write it."""
+class Node(Machine):
+    """One node of a cluster, with its faults."""
 
-    port = 22
+    _harmed: frozenset[str] = frozenset()
 
-    def __init__(self, spec: NodeSpec, cluster: int, index: int, folder: Path) -> None:
-        self.name = spec.name
-        self.user = spec.user
-        self.home = spec.home
-        self.python = spec.python
-        self.ip = address(cluster, index)
-        self.ssh = f"{spec.user}@{self.ip}"
-        self.uid = FIRST_UID + index
-        self.folder = folder / spec.name
-        self.disk = Disk(self.folder, spec.home)
-        self._cluster, self._index = cluster, index
-        self._unshare: subprocess.Popen[bytes] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Node {self.ssh}>"
-
-    @property
-    def pid(self) -> int | None:
-        """The node's pid 1 as the head sees it; None when the node is off."""
-        try:
-            pid, start = (self.folder / "pid").read_text().split()
-        except FileNotFoundError:
-            return None
-        return int(pid) if alive(int(pid), start) else None
-
-    @property
-    def host_key(self) -> str:
-        """The public host key, as `type base64`."""
-        return sshd.public_key(self.disk.seen_from_head(sshd.HOST_KEY))
-
-    def install(self, client_key: str, hosts: str) -> None:
-        """Make the disks and what an installed system has: the user, sshd with its key, the python."""
-        self.folder.mkdir()
-        self.disk.mount(self.uid)
-        etc = self.disk.root / "etc"
-        for file, line in (
-            ("passwd", f"{self.user}:x:{self.uid}:{self.uid}::{self.home}:/bin/bash"),
-            ("group", f"{self.user}:x:{self.uid}:"),
-            ("shadow", f"{self.user}:*:20000:0:99999:7:::"),
-        ):
-            with (etc / file).open("a") as table:
-                table.write(line + "\n")
-        (etc / "hostname").write_text(f"{self.name}\n")
-        (etc / "hosts").write_text(hosts)
-        (etc / "resolv.conf").unlink(missing_ok=True)
-        (etc / "resolv.conf").touch()
-        shutil.rmtree(etc / "ssh")
-        (etc / "ssh").mkdir()
-        sshd.make_key(etc / "ssh" / "ssh_host_ed25519_key", self.name)
-        (etc / "ssh" / "sshd_config").write_text(sshd.config({}))
-        init = self.disk.seen_from_head(boot.INIT)
-        init.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(__file__).with_name("init.py"), init)
-        self.write("~/.ssh/authorized_keys", f"{client_key}\n", mode=0o600)
-        (self.disk.home / ".ssh").chmod(0o700)
-        self._install_python()
-
-    def _install_python(self) -> None:
-        """A venv at the node's own path: the interpreter is the project's, and so are the packages, but not the
-        project itself, which a Mac has not either."""
-        python = self.disk.seen_from_head(self.python)
-        venv = python.parent.parent
-        base = boot.interpreter()
-        release = f"python3.{sys.version_info.minor}"
-        packages = venv / "lib" / release / "site-packages"
-        packages.mkdir(parents=True)
-        python.parent.mkdir()
-        for name in {"python", "python3", release, python.name}:
-            (python.parent / name).symlink_to(base)
-        version = ".".join(map(str, sys.version_info[:3]))
-        (venv / "pyvenv.cfg").write_text(
-            f"home = {base.parent}\ninclude-system-site-packages = false\nversion = {version}\n"
-        )
-        # A .pth file's folder is not searched for further .pth files: the project's own, of an editable install, is
-        # not read.
-        (packages / "packages.pth").write_text(f"{boot.packages()}\n")
-        self._give_to_user(self.disk.home)
-
-    def power_on(self) -> None:
-        """Boot the node and await its sshd. Its disks are as they were, its boot id is a new one."""
-        if self.pid is not None:
-            raise CommandFailed(f"{self.name} is on already")
-        self.start_boot()
-        self.await_sshd()
-
-    def start_boot(self) -> None:
-        """Start the node's pid 1 and plug its cable in."""
-        boot_id = self.folder / "boot_id"
-        boot_id.write_text(f"{uuid.uuid4()}\n")
-        boot_id.chmod(0o444)
-        owner = os.pidfd_open(os.getpid())
-        try:
-            text = boot.script(
-                name=self.name,
-                root=self.disk.root,
-                home=self.disk.home,
-                home_on_node=self.home,
-                boot_id=boot_id,
-                owner=owner,
-            )
-            (self.folder / "boot.sh").write_text(text)
-            namespaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--propagation", "private")
-            with (self.folder / "console.log").open("ab") as console:
-                self._unshare = subprocess.Popen(
-                    ["unshare", *namespaces, "/bin/sh", str(self.folder / "boot.sh")],
-                    stdin=subprocess.DEVNULL,
-                    stdout=console,
-                    stderr=console,
-                    start_new_session=True,
-                    pass_fds=(owner,),
-                    env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
-                )
-        finally:
-            os.close(owner)
-        pid = self._first_child(self._unshare)
-        (self.folder / "pid").write_text(f"{pid} {start_time(pid)}")
-        network.plug_in(self._cluster, self._index, pid)
-
-    def await_sshd(self) -> None:
-        """Await sshd's greeting."""
-        until(lambda: self.greeting().startswith("SSH-"), f"sshd of {self.name}", self._console)
-
-    def greeting(self, limit_s: float = 1.0) -> str:
-        """What the ssh port says first; "" when it says nothing within `limit_s`, or does not let us in."""
-        try:
-            with socket.create_connection((self.ip, self.port), timeout=limit_s) as connection:
-                return connection.recv(64).decode(errors="replace")
-        except OSError:
-            return ""
-
-    def power_off(self) -> None:
-        """Pull the plug: the cable first, so that not even a FIN gets out, then every process at once."""
-        pid = self.pid
-        if pid is None:
-            return
-        network.set_link(self._cluster, self._index, up=False)
-        os.kill(pid, signal.SIGKILL)
-        if self._unshare is not None:
-            self._unshare.wait()
-            self._unshare = None
-        until(lambda: not exists(pid) or start_time(pid) is None, f"{self.name}'s end", str)
-        network.unplug(self._cluster, self._index)
-        (self.folder / "pid").unlink()
-
-    def heal(self) -> None:
-        """Undo every fault, and end what the node's user left running."""
-        if self.pid is None:
-            self.power_on()
+    def heal(self, *, all_faults: bool = False) -> None:
+        """Undo every fault that this object caused, or, `all_faults`, all there may be; end what the user left running
+        (sshd and its connections apart)."""
+        harmed = set(self._undoings) if all_faults else self._harmed
+        for harm, undo in self._undoings.items():
+            if harm in harmed:
+                undo()
         self.end_processes()
 
-    def end_processes(self) -> None:
-        """KILL every process of the node's user, connections of sshd apart."""
-        for process in self.processes():
-            if not process.command.startswith("sshd: "):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+    @property
+    def _undoings(self) -> dict[str, Callable[[], None]]:
+        return {
+            "power": self.power_on,
+            "link": self.link_up,
+            "filter": self.flush_rules,
+            "speed": self.full_speed,
+            "disk": self.free_disk,
+            "noise": self.quiet_bashrc,
+            "frozen": self.thaw_sshd,
+            "sshd": self.default_sshd,
+        }
 
-    def processes(self, nonce: str | None = None) -> list[Process]:
-        """The processes of the node's user, as the head sees them (pids are the head's), without zombies; those with
-        this FLIGHTDECK_NONCE when one is given. None when the node is off."""
-        pid = self.pid
-        if pid is None:
-            return []
-        namespace = Path(f"/proc/{pid}/ns/pid").readlink()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if not entry.name.isdigit() or (entry / "ns" / "pid").readlink() != namespace:
-                    continue
-                if entry.stat().st_uid != self.uid or start_time(int(entry.name)) is None:
-                    continue
-                if nonce and f"FLIGHTDECK_NONCE={nonce}".encode() not in (entry / "environ").read_bytes().split(b"\0"):
-                    continue
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(Process(int(entry.name), words.strip()))
-        return found
+    def power_on(self) -> None:
+        """Boot the node if it is off, and await its sshd. Its disks are as they were, its boot id is a new one."""
+        if self.pid is None:
+            self.boot()
+            self.await_sshd()
+        self._healed("power")
 
-    def run(self, argv: Sequence[str], *, limit_s: float = 30.0) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on the node as its user, without ssh: the head looks in. The working directory is the home."""
-        as_user = ("setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", "--reset-env")
-        return subprocess.run(
-            [*self._inside(), *as_user, "sh", "-c", 'cd && exec "$@"', "sh", *argv],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
+    def power_off(self) -> None:
+        """Pull the plug: no FIN, no last words, every process gone when this returns."""
+        self._harm("power")
+        self.pull_the_plug()
+        # Rules, speed and a frozen sshd went with the kernel's state.
+        for harm in ("link", "filter", "speed", "frozen"):
+            self._healed(harm)
 
-    def read(self, path: str) -> str:
-        """The text of a file on the node's disk, on or off."""
-        return self.disk.seen_from_head(path).read_text()
+    def cut(self, traffic: Traffic = Traffic.EVERYTHING, peer: str | None = None) -> None:
+        """Let all packets of `traffic` vanish both ways: a black hole. `peer` is one other address; else everybody."""
+        self._filter(faults.drop(traffic, peer))
 
-    def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
-        """Write a file of the user's on the node's disk, on or off."""
-        file = self.disk.seen_from_head(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        file.chmod(mode)
-        self._give_to_user(file)
-        if file.is_relative_to(self.disk.home):
-            for parent in file.relative_to(self.disk.home).parents:
-                os.chown(self.disk.home / parent, self.uid, self.uid)
+    def lossy(self, share: float = 0.2, traffic: Traffic = Traffic.EVERYTHING, peer: str | None = None) -> None:
+        """Lose this share of the packets each way."""
+        self._filter(faults.lose(share, traffic, peer))
 
-    def copy_in(self, source: Path, path: str) -> None:
-        """Copy a file or folder of the head's to `path` on the node, as the user's."""
-        target = self.disk.seen_from_head(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-        else:
-            shutil.copy(source, target)
-        self._give_to_user(self.disk.home)
+    def reject(self, traffic: Traffic = Traffic.SSH, peer: str | None = None) -> None:
+        """Answer every TCP packet with a reset, new connections and old."""
+        self._filter(faults.reject(traffic, peer))
 
-    def _inside(self) -> list[str]:
-        pid = self.pid
-        if pid is None:
-            raise CommandFailed(f"{self.name} is off")
-        return ["nsenter", "-t", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--root"]
+    def flush_rules(self) -> None:
+        """Undo cut, lossy and reject."""
+        self._as_root("iptables-restore", stdin=faults.NO_RULES)
+        self._healed("filter")
 
-    def _as_root(self, *argv: str, stdin: str = "") -> str:
-        return command(*self._inside(), *argv, stdin=stdin)
+    def reset_ssh(self) -> None:
+        """Reset every ssh connection of the node, now and once; new ones are let in."""
+        self._as_root("ss", "--tcp", "--kill", "state", "established", f"sport = :{self.port}")
 
-    def _give_to_user(self, path: Path) -> None:
-        command("chown", "-hR", f"{self.uid}:{self.uid}", str(path))
+    def link_down(self) -> None:
+        """Pull the network cable."""
+        self._harm("link")
+        network.set_link(self._cluster, self._index, up=False)
 
-    def _first_child(self, process: subprocess.Popen[bytes]) -> int:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        until(lambda: process.poll() is not None or children.read_text() != "", f"{self.name}'s pid 1", self._console)
-        if process.poll() is not None:
-            raise CommandFailed(f"{self.name} did not boot: {self._console()}")
-        return int(children.read_text().split()[0])
+    def link_up(self) -> None:
+        """Plug the network cable in again."""
+        network.set_link(self._cluster, self._index, up=True)
+        self._healed("link")
 
-    def _console(self) -> str:
-        return (self.folder / "console.log").read_text(errors="replace").strip()
+    def slow_link(self, rate: str = "10mbit") -> None:
+        """Send and receive no faster than `rate`, as tc writes it (1mbit is a million bits a second)."""
+        self._harm("speed")
+        self._as_root(*faults.throttle("eth0", rate))
+        command(*faults.throttle(network.port_of(self._cluster, self._index), rate))
 
+    def full_speed(self) -> None:
+        """Undo slow_link."""
+        attempt(*self._inside(), *faults.unthrottle("eth0"))
+        attempt(*faults.unthrottle(network.port_of(self._cluster, self._index)))
+        self._healed("speed")
 
-def until(condition: Callable[[], bool], what: str, detail: Callable[[], str], limit_s: float = UP_LIMIT_S) -> None:
-    """Await `condition`. Raises CommandFailed with `detail` after `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise CommandFailed(f"{what}: not within {limit_s:.0f} s {detail()}".rstrip())
-        time.sleep(0.005)
+    def fill_disk(self, leave: int = 0) -> None:
+        """Leave `leave` bytes free on the disk of the user's home."""
+        self._harm("disk")
+        self.disk.fill(leave)
+
+    def free_disk(self) -> None:
+        """Undo fill_disk."""
+        self.disk.free()
+        self._healed("disk")
+
+    def noisy_bashrc(self, text: str = NOISE) -> None:
+        """Let the user's shell say things before every command."""
+        self._harm("noise")
+        self.write("~/.bashrc", text)
+
+    def quiet_bashrc(self) -> None:
+        """Undo noisy_bashrc."""
+        self.disk.seen_from_head("~/.bashrc").unlink(missing_ok=True)
+        self._healed("noise")
+
+    def stop_sshd(self) -> None:
+        """End the sshd that listens; sessions that are open live on."""
+        self._harm("sshd")
+        self._signal_sshd("TERM")
+        until(self._refused, f"the end of {self.name}'s sshd", str)
+
+    def start_sshd(self) -> None:
+        """Start sshd if none listens, and await its greeting."""
+        if self._refused():
+            self._as_root(sshd.BINARY, "-E", sshd.LOG)
+        self.await_sshd()
+
+    def freeze_sshd(self) -> None:
+        """Let the node accept TCP on the ssh port and say nothing; sessions that are open live on."""
+        self._harm("frozen")
+        self._signal_sshd("STOP")
+
+    def thaw_sshd(self) -> None:
+        """Undo freeze_sshd."""
+        self._signal_sshd("CONT")
+        self._healed("frozen")
+
+    def configure_sshd(self, **options: str | int) -> None:
+        """Restart sshd with these options of sshd_config (MaxStartups="2:50:4", MaxSessions=3) beside the usual."""
+        self._harm("sshd")
+        (self.sshd_folder / sshd.CONFIG_NAME).write_text(self._sshd_config({k: str(v) for k, v in options.items()}))
+        self.restart_sshd()
+
+    def change_host_key(self) -> str:
+        """Restart sshd with another host key, as after a reinstallation, and return its public half. The client's
+        known_hosts stays as it was."""
+        self._harm("sshd")
+        key = self.sshd_folder / sshd.KEY_NAME
+        for file in (key, key.with_name(f"{key.name}.pub")):
+            if not (kept := file.with_name(f"first-{file.name}")).exists():
+                shutil.copy2(file, kept)
+        new = sshd.make_key(key, f"{self.name}-again")
+        self.restart_sshd()
+        return new
+
+    def restart_sshd(self) -> None:
+        """Stop and start sshd; sessions that are open live on."""
+        self.stop_sshd()
+        self.start_sshd()
+
+    def default_sshd(self) -> None:
+        """Undo stop_sshd, configure_sshd and change_host_key."""
+        key = self.sshd_folder / sshd.KEY_NAME
+        for file in (key, key.with_name(f"{key.name}.pub")):
+            if (kept := file.with_name(f"first-{file.name}")).exists():
+                kept.replace(file)
+        (self.sshd_folder / sshd.CONFIG_NAME).write_text(self._sshd_config({}))
+        if not self._refused():
+            self.stop_sshd()
+        self.start_sshd()
+        self._healed("sshd")
+
+    def _filter(self, rules: Sequence[str]) -> None:
+        self._harm("filter")
+        self._as_root("iptables-restore", "--noflush", stdin=faults.inserted(rules))
+
+    def _signal_sshd(self, name: str) -> None:
+        # Not `command`: an sshd that is not there needs no signal.
+        attempt(*self._inside(), "sh", "-c", f'kill -{name} "$(cat {sshd.PID_FILE})"')
+
+    def _sshd_config(self, changes: dict[str, str]) -> str:
+        return sshd.config(changes)
+
+    def _refused(self) -> bool:
+        """Whether nobody listens on the ssh port, asked from the node itself, where no fault of the network is."""
+        listening = self._as_root("ss", "--no-header", "--tcp", "--listening", "--numeric", f"sport = :{self.port}")
+        return not listening.strip()
+
+    def _harm(self, kind: str) -> None:
+        self._harmed |= {kind}
+
+    def _healed(self, kind: str) -> None:
+        self._harmed -= {kind}

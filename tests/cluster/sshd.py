@@ -9,11 +9,14 @@ from tests.cluster.command import command
 
 BINARY = "/usr/sbin/sshd"
 """sshd re-executes itself and wants an absolute path."""
-CONFIG, HOST_KEY, PID_FILE = "/etc/ssh/sshd_config", "/etc/ssh/ssh_host_ed25519_key", "/run/sshd.pid"
+CONFIG_NAME, KEY_NAME = "sshd_config", "ssh_host_ed25519_key"
+PID_FILE = "/run/sshd.pid"
+LOG = "/var/log/sshd.log"
+PORT = 22
 OPTIONS = {
-    "Port": "22",
+    "Port": str(PORT),
     "ListenAddress": "0.0.0.0",
-    "HostKey": HOST_KEY,
+    "HostKey": f"/etc/ssh/{KEY_NAME}",
     "PidFile": PID_FILE,
     "AuthorizedKeysFile": ".ssh/authorized_keys",
     "PasswordAuthentication": "no",
