@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,22 +25,26 @@ SETTLE_S = 4.0
 """Left out: the start of the interpreter and the first look at every process."""
 
 
+CROWD_SCRIPT = f"""
+FLIGHTDECK_SPEC=/home/ana/.flightdeck/runs/r/attempts/1/spec.json; FLIGHTDECK_NONCE=bench; i=0
+while [ $i -lt {CROWD} ]; do
+  [ $i -eq 0 ] && export FLIGHTDECK_SPEC FLIGHTDECK_NONCE
+  [ $i -eq {RANKS} ] && unset FLIGHTDECK_SPEC FLIGHTDECK_NONCE
+  MLX_RANK=$i sleep 1000 </dev/null >/dev/null 2>&1 &
+  i=$((i + 1))
+done
+"""
+"""Processes that do nothing, the first of them marked as ranks'."""
+
+
 @contextlib.contextmanager
 def crowd() -> Iterator[None]:
-    """Processes that do nothing, some of them marked as ranks'."""
-    started = []
-    try:
-        for number in range(CROWD):
-            spec = "/home/ana/.flightdeck/runs/r/attempts/1/spec.json"
-            marks = {"FLIGHTDECK_NONCE": "bench", "FLIGHTDECK_SPEC": spec, "MLX_RANK": str(number)}
-            environment = os.environ | (marks if number < RANKS else {})
-            started.append(subprocess.Popen(["/bin/sleep", "1000"], env=environment))
-        yield
-    finally:
-        for process in started:
-            process.kill()
-        for process in started:
-            process.wait()
+    """The crowd on this machine, for as long as it is needed."""
+    with subprocess.Popen(["/bin/sh", "-c", CROWD_SCRIPT + "wait"], start_new_session=True) as shell:
+        try:
+            yield
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 def scripts() -> list[int]:
@@ -96,6 +101,7 @@ def main(seconds: float) -> int:
         with Cluster(1) as cluster:
             os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
             node = cluster.nodes[0]
+            node.run(["/bin/sh", "-c", CROWD_SCRIPT])
             there = NodeConfig(name="a node over ssh", ssh=node.name, python=node.python, workdir="~")
             shares.append(asyncio.run(measure(there, seconds, cluster.folder / "home")))
     else:
