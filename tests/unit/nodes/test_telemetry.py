@@ -107,7 +107,7 @@ async def test_a_node_without_its_interpreter_says_so_and_the_others_go_on(tmp_p
 
 @pytest.mark.parametrize(
     ("body", "problem"),
-    [("echo 'dyld: gone' >&2; exit 134", "dyld: gone"), ("head -c 300000 /dev/zero; sleep 60", "a line of more than")],
+    [("echo 'dyld: gone' >&2; exit 134", "dyld: gone"), ("head -c 140000 /dev/zero; sleep 60", "a line of more than")],
 )
 async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(tmp_path: Path, body: str, problem: str) -> None:
     python = tmp_path / "python"
