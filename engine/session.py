@@ -252,15 +252,18 @@ class Engine:
         """Run the checks; each is yielded as RUNNING and again when it ends. Closing the iterator ends them.
         Raises InputError when a name in `skip` is no check."""
         from engine.preflight.checklist import run_checks
+        from engine.preflight.scene import Scene
         from engine.security.audit import audit_log
 
+        scene = Scene(config, self.fleet(config))
         results: asyncio.Queue[CheckResult | None] = asyncio.Queue()
 
         async def run() -> None:
             try:
                 audit = functools.partial(audit_log, home=self.home)
-                await run_checks(config, skip=skip, on_result=results.put_nowait, audit=audit)
+                await run_checks(scene, skip=skip, on_result=results.put_nowait, audit=audit)
             finally:
+                await scene.close()
                 results.put_nowait(None)
 
         running = asyncio.create_task(run(), name="preflight")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.models import CheckResult, CheckStatus
+from engine.preflight.scene import Scene
 
-Look = Callable[[FlightConfig], Awaitable[CheckResult]]
+Look = Callable[[Scene], Awaitable[CheckResult]]
 Applies = Callable[[FlightConfig], str | None]
 
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
-from engine.config.models import FlightConfig
-from engine.errors import InputError
+from engine.errors import FlightDeckError, InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport
 from engine.preflight.check import Check, verdict
 from engine.preflight.registry import CHECKS, NOT_YET
+from engine.preflight.scene import Scene
 from engine.security.audit import audit_log
 
 OVERRIDDEN = "overridden"
@@ -33,7 +33,7 @@ def check_names(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> li
 
 
 async def run_checks(
-    config: FlightConfig,
+    scene: Scene,
     *,
     skip: Iterable[str] = (),
     on_result: OnResult,
@@ -45,13 +45,13 @@ async def run_checks(
     `skip` adds to the configuration's own list. A check that breaks or is late is a failure of that check alone;
     cancelling ends what the checks started. Raises InputError when a name in `skip` is no check.
     """
-    overridden = check_names([*config.preflight.skip, *skip], checks)
+    overridden = check_names([*scene.config.preflight.skip, *skip], checks)
     ended: dict[str, asyncio.Future[CheckResult]] = {
         name: asyncio.get_running_loop().create_future() for name in checks
     }
 
     async def settle(check: Check) -> None:
-        result = await _answer(config, check, overridden, ended, on_result)
+        result = await _answer(scene, check, overridden, ended, on_result)
         ended[check.name].set_result(result)
         on_result(result)
 
@@ -77,7 +77,7 @@ def first_failure(report: PreflightReport) -> CheckResult | None:
 
 
 async def _answer(
-    config: FlightConfig,
+    scene: Scene,
     check: Check,
     overridden: list[str],
     ended: Mapping[str, asyncio.Future[CheckResult]],
@@ -85,7 +85,7 @@ async def _answer(
 ) -> CheckResult:
     if check.name in overridden:
         return verdict(check.name, CheckStatus.SKIP, OVERRIDDEN)
-    why_not = check.not_applicable(config)
+    why_not = check.not_applicable(scene.config)
     if why_not:
         return verdict(check.name, CheckStatus.SKIP, why_not)
     for needed in check.needs:
@@ -95,9 +95,11 @@ async def _answer(
     began = time.monotonic()
     try:
         async with asyncio.timeout(check.time_limit_s):
-            result = await check.look(config)
+            result = await check.look(scene)
     except TimeoutError:
         result = verdict(check.name, CheckStatus.FAIL, f"no answer within {check.time_limit_s:.0f} s")
+    except FlightDeckError as error:
+        result = verdict(check.name, CheckStatus.FAIL, str(error))
     except Exception as error:  # a check that breaks must not take the others, or the supervisor, with it
         result = verdict(check.name, CheckStatus.FAIL, f"the check itself broke: {type(error).__name__}: {error}")
     return result.model_copy(update={"name": check.name, "duration_s": round(time.monotonic() - began, 3)})

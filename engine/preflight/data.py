@@ -5,20 +5,21 @@ mlx-lm finds a bad line only after every rank has loaded its model.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from engine.config.models import FlightConfig
+from engine.config.models import FlightConfig, NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
-from engine.preflight import jsonl
+from engine.preflight import connectivity
 from engine.preflight.check import Check, ranks_of, trains, verdict
-from engine.preflight.model import near
-from engine.transport.local import LocalTransport
+from engine.preflight.scene import Scene
+from engine.security.sanitise import plain
+from engine.transport.base import quoted
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -31,7 +32,7 @@ _VALIDATION_SHARE = 20
 class DataFile:
     """One JSONL file as one node would read it."""
 
-    path: Path
+    path: PurePath
     lines: int = 0
     examples: int = 0
     sha256: str = ""
@@ -45,28 +46,39 @@ class DataFile:
         return self.fault or f"{self.path.name} {self.examples:,} examples, {self.form}, sha256 {self.sha256[:12]}"
 
 
-async def look(config: FlightConfig) -> CheckResult:
+async def look(scene: Scene) -> CheckResult:
+    config = scene.config
     settings = config.job.mlx_lm
-    wanted = {node.name: Path(node.data or config.job.data or "") for node in config.nodes}
-    directories = list(dict.fromkeys(wanted.values()))
+    wanted = {node.name: PurePosixPath(node.data or config.job.data or "") for node in config.nodes}
     names = ["train", *(["test"] if settings.get("test") else [])]
-    validates = int(settings.get("val_batches", 25)) != 0
-    if validates:
+    if int(settings.get("val_batches", 25)) != 0:
         names.insert(1, "valid")
-    files = [directory / f"{name}.jsonl" for directory in directories for name in names]
-    read = dict(zip(files, await asyncio.gather(*(_read(path, settings) for path in files)), strict=True))
-    found = {directory: [read[directory / f"{name}.jsonl"] for name in names] for directory in directories}
+    keys = {name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()}
+
+    async def read(node: NodeConfig) -> list[DataFile]:
+        files = [str(wanted[node.name] / f"{name}.jsonl") for name in names]
+        said = await scene.look(node, "jsonl", json.dumps(keys), *files, timeout_s=_READ_LIMIT_S)
+        # In the order of the question: the answer names files as the node expands them.
+        return [_interpret(path, found, settings) for path, found in zip(files, said.values(), strict=True)]
+
+    answers = await scene.on_all(read)
+    found = {
+        name: [DataFile(wanted[name] / "train.jsonl", fault=str(answer))]
+        if isinstance(answer, FlightDeckError)
+        else answer
+        for name, answer in answers.items()
+    }
     return judge(config, wanted, found)
 
 
-def judge(config: FlightConfig, wanted: dict[str, Path], found: dict[Path, list[DataFile]]) -> CheckResult:
+def judge(config: FlightConfig, wanted: Mapping[str, PurePath], found: Mapping[str, list[DataFile]]) -> CheckResult:
     """The verdict over all nodes; a missing valid.jsonl only warns, as mlx-lm then trains without validation."""
     failed: dict[str, str] = {}
     warned: dict[str, str] = {}
     fixes: dict[str, str] = {}
     blames: tuple[int, str] | None = None
     for rank, node in ranks_of(config):
-        files = found[wanted[node.name]]
+        files = found[node.name]
         hard, soft, mends = _faults(files, int(config.job.mlx_lm.get("batch_size", 1)))
         if hard:
             failed[node.name] = "; ".join(hard)
@@ -76,20 +88,22 @@ def judge(config: FlightConfig, wanted: dict[str, Path], found: dict[Path, list[
         if mends:
             fixes[node.name] = " && ".join(mends)
     evidence = {
-        name: f"{directory}: {'; '.join(file.words() for file in found[directory])}"
-        for name, directory in wanted.items()
+        name: f"{directory}: {'; '.join(file.words() for file in found[name])}" for name, directory in wanted.items()
     }
     if failed:
         summary = "; ".join(dict.fromkeys(failed.values()))
         return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    first = found[wanted[config.nodes[0].name]]
+    first = found[config.nodes[0].name]
     for rank, node in ranks_of(config):
-        if [file.sha256 for file in found[wanted[node.name]]] != [file.sha256 for file in first]:
-            fix = f"cp {shlex.quote(str(first[0].path.parent))}/*.jsonl {shlex.quote(str(wanted[node.name]))}/"
-            summary = f"{node.name} holds other data than {config.nodes[0].name}"
-            return verdict(
-                NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes={node.name: fix}, blames=(rank, node.name)
-            )
+        theirs = found[node.name]
+        if [file.sha256 for file in theirs] != [file.sha256 for file in first]:
+            summary = f"{node.name} holds other data than {config.nodes[0].name}: {_differing(first, theirs)}"
+            fixes = {}
+            if node.local and config.nodes[0].local:
+                fixes = {node.name: f"cp {quoted(first[0].path.parent)}/*.jsonl {quoted(wanted[node.name])}/"}
+            else:
+                summary += f"; copy {wanted[config.nodes[0].name]} of {config.nodes[0].name} to it"
+            return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=(rank, node.name))
     if warned:
         summary = "; ".join(dict.fromkeys(warned.values()))
         return verdict(NAME, CheckStatus.WARN, summary, evidence=evidence, fixes=fixes)
@@ -117,30 +131,26 @@ def _faults(files: list[DataFile], batch_size: int) -> tuple[list[str], list[str
     return hard, soft, mends
 
 
-def _split_off(train: DataFile, valid: Path) -> str:
+def _split_off(train: DataFile, valid: PurePath) -> str:
     """A command that moves the last lines of train.jsonl into valid.jsonl."""
     count = max(1, train.lines // _VALIDATION_SHARE)
-    source, target = shlex.quote(str(train.path)), shlex.quote(str(valid))
+    source, target = quoted(train.path), quoted(valid)
     return f"tail -n {count} {source} > {target} && sed -i.bak '{train.lines - count + 1},$d' {source}"
 
 
-async def _read(path: Path, settings: dict[str, Any]) -> DataFile:
-    if not path.parent.is_dir():
-        return DataFile(path, fault=f"no such directory: {path.parent}{near(path.parent, 'train.jsonl')}")
-    if not path.is_file():
-        return DataFile(path, fault=f"{path} is missing{near(path)}", absent=True)
-    keys = {name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()}
-    command = [sys.executable, "-I", str(Path(jsonl.__file__)), str(path), json.dumps(keys)]
-    finished = await LocalTransport().run(command, timeout_s=_READ_LIMIT_S)
-    if finished.code is None:
-        return DataFile(path, fault=f"{path} could not be read in {_READ_LIMIT_S:.0f} s")
-    if finished.code != 0:
-        return DataFile(path, fault=f"{path} cannot be read: {finished.last_words}")
-    return interpret(path, json.loads(finished.stdout), mask_prompt=bool(settings.get("mask_prompt")))
+def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
+    pairs = [(one, other) for one, other in zip(first, theirs, strict=True) if one.sha256 != other.sha256]
+    return ", ".join(f"{other.path.name} {other.lines:,} lines against {one.lines:,}" for one, other in pairs)
 
 
-def interpret(path: Path, said: dict[str, Any], *, mask_prompt: bool) -> DataFile:
-    """What jsonl.py printed, with its faults in words and a command that takes the bad lines out."""
+def _interpret(path: str, said: dict[str, Any], settings: Mapping[str, Any]) -> DataFile:
+    if "problem" in said:
+        return DataFile(PurePosixPath(path), fault=plain(said["problem"]), absent=bool(said["absent"]))
+    return interpret(PurePosixPath(path), said, mask_prompt=bool(settings.get("mask_prompt")))
+
+
+def interpret(path: PurePath, said: dict[str, Any], *, mask_prompt: bool) -> DataFile:
+    """What `worker.looks.jsonl` said of one file, its faults in words, and a command that takes bad lines out."""
     lines, examples, form, faults = said["lines"], said["examples"], said["form"], said["faults"]
     fault = fix = None
     if examples == 0:
@@ -148,10 +158,10 @@ def interpret(path: Path, said: dict[str, Any], *, mask_prompt: bool) -> DataFil
     elif faults:
         number, why = faults[0]
         more = said["fault_count"] - 1
-        fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
+        fault = f"{path}: line {number} {plain(why)}" + (f", and {more:,} more lines" if more else "")
         if form is not None and said["fault_count"] == len(faults) < examples:
             doomed = ";".join(f"{number}d" for number, _ in faults)
-            fix = f"sed -i.bak {shlex.quote(doomed)} {shlex.quote(str(path))}"
+            fix = f"sed -i.bak {shlex.quote(doomed)} {quoted(path)}"
     elif mask_prompt and form == "text":
         fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
     return DataFile(path, lines, examples, said["sha256"], form, fault, fix, absent=examples == 0)
@@ -161,6 +171,7 @@ CHECK = Check(
     NAME,
     "train, valid and test JSONL: there, readable by mlx-lm, the same on all nodes",
     look,
-    time_limit_s=_READ_LIMIT_S + 10,
+    time_limit_s=_READ_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
     not_applicable=trains,
 )

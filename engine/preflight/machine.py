@@ -40,7 +40,7 @@ async def _begin(look: Callable[[], Awaitable[CheckResult]]) -> CheckResult:
 
 
 async def _mlx() -> CheckResult:
-    seen = await ask(sys.executable)
+    seen = await ask(LocalTransport(), sys.executable)
     if seen.problem or not new_enough(seen.mlx, MLX_MINIMUM):
         summary = seen.problem or f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}"
         fix = install_command(sys.executable, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})

@@ -1,28 +1,27 @@
-"""model_present: configuration, tokenizer and all safetensors shards lie where each node looks for them."""
+"""model_present: configuration, tokenizer and all safetensors shards lie where each node looks, and are alike."""
 
 from __future__ import annotations
 
-import asyncio
-import difflib
-import json
-import re
 import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-from engine.config.models import FlightConfig
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
+from engine.preflight import connectivity
 from engine.preflight.check import Check, ranks_of, trains, verdict
+from engine.preflight.scene import Scene
+from engine.security.sanitise import plain
+from engine.transport.base import quoted
 
 NAME = "model_present"
-CONFIGURATION = "config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What lies in one model directory."""
+    """What lies in one model directory, as `worker.looks.model` says."""
 
     kind: str = "?"
     """model_type of config.json."""
@@ -31,6 +30,19 @@ class ModelFiles:
     faults: list[str] = field(default_factory=list)
     repository: str | None = None
     """Where config.json says that it came from, as ORG/NAME."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """File → SHA-256, of weights their size."""
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> ModelFiles:
+        return cls(
+            kind=plain(said["kind"]),
+            bytes=int(said["bytes"]),
+            shards=int(said["shards"]),
+            faults=[plain(fault) for fault in said["faults"]],
+            repository=said["repository"],
+            hashes={plain(name): plain(digest) for name, digest in said["hashes"].items()},
+        )
 
     def words(self) -> str:
         if self.faults:
@@ -38,81 +50,69 @@ class ModelFiles:
         return f"{self.kind}, {self.shards} shard{'s' * (self.shards != 1)}, {self.bytes / 1e6:,.1f} MB"
 
 
-async def look(config: FlightConfig) -> CheckResult:
+async def look(scene: Scene) -> CheckResult:
+    config = scene.config
     wanted = {node.name: node.model or config.job.model or "" for node in config.nodes}
-    paths = list(dict.fromkeys(wanted.values()))
-    found = dict(zip(paths, await asyncio.gather(*(asyncio.to_thread(read, Path(p)) for p in paths)), strict=True))
+
+    async def read(node: NodeConfig) -> ModelFiles:
+        return ModelFiles.of(await scene.look(node, "model", wanted[node.name], timeout_s=_LIMIT_S))
+
+    answers = await scene.on_all(read)
+    found = {name: _found(answer) for name, answer in answers.items()}
     faults: dict[str, str] = {}
     fixes: dict[str, str] = {}
     blames: tuple[int, str] | None = None
     for rank, node in ranks_of(config):
-        files = found[wanted[node.name]]
+        files = found[node.name]
         if files.faults:
             faults[node.name] = f"{wanted[node.name]}: {files.words()}"
             blames = blames or (rank, node.name)
             if files.repository:
-                fixes[node.name] = f"hf download {files.repository} --local-dir {shlex.quote(wanted[node.name])}"
-    evidence = {name: f"{path}: {found[path].words()}" for name, path in wanted.items()}
+                fixes[node.name] = f"hf download {files.repository} --local-dir {quoted(wanted[node.name])}"
+    evidence = {name: f"{path}: {found[name].words()}" for name, path in wanted.items()}
     if faults:
         summary = "; ".join(dict.fromkeys(faults.values()))
         if not fixes:
             summary += "; set `model` in [job] to a directory with an mlx-lm model"
         return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    kinds = {files.words() for files in found.values()}
-    if len(kinds) > 1:
-        summary = f"the nodes hold different models: {' against '.join(sorted(kinds))}"
-        return verdict(NAME, CheckStatus.FAIL, summary + "; copy rank 0's to the others", evidence=evidence)
-    return verdict(NAME, CheckStatus.PASS, kinds.pop(), evidence=evidence)
+    first = config.nodes[0]
+    for rank, node in ranks_of(config):
+        if differing := _differing(found[first.name].hashes, found[node.name].hashes):
+            summary = f"{node.name} holds another model than {first.name}: {', '.join(differing)}"
+            fix = f"copy {first.name}'s {wanted[first.name]} to {wanted[node.name]} of {node.name}"
+            return verdict(
+                NAME,
+                CheckStatus.FAIL,
+                f"{summary}; {fix}",
+                evidence=evidence,
+                fixes=_copies(scene, node, wanted),
+                blames=(rank, node.name),
+            )
+    return verdict(NAME, CheckStatus.PASS, found[first.name].words(), evidence=evidence)
 
 
-def read(directory: Path) -> ModelFiles:
-    """Look into a model directory without loading anything of it."""
-    if not directory.is_dir():
-        return ModelFiles(faults=[f"no such directory{near(directory, 'config.json')}"])
-    faults: list[str] = []
-    kind, repository = "?", None
-    try:
-        configuration = json.loads((directory / CONFIGURATION).read_bytes())
-        kind = str(configuration["model_type"])
-        name = configuration.get("_name_or_path")
-        repository = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
-    except FileNotFoundError:
-        faults.append("config.json is missing")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        faults.append("config.json is no model configuration (JSON with a model_type)")
-    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
-        faults.append("no tokenizer (tokenizer.json or tokenizer.model)")
-    shards = sorted(directory.glob("model*.safetensors"))
-    faults += _shard_faults(directory, {shard.name for shard in shards})
-    return ModelFiles(kind, sum(shard.stat().st_size for shard in shards), len(shards), faults, repository)
+def _found(answer: ModelFiles | FlightDeckError) -> ModelFiles:
+    return ModelFiles(faults=[str(answer)]) if isinstance(answer, FlightDeckError) else answer
 
 
-def _shard_faults(directory: Path, present: set[str]) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return [f"{index.name} has no weight_map"]
-        missing = sorted(named - present)
-        if missing:
-            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            return [f"{len(missing)} of {len(named)} shards missing: {shown}"]
-    if not present:
-        return ["no weights (model*.safetensors)"]
-    empty = sorted(name for name in present if (directory / name).stat().st_size <= 8)
-    return [f"empty: {', '.join(empty)}"] if empty else []
+def _differing(here: dict[str, str], there: dict[str, str]) -> list[str]:
+    return sorted(name for name in {*here, *there} if here.get(name) != there.get(name))[:4]
 
 
-def near(path: Path, holding: str = "") -> str:
-    """ ", did you mean …?" for a path whose parent has something of a similar name; `holding` is a file that must be
-    in it."""
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if (entry / holding).exists()]
-    except OSError:
-        return ""
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    return f", did you mean {path.parent / close[0]}?" if close else ""
+def _copies(scene: Scene, node: NodeConfig, wanted: dict[str, str]) -> dict[str, str]:
+    """The command that copies rank 0's model, where both are this machine's and it can be said in one."""
+    first = scene.config.nodes[0]
+    if not (node.local and first.local):
+        return {}
+    source, target = (shlex.quote(wanted[each.name]) for each in (first, node))
+    return {node.name: f"cp {source}/* {target}/"}
 
 
-CHECK = Check(NAME, "config.json, tokenizer and all safetensors shards", look, time_limit_s=30, not_applicable=trains)
+CHECK = Check(
+    NAME,
+    "config.json, tokenizer and all safetensors shards, the same on all nodes",
+    look,
+    time_limit_s=_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    not_applicable=trains,
+)

@@ -6,95 +6,83 @@ for what it is.
 
 from __future__ import annotations
 
-import asyncio
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
-from engine.config.models import FlightConfig
-from engine.errors import LaunchError
-from engine.launch.hostfile import as_configured, port_count
-from engine.launch.ports import holder
-from engine.launch.ports import ring_ports as fresh_ports
-from engine.launch.ports_script import bindable
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError, LaunchError
+from engine.launch.hostfile import port_count, ports_of
+from engine.launch.ports import fresh_ports
 from engine.models import CheckResult, CheckStatus
+from engine.planning.wiring import Wiring
+from engine.preflight import connectivity
 from engine.preflight.check import Check, ranks_of, verdict
-from engine.worker.wire import NONCE_ENV
+from engine.preflight.scene import Scene
+from engine.security.sanitise import plain
 
 NAME = "ports_free"
+_LIMIT_S = 20.0
 
 
-async def look(config: FlightConfig) -> CheckResult:
-    return await asyncio.to_thread(_look, config)
+async def look(scene: Scene) -> CheckResult:
+    wiring = await scene.wiring()
+    first = scene.config.cluster.starting_port
+    if first is None:
+        return await _fresh(scene, wiring)
+    wanted = {node.name: _endpoints(rank, wiring, first) for rank, node in ranks_of(scene.config)}
 
+    async def ask(node: NodeConfig) -> dict[str, Any]:
+        endpoints = wanted[node.name]
+        return (await scene.look(node, "ports", *endpoints, timeout_s=_LIMIT_S))["ports"] if endpoints else {}
 
-def ring_ports(config: FlightConfig) -> Iterator[tuple[int, str, int]]:
-    """(rank, IP, port) as mlx.launch counts them up from starting_port: one per rank and IP."""
-    port = config.cluster.starting_port or 0
-    for rank, node in ranks_of(config):
-        for ip in node.ips:
-            yield rank, ip, port
-            port += 1
-
-
-def _look(config: FlightConfig) -> CheckResult:
-    if config.cluster.starting_port is None:
-        return _fresh(port_count(as_configured(config.nodes)))
+    found = await scene.on_all(ask)
     evidence: dict[str, str] = {}
     fixes: dict[str, str] = {}
     faults: list[str] = []
     blames: tuple[int, str] | None = None
-    for rank, ip, port in ring_ports(config):
-        node = config.nodes[rank].name
-        if bindable(ip, port):
-            evidence.setdefault(node, f"{ip}:{port} is free")
+    for rank, node in ranks_of(scene.config):
+        said = found[node.name]
+        problems, pids = _held(said)
+        evidence[node.name] = "; ".join(problems) or ", ".join(f"{endpoint} is free" for endpoint in wanted[node.name])
+        if not problems:
             continue
-        found = holder(port)
-        who = f"held by {found}" if found else "held by a process that cannot be seen"
-        pid = holder_pid(found)
-        orphan = ", a rank of a Flight Deck run, perhaps an orphan" if pid and _has_nonce(pid) else ""
-        evidence[node] = f"{ip}:{port} is {who}{orphan}"
-        faults.append(f"port {port} of {node} is {who}{orphan}")
-        blames = blames or (rank, node)
-        if pid:
-            fixes[node] = f"kill {pid}"
+        faults += [f"{problem} on {node.name}" for problem in problems]
+        blames = blames or (rank, node.name)
+        if pids:
+            fixes[node.name] = f"kill {' '.join(map(str, pids))}"
     if faults:
         summary = "; ".join(faults) + "; or leave starting_port out of [cluster]: fresh ports are then taken"
         return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    ports = [port for _, _, port in ring_ports(config)]
-    return verdict(NAME, CheckStatus.PASS, f"{ports[0]} to {ports[-1]} are free", evidence=evidence)
+    last = first + port_count(wiring) - 1
+    return verdict(NAME, CheckStatus.PASS, f"{first} to {last} are free", evidence=evidence)
 
 
-def _fresh(count: int) -> CheckResult:
+def _endpoints(rank: int, wiring: Wiring, first: int) -> list[str]:
+    ports = ports_of(rank, wiring, first)
+    return [f"{ip}:{port}" for ip, port in zip(wiring.hosts[rank].ips, ports, strict=False)]
+
+
+def _held(said: dict[str, Any] | FlightDeckError) -> tuple[list[str], list[int]]:
+    """What is wrong with a node's ports in words, and whose processes hold them."""
+    if isinstance(said, FlightDeckError):
+        return [str(said)], []
+    problems, pids = [], []
+    for endpoint, holder in said.items():
+        if holder is None:
+            continue
+        orphan = ", a rank of a Flight Deck run, perhaps an orphan" if holder["orphan"] else ""
+        problems.append(f"{plain(endpoint)} is held by {plain(holder['holder'])}{orphan}")
+        if isinstance(holder["pid"], int):
+            pids.append(holder["pid"])
+    return problems, pids
+
+
+async def _fresh(scene: Scene, wiring: Wiring) -> CheckResult:
     try:
-        first = fresh_ports(count)
+        first = await fresh_ports(scene.fleet, scene.config.nodes, wiring)
     except LaunchError as error:
         return verdict(NAME, CheckStatus.FAIL, str(error))
-    return verdict(NAME, CheckStatus.PASS, f"each attempt takes fresh ones; {count} from {first} are free now")
+    words = f"each attempt takes fresh ones; {port_count(wiring)} from {first} are free now"
+    return verdict(NAME, CheckStatus.PASS, words)
 
 
-def holder_pid(found: str | None) -> int | None:
-    """The pid in what `engine.launch.ports.holder` says, "pid 12 (command)"."""
-    match = re.match(r"pid (\d+) ", found or "")
-    return int(match[1]) if match else None
-
-
-def _has_nonce(pid: int) -> bool:
-    if sys.platform.startswith("linux"):
-        try:
-            return f"{NONCE_ENV}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
-    return re.search(rf" {NONCE_ENV}=", _said("ps", "-Eww", "-o", "command=", "-p", str(pid))) is not None
-
-
-def _said(*argv: str) -> str:
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-CHECK = Check(NAME, "the ring's ports can be bound", look, time_limit_s=15)
+CHECK = Check(NAME, "the ring's ports can be bound", look, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,))

@@ -2,77 +2,56 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-from pathlib import Path
+from typing import Any
 
 from engine.config.models import FlightConfig, NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
+from engine.preflight import connectivity
 from engine.preflight.check import Check, ranks_of, verdict
-from engine.preflight.model import near
+from engine.preflight.scene import Scene
+from engine.security.sanitise import plain
 
 NAME = "program_present"
-_PYTHON_NAMES = ("python", "python3")
+_LIMIT_S = 30.0
 
 
 def _no_command(config: FlightConfig) -> str | None:
     return None if config.job.command else "the job is an mlx-lm training, not a command"
 
 
-async def look(config: FlightConfig) -> CheckResult:
-    command = config.job.command or ()
+async def look(scene: Scene) -> CheckResult:
+    command = scene.config.job.command or ()
+
+    async def locate(node: NodeConfig) -> dict[str, Any]:
+        return await scene.look(node, "program", node.workdir, node.python, *command, timeout_s=_LIMIT_S)
+
+    found = await scene.on_all(locate)
     faults: dict[str, str] = {}
     fixes: dict[str, str] = {}
     evidence: dict[str, str] = {}
     blames: tuple[int, str] | None = None
-    for rank, node in ranks_of(config):
-        program, fault, fix = locate(command, node)
-        evidence[node.name] = fault or program
+    for rank, node in ranks_of(scene.config):
+        said = found[node.name]
+        fault = str(said) if isinstance(said, FlightDeckError) else said["fault"]
         if fault:
-            faults[node.name] = fault
+            faults[node.name] = evidence[node.name] = plain(fault)
             blames = blames or (rank, node.name)
-        if fix:
-            fixes[node.name] = fix
+            if not isinstance(said, FlightDeckError) and said["fix"]:
+                fixes[node.name] = plain(said["fix"])
+        elif not isinstance(said, FlightDeckError):
+            evidence[node.name] = plain(said["program"])
     if faults:
         summary = "; ".join(dict.fromkeys(faults.values()))
         return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
     return verdict(NAME, CheckStatus.PASS, " ".join(command), evidence=evidence)
 
 
-def locate(command: tuple[str, ...], node: NodeConfig) -> tuple[str, str | None, str | None]:
-    """Where the command's program lies on `node`, what is wrong with it or its script, and a fix."""
-    workdir = Path(node.workdir)
-    if not workdir.is_dir():
-        return "", f"workdir {workdir} is not there{near(workdir)}", f"mkdir -p {_quoted(workdir)}"
-    # The keeper's own words for what differs from node to node.
-    here = {"{workdir}": node.workdir, "{python}": node.python}
-    command = tuple(here.get(word, word.replace("{workdir}", node.workdir)) for word in command)
-    first = command[0]
-    if first in _PYTHON_NAMES:
-        program = Path(node.python)
-    elif os.sep in first:
-        program = workdir / Path(first).expanduser()
-    else:
-        program = Path(shutil.which(first) or "")
-        if not program.name:
-            return "", f"no program {first} on PATH", None
-    if not program.is_file():
-        return "", f"{program} is not there{near(program)}", None
-    if not os.access(program, os.X_OK):
-        return "", f"{program} may not be executed", f"chmod +x {_quoted(program)}"
-    if first in _PYTHON_NAMES or program.name.startswith("python"):
-        script = next((word for word in command[1:] if not word.startswith("-")), None)
-        if script and script.endswith(".py"):
-            path = workdir / Path(script).expanduser()
-            if not path.is_file():
-                return "", f"{path} is not there{near(path)}", None
-            return f"{program} {path}", None, None
-    return str(program), None, None
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
-
-
-CHECK = Check(NAME, "the job's own command", look, time_limit_s=10, not_applicable=_no_command)
+CHECK = Check(
+    NAME,
+    "the job's own command",
+    look,
+    time_limit_s=_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    not_applicable=_no_command,
+)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from engine.preflight import data, gradient, hostfile, model, ports, program, versions
+from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, versions
 from engine.preflight.check import Check
 
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
+        connectivity.CHECK,
         versions.CHECK,
         hostfile.CHECK,
         ports.CHECK,
@@ -20,12 +21,11 @@ CHECKS: dict[str, Check] = {
 
 NOT_YET: dict[str, str] = {
     "hardware_layer": "GPU, macOS version, RDMA, power source, heat and memory against the plan; ports_free is a part",
-    "worker_layer": "SSH, host keys, clock skew; versions_match is a part",
+    "worker_layer": "stale ranks on the nodes; ssh_connectivity and versions_match are parts",
     "checkpoint_layer": "checkpoints are not written yet",
     "performance_layer": "needs a calibration",
     "health_check": "swap, heavy processes, low power mode, sleep",
     "pre_rdma_sync": "the sync script is not run yet",
-    "worker_consistency": "hashes over nodes; every node is this machine yet",
-    "ssh_connectivity": "every node is this machine yet",
+    "worker_consistency": "hashes of script, bundle and configuration over the nodes",
 }
 """Check of preflight.md → what it would look at, or why it is not there. Shown as "not checked in this release"."""

@@ -10,12 +10,14 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus
+from engine.preflight import connectivity
 from engine.preflight.check import Check, ranks_of, verdict
-from engine.transport.local import LocalTransport
+from engine.preflight.scene import Scene
+from engine.transport.base import Transport, quoted
 
 NAME = "versions_match"
 MLX_MINIMUM = (0, 32, 1)
@@ -23,8 +25,9 @@ MLX_LM_MINIMUM = (0, 32, 0)
 _IMPORT_LIMIT_S = 60.0
 
 _ASK = """
-import json, platform
-said = {"python": platform.python_version()}
+import json, platform, sys
+said = {"python": platform.python_version(), "linux": sys.platform.startswith("linux")}
+said["venv"] = sys.prefix != sys.base_prefix
 try:
     import mlx.core as mx
     said["mlx"] = mx.__version__
@@ -49,6 +52,11 @@ class Interpreter:
     mlx_lm: str | None = None
     ring: bool = False
     problem: str | None = None
+    absent: bool = False
+    """There is no such interpreter."""
+    venv: bool = False
+    linux: bool = sys.platform.startswith("linux")
+    """The head's own system stands for that of an interpreter which did not say."""
 
     def words(self) -> str:
         seen = ", ".join(
@@ -59,19 +67,20 @@ class Interpreter:
         return "; ".join(part for part in (seen, self.problem) if part)
 
 
-async def look(config: FlightConfig) -> CheckResult:
-    paths = list(dict.fromkeys(node.python for node in config.nodes))
-    asked = await asyncio.gather(*(ask(path) for path in paths))
-    found = dict(zip(paths, asked, strict=True))
-    return judge(config, {node.name: found[node.python] for node in config.nodes})
+async def look(scene: Scene) -> CheckResult:
+    # Several ranks of a host may share an interpreter: it is asked once.
+    asked = {(node.ssh, node.python): node for node in scene.config.nodes}
+    answers = await asyncio.gather(*(ask(scene.transport(node), node.python) for node in asked.values()))
+    found = dict(zip(asked, answers, strict=True))
+    return judge(scene.config, {node.name: found[node.ssh, node.python] for node in scene.config.nodes})
 
 
-async def ask(python: str) -> Interpreter:
-    """Import mlx and mlx_lm with `python` and read their versions."""
-    if not Path(python).exists():
-        return Interpreter(problem=f"no such interpreter: {python}")
+async def ask(transport: Transport, python: str) -> Interpreter:
+    """Import mlx and mlx_lm with `python` on a node and read their versions."""
     try:
-        finished = await LocalTransport().run([python, "-c", _ASK], timeout_s=_IMPORT_LIMIT_S)
+        finished = await transport.run([python, "-c", _ASK], timeout_s=_IMPORT_LIMIT_S)
+    except FileNotFoundError:
+        return Interpreter(problem=f"no such interpreter: {python}", absent=True)
     except OSError as error:
         return Interpreter(problem=f"{python} cannot be run: {error.strerror}")
     if finished.code is None:
@@ -98,6 +107,8 @@ def parse(stdout: str, code: int, last_line: str) -> Interpreter:
                 said.get("mlx_lm"),
                 bool(said.get("ring")),
                 "; ".join(problems) or None,
+                venv=bool(said.get("venv")),
+                linux=bool(said.get("linux")),
             )
     return Interpreter(problem=f"the interpreter ended with {code}: {last_line or 'it said nothing'}")
 
@@ -158,31 +169,23 @@ def _packages(seen: Interpreter, mlx: str, mlx_lm: str) -> list[tuple[str, str |
 
 def _fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> str | None:
     """A command that mends it, to be pasted on the node; uv makes the interpreter where there is none."""
-    environment = Path(python).parent.parent
+    environment = quoted(str(PurePosixPath(python).parent.parent))
     version = wanted.pop("python", None)
-    install = install_command(python, wanted)
+    install = install_command(python, wanted, linux=seen.linux)
     if version is not None:
         # Another interpreter under the same path: only a venv can be made anew without touching the system's.
-        if not (environment / "pyvenv.cfg").exists():
-            return None
-        return f"uv venv --clear --python {version} {shlex.quote(str(environment))} && {install}"
+        return f"uv venv --clear --python {version} {environment} && {install}" if seen.venv else None
     if seen.python is None:
-        if Path(python).exists():
-            return None
-        return f"uv venv {shlex.quote(str(environment))} && {install}"
+        return f"uv venv {environment} && {install}" if seen.absent else None
     return install
 
 
-def install_command(python: str, wanted: dict[str, str]) -> str:
-    """The command that puts `wanted` (package → version condition) into the environment of `python`."""
-    return f"uv pip install --python {shlex.quote(python)} {_requirements(wanted)}"
-
-
-def _requirements(wanted: dict[str, str]) -> str:
-    """Quoted for the shell; on Linux mlx without an extra has no backend at all."""
-    # The head's system stands for the node's: in this release every node is this machine.
-    extra = "[cpu]" if sys.platform.startswith("linux") else ""
-    return " ".join(shlex.quote(f"{name}{extra if name == 'mlx' else ''}{need}") for name, need in wanted.items())
+def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.platform.startswith("linux")) -> str:
+    """The command that puts `wanted` (package → version condition) into the environment of `python`; on Linux mlx
+    without an extra has no backend at all."""
+    extra = "[cpu]" if linux else ""
+    requirements = (shlex.quote(f"{name}{extra if name == 'mlx' else ''}{need}") for name, need in wanted.items())
+    return f"uv pip install --python {quoted(python)} {' '.join(requirements)}"
 
 
 def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
@@ -199,4 +202,10 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-CHECK = Check(NAME, "python, mlx and mlx-lm: importable, new enough, the same", look, time_limit_s=_IMPORT_LIMIT_S + 5)
+CHECK = Check(
+    NAME,
+    "python, mlx and mlx-lm: importable, new enough, the same",
+    look,
+    time_limit_s=_IMPORT_LIMIT_S + 5,
+    needs=(connectivity.NAME,),
+)

@@ -98,3 +98,8 @@ def _cut(text: str, limit: int) -> str:
         if keep + len(note) <= limit:
             return beginning[:keep] + note
     return "…"[:limit]
+
+
+def plain(text: object, limit: int = 500) -> str:
+    """A text from a node, safe to show, at most `limit` characters."""
+    return sanitise(str(text).encode(errors="replace"), limit)

@@ -15,21 +15,21 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 import uuid
-from collections.abc import Iterable
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError, StateError
-from engine.launch.hostfile import as_configured, port_count
-from engine.launch.ports import ring_ports
-from engine.launch.staging import prepare
+from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, StateError
+from engine.launch.place import Place
+from engine.launch.ports import fresh_ports
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure, run_checks
+from engine.preflight.scene import Scene
 from engine.runs.diagnosis import explain
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
@@ -37,25 +37,28 @@ from engine.security.audit import audit_log
 from engine.security.sanitise import sanitise
 from engine.store.store import Store
 from engine.supervision import lock
-from engine.supervision.attempt import Attempt, intend, launch
+from engine.supervision.attempt import Attempt, Launched, intend, launch
 from engine.supervision.culprit import Evidence, Verdict, judge
-from engine.supervision.flight import TICK_S, Flight
+from engine.supervision.flight import TICK_S, Flight, known_identities
 from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
-from engine.transport.local import LocalTransport
+from engine.transport.fleet import Fleet
 from engine.worker import processes
 from engine.worker.wire import write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
+_KILL_LIMIT_S = 10.0
+_HEAR_LIMIT_S = 20.0
+"""For the nodes of a run that is taken over to say whether anything of it is there."""
+
+T = TypeVar("T")
 
 
-class _Here:
-    """Every node is this machine, until the supervisor has a Fleet."""
-
-    def to(self, node: NodeConfig) -> LocalTransport:
-        return LocalTransport()
+class _Aborted(Exception):
+    """An abort was asked for while something was waited for; that has been ended."""
 
 
 class Supervisor:
@@ -70,7 +73,12 @@ class Supervisor:
         self._signalled: list[Request] = []
         self._nonce = _nonce(logbook) or uuid.uuid4().hex
         self._figures: dict[str, Any] = {}
+        self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._unconfirmed: list[str] = []
+        self._fleet = Fleet(plan.config.nodes, _home(run_dir))
+        self._scene = Scene(plan.config, self._fleet)
+        self._links: Links | None = None
+        self._flight: Flight | None = None
 
     def take_over(self, *, adopted: bool) -> None:
         """Write who is in charge from here on; with supervisor.json there, the launch has been accepted."""
@@ -90,33 +98,68 @@ class Supervisor:
 
     async def fly(self) -> None:
         """From the plan to the end."""
-        self._end(await self._from_the_plan())
+        await self._bring_home(self._from_the_plan())
 
     async def adopt(self) -> None:
         """Go on where an earlier supervisor has stopped."""
         if self._logbook.state.ended:
-            return
-        self._end(await self._from_the_journal())
+            await self._bring_home(self._after_the_end())
+        else:
+            await self._bring_home(self._from_the_journal())
 
     async def see_through(self, *, adopt: bool) -> None:
         """Bring the run to its end also when a fault of ours comes in between: what was launched is taken over anew
         from the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
-        try:
-            await (self.adopt() if adopt else self.fly())
-        except Exception as fault:
-            self._stumble(fault)
+        async with self._fleet:
             try:
-                await self.adopt()
-            except Exception as again:
-                self._stumble(again)
-                await asyncio.to_thread(processes.kill_with_nonce, self._nonce)
-                cause = f"the supervisor failed: {type(again).__name__}: {again}"
-                self._end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+                await (self.adopt() if adopt else self.fly())
+            except Exception as fault:
+                self._stumble(fault)
+                try:
+                    await self.adopt()
+                except Exception as again:
+                    self._stumble(again)
+                    await self._kill_everywhere()
+                    cause = f"the supervisor failed: {type(again).__name__}: {again}"
+                    if not self._logbook.state.ended:
+                        self._end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+
+    async def _bring_home(self, life: Awaitable[Verdict | None]) -> None:
+        """The run's end, and what is left to do after it."""
+        try:
+            verdict = await life
+            if verdict is not None:
+                self._end(verdict)
+            if self._flight is not None:
+                await self._flight.aftermath()
+        finally:
+            if self._flight is not None:
+                await asyncio.to_thread(self._flight.close)
+                self._flight = None
+            if self._links is not None:
+                await self._links.close()
+                self._links = None
+            await self._scene.close()
 
     def _stumble(self, fault: Exception) -> None:
         traceback.print_exception(fault, chain=False)
         self._logbook.append("note", message=f"a fault in the supervisor: {type(fault).__name__}: {fault}")
         self._logbook.reread()
+
+    async def _kill_everywhere(self) -> None:
+        """The last thing that can be done for a run that we cannot watch; where it fails, the leases end it."""
+        planned = _last(self._logbook.entries, "attempt")
+        places = Attempt.from_entry(planned, self._nonce).places if planned else ()
+        nodes = self._plan.config.nodes
+        remote = [place for place in places if not nodes[place.ranks[0]].local]
+
+        async def kill(place: Place) -> None:
+            program = f"{place.bundle}/worker/processes.py"
+            transport = self._fleet.to(nodes[place.ranks[0]])
+            with contextlib.suppress(FlightDeckError, OSError):
+                await transport.run([place.python, program, "--kill", self._nonce], timeout_s=_KILL_LIMIT_S)
+
+        await asyncio.gather(asyncio.to_thread(processes.kill_with_nonce, self._nonce), *map(kill, remote))
 
     async def _from_the_plan(self) -> Verdict:
         if self._asked_to_stop() is not None:
@@ -132,13 +175,15 @@ class Supervisor:
         if failed is not None:
             return _failed_check(failed)
         self._logbook.change(RunState.LAUNCHING)
-        if self._asked_to_stop() is not None:
-            return _ABORTED_EARLY
         try:
-            attempt, launcher = await self._launch()
-        except LaunchError as error:
+            attempt = await self._until_abort(self._prepare())
+            launched = await self._launch(attempt)
+        except _Aborted:
+            return _ABORTED_EARLY
+        except (LaunchError, NodeUnreachable) as error:
             return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
-        return await self._watch(attempt, launcher)
+        launcher = self._watch_on(launched, attempt)
+        return await self._watch(attempt, launcher, refusals=_refusals(launched))
 
     async def _from_the_journal(self) -> Verdict:
         entries = self._logbook.entries
@@ -155,13 +200,24 @@ class Supervisor:
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
             )
         attempt = Attempt.from_entry(planned, self._nonce)
+        self._link(attempt)
         # Pids of before a restart of the machine are anybody's.
         launcher = None if rebooted else self._old_launcher(attempt)
-        if launcher is None and not self._anybody_came(attempt):
+        if launcher is None and not await self._anybody_came():
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
             )
         return await self._watch(attempt, launcher, adopted=True, rebooted=rebooted)
+
+    async def _after_the_end(self) -> None:
+        """Go on with what an earlier supervisor had left to do for a run that has ended: nodes whose stop could not be
+        proved."""
+        record, planned = self._logbook.record, _last(self._logbook.entries, "attempt")
+        if record is None or not record.unconfirmed or not planned:
+            return
+        attempt = Attempt.from_entry(planned, self._nonce)
+        self._flight = self._make_flight(attempt, self._link(attempt), None, adopted=True)
+        self._flight.resume_aftermath(record.unconfirmed)
 
     async def _preflight(self) -> PreflightReport | None:
         """Run the checks; None when an abort came in between. What they started is gone when this returns."""
@@ -178,36 +234,60 @@ class Supervisor:
             _write_report(self._run_dir, so_far)
 
         audit = functools.partial(audit_log, home=_home(self._run_dir))
-        checking = run_checks(self._plan.config, skip=self._plan.skip, on_result=keep, audit=audit)
-        checks = asyncio.create_task(checking, name="preflight")
-        while not checks.done():
-            await asyncio.wait({checks}, timeout=TICK_S)
-            if self._asked_to_stop() is not None:
-                checks.cancel()
-                await asyncio.wait({checks})
-                _write_report(self._run_dir, _cut_short(results.values(), self._plan.skip))
-                return None
-        report = checks.result()
+        checking = run_checks(self._scene, skip=self._plan.skip, on_result=keep, audit=audit)
+        try:
+            report = await self._until_abort(checking)
+        except _Aborted:
+            _write_report(self._run_dir, _cut_short(results.values(), self._plan.skip))
+            return None
         _write_report(self._run_dir, report)
         return report
 
-    async def _launch(self) -> tuple[Attempt, LauncherWatch]:
+    async def _until_abort(self, work: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `work`. Raises _Aborted when an abort is asked for; `work` has then been ended."""
+        task = asyncio.create_task(work)
+        while not task.done():
+            if self._asked_to_stop() is not None:
+                task.cancel()
+                await asyncio.wait({task})
+                raise _Aborted
+            await asyncio.wait({task}, timeout=TICK_S)
+        return task.result()
+
+    async def _prepare(self) -> Attempt:
+        """What the next attempt will be, entered in the journal before anything of it starts."""
         number = (self._logbook.record.attempts if self._logbook.record is not None else 0) + 1
         config = self._plan.config
-        wiring = as_configured(config.nodes)
-        places = await prepare(_Here(), config.nodes)
-        port = ring_ports(port_count(wiring), config.cluster.starting_port)
+        wiring, places = await asyncio.gather(self._scene.wiring(), self._scene.places())
+        port = await fresh_ports(self._fleet, config.nodes, wiring, config.cluster.starting_port)
         attempt = intend(self._run_dir, self._plan, number, self._nonce, places, wiring, port)
         self._logbook.append("attempt", **attempt.entry())
-        launched = await launch(self._run_dir, self._plan, attempt, _Here())
-        assert launched.launcher is not None
-        launcher = LauncherWatch.of(
-            launched.launcher,
-            self._run_dir.log(LAUNCHER_SOURCE),
-            attempt.log_bases[LAUNCHER_SOURCE],
-        )
+        return attempt
+
+    async def _launch(self, attempt: Attempt) -> Launched:
+        """Start the ranks. When an abort comes in between, whatever has started by then is left to the watch."""
+        # The links connect while the ranks start.
+        self._link(attempt)
+        try:
+            return await self._until_abort(launch(self._run_dir, self._plan, attempt, self._fleet))
+        except _Aborted:
+            return Launched(None)
+
+    def _watch_on(self, launched: Launched, attempt: Attempt) -> LauncherWatch | None:
+        if launched.launcher is None:
+            return None
+        log = self._run_dir.log(LAUNCHER_SOURCE)
+        launcher = LauncherWatch.of(launched.launcher, log, attempt.log_bases[LAUNCHER_SOURCE])
         self._logbook.append("launcher", pid=launcher.pid, start=launcher.start)
-        return attempt, launcher
+        return launcher
+
+    def _link(self, attempt: Attempt) -> Links:
+        """The links to the attempt's hosts, started."""
+        known = known_identities(self._logbook)
+        arguments = (self._plan, attempt.places, attempt.number, attempt.nonce, self._fleet, self._nodes, known)
+        self._links = links_to(*arguments)
+        self._links.start()
+        return self._links
 
     def _old_launcher(self, attempt: Attempt) -> LauncherWatch | None:
         """The launcher of an earlier supervisor; one whose start it had no time to enter is found by its nonce."""
@@ -227,28 +307,61 @@ class Supervisor:
             attempt.log_bases[LAUNCHER_SOURCE],
         )
 
-    def _anybody_came(self, attempt: Attempt) -> bool:
-        """Whether a rank has ever started in an attempt, or is about to."""
-        files = attempt.files(self._plan.run_id, 0)
-        left = (files.identity(rank.rank).exists() or files.exit(rank.rank).exists() for rank in self._plan.ranks)
-        return any(left) or bool(processes.with_nonce(attempt.nonce))
+    async def _anybody_came(self) -> bool:
+        """Whether a rank has ever started in an attempt, or is about to; also when a node does not tell."""
+        assert self._links is not None
+        deadline = time.monotonic() + _HEAR_LIMIT_S
+        for link in self._links:
+            await asyncio.to_thread(link.ask_left, kill=False)
+        while time.monotonic() < deadline:
+            seen = [link.sight(rank, thorough=False) for link in self._links for rank in link.ranks]
+            left = [link.left() for link in self._links]
+            if any(left) or any(each.identity is not None or each.record is not None for each in seen):
+                return True
+            if all(each is not None for each in left):
+                return False
+            await asyncio.sleep(TICK_S)
+        return True
 
     async def _watch(
-        self, attempt: Attempt, launcher: LauncherWatch | None, *, adopted: bool = False, rebooted: bool = False
+        self,
+        attempt: Attempt,
+        launcher: LauncherWatch | None,
+        *,
+        refusals: Mapping[int, tuple[int, str]] | None = None,
+        adopted: bool = False,
+        rebooted: bool = False,
     ) -> Verdict:
-        flight = Flight(
-            self._run_dir,
-            self._plan,
-            attempt,
-            launcher=launcher,
-            logbook=self._logbook,
-            adopted=adopted,
-            rebooted=rebooted,
+        assert self._links is not None
+        flight = self._flight = self._make_flight(
+            attempt, self._links, launcher, refusals=refusals, adopted=adopted, rebooted=rebooted
         )
         evidence = await flight.watch(self._asked_to_stop)
         self._figures = flight.intake.latest
         self._unconfirmed = flight.unconfirmed
         return _with_fix(judge(evidence), evidence)
+
+    def _make_flight(
+        self,
+        attempt: Attempt,
+        links: Links,
+        launcher: LauncherWatch | None,
+        *,
+        refusals: Mapping[int, tuple[int, str]] | None = None,
+        adopted: bool = False,
+        rebooted: bool = False,
+    ) -> Flight:
+        return Flight(
+            self._run_dir,
+            self._plan,
+            attempt,
+            links=links,
+            launcher=launcher,
+            logbook=self._logbook,
+            refusals=refusals,
+            adopted=adopted,
+            rebooted=rebooted,
+        )
 
     def _asked_to_stop(self) -> Request | None:
         while self._signalled:
@@ -279,6 +392,12 @@ def _with_fix(verdict: Verdict, evidence: Evidence) -> Verdict:
     lines = [sanitise(line.encode(errors="replace")) for text in words for line in text.splitlines()]
     explained = explain(lines)
     return verdict if explained is None else replace(verdict, fix=explained[1])
+
+
+def _refusals(launched: Launched) -> dict[int, tuple[int, str]]:
+    """The ranks that did not start, where nobody else tells of them → (exit code, words)."""
+    unknown = 255
+    return {each.rank: (unknown if each.code is None else each.code, each.words) for each in launched.failures}
 
 
 def _home(run_dir: RunDir) -> Path:

@@ -23,7 +23,7 @@ class Fleet:
 
     def __init__(self, nodes: Iterable[NodeConfig], home: Path) -> None:
         """`home` is the state directory: accepted host keys lie there."""
-        self._home = home
+        self.home = home
         self._ways: dict[str, Transport] = {}
         self._limit: asyncio.Semaphore | None = None
         for node in nodes:
@@ -67,4 +67,4 @@ class Fleet:
         from engine.transport.ssh import CONNECTS_AT_ONCE, SshTransport
 
         self._limit = self._limit or asyncio.Semaphore(CONNECTS_AT_ONCE)
-        return SshTransport(target, self._home, connecting=self._limit)
+        return SshTransport(target, self.home, connecting=self._limit)

@@ -1,8 +1,9 @@
-"""Reads one JSONL file as mlx-lm would and says what it found: standard library alone, a process of its own.
+"""Reads JSONL files as mlx-lm would and says what it found.
 
-`python jsonl.py FILE KEYS`, KEYS being `{"prompt": …, "completion": …, "chat": …, "text": …}`, prints one JSON object:
-`lines`, `examples` (lines that are not blank: the trainer passes over those), `bytes`, `sha256`, `form`, and `faults`
-as `[[line number from 1, what is wrong], …]`, at most 50, of `fault_count`.
+`python -m worker.looks.jsonl KEYS FILE…`, KEYS being `{"prompt": …, "completion": …, "chat": …, "text": …}`, prints
+one JSON object: file → `lines`, `examples` (lines that are not blank: the trainer passes over those), `bytes`,
+`sha256`, `form`, and `faults` as `[[line number from 1, what is wrong], …]`, at most 50, of `fault_count`; or, of a
+file that cannot be read, `problem` and whether it is `absent`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from .near import near
 
 FAULT_LIMIT = 50
 
@@ -92,5 +95,17 @@ def read(path: Path, keys: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def look(path: Path, keys: dict[str, str]) -> dict[str, Any]:
+    """`read`, or why it cannot be."""
+    if not path.parent.is_dir():
+        return {"problem": f"no such directory: {path.parent}{near(path.parent, 'train.jsonl')}", "absent": False}
+    if not path.is_file():
+        return {"problem": f"{path} is missing{near(path)}", "absent": True}
+    try:
+        return read(path, keys)
+    except OSError as error:
+        return {"problem": f"{path} cannot be read: {error.strerror}", "absent": False}
+
+
 if __name__ == "__main__":
-    print(json.dumps(read(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    print(json.dumps({file: look(Path(file), json.loads(sys.argv[1])) for file in sys.argv[2:]}))

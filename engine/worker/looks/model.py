@@ -1,0 +1,76 @@
+"""Looks into a model directory without loading anything of it: `python -m worker.looks.model DIRECTORY`.
+
+Prints `kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names) and `hashes`
+(SHA-256 of the small files that decide what is trained, and the sizes of the shards).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from .near import near
+
+CONFIGURATION = "config.json"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+HASHED = (CONFIGURATION, INDEX, *TOKENIZER_FILES)
+HASHED_LIMIT = 256 << 20
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """The document for one directory."""
+    said: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "faults": [], "repository": None, "hashes": {}}
+    if not directory.is_dir():
+        said["faults"] = [f"no such directory{near(directory, CONFIGURATION)}"]
+        return said
+    faults: list[str] = said["faults"]
+    try:
+        configuration = json.loads((directory / CONFIGURATION).read_bytes())
+        said["kind"] = str(configuration["model_type"])
+        name = configuration.get("_name_or_path")
+        said["repository"] = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
+    except FileNotFoundError:
+        faults.append("config.json is missing")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        faults.append("config.json is no model configuration (JSON with a model_type)")
+    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+        faults.append("no tokenizer (tokenizer.json or tokenizer.model)")
+    shards = sorted(directory.glob("model*.safetensors"))
+    faults += _shard_faults(directory, {shard.name for shard in shards})
+    said["shards"], said["bytes"] = len(shards), sum(shard.stat().st_size for shard in shards)
+    said["hashes"] = {file: _sha256(directory / file) for file in HASHED if (directory / file).is_file()}
+    said["hashes"] |= {shard.name: f"{shard.stat().st_size} bytes" for shard in shards}
+    return said
+
+
+def _shard_faults(directory: Path, present: set[str]) -> list[str]:
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            named = {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return [f"{index.name} has no weight_map"]
+        missing = sorted(named - present)
+        if missing:
+            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            return [f"{len(missing)} of {len(named)} shards missing: {shown}"]
+    if not present:
+        return ["no weights (model*.safetensors)"]
+    empty = sorted(name for name in present if (directory / name).stat().st_size <= 8)
+    return [f"empty: {', '.join(empty)}"] if empty else []
+
+
+def _sha256(path: Path) -> str:
+    if path.stat().st_size > HASHED_LIMIT:
+        return f"{path.stat().st_size} bytes"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    print(json.dumps(read(Path(sys.argv[1]))))

@@ -1,0 +1,56 @@
+"""Looks for a job's own program where its rank would: `python -m worker.looks.program WORKDIR PYTHON COMMAND…`.
+
+Prints `program`, and `fault` and `fix` where it cannot be run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .near import near
+
+PYTHON_NAMES = ("python", "python3")
+
+
+def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, str | None]:
+    """Where the command's program lies, what is wrong with it or its script, and a fix."""
+    if not workdir.is_dir():
+        return _fault(f"workdir {workdir} is not there{near(workdir)}", f"mkdir -p {shlex.quote(str(workdir))}")
+    # The keeper's own words for what differs from node to node.
+    here = {"{workdir}": str(workdir), "{python}": python}
+    command = [here.get(word, word.replace("{workdir}", str(workdir))) for word in command]
+    first = command[0]
+    if first in PYTHON_NAMES:
+        program = Path(python)
+    elif os.sep in first:
+        program = workdir / Path(first).expanduser()
+    else:
+        program = Path(shutil.which(first) or "")
+        if not program.name:
+            return _fault(f"no program {first} on PATH")
+    if not program.is_file():
+        return _fault(f"{program} is not there{near(program)}")
+    if not os.access(program, os.X_OK):
+        return _fault(f"{program} may not be executed", f"chmod +x {shlex.quote(str(program))}")
+    if first in PYTHON_NAMES or program.name.startswith("python"):
+        script = next((word for word in command[1:] if not word.startswith("-")), None)
+        if script and script.endswith(".py"):
+            path = workdir / Path(script).expanduser()
+            if not path.is_file():
+                return _fault(f"{path} is not there{near(path)}")
+            return {"program": f"{program} {path}", "fault": None, "fix": None}
+    return {"program": str(program), "fault": None, "fix": None}
+
+
+def _fault(what: str, fix: str | None = None) -> dict[str, str | None]:
+    return {"program": None, "fault": what, "fix": fix}
+
+
+if __name__ == "__main__":
+    print(json.dumps(locate(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])))
