@@ -21,8 +21,7 @@ NODE_ROOT_ENV = "FLIGHTDECK_NODE_ROOT"
 KEPT_TMPDIR_ENV = "FLIGHTDECK_TMPDIR"
 """The node's own TMPDIR ("" for none) while mlx.launch's is another; start.sh gives it back."""
 
-_SHIM = r"""#!/bin/bash
-# Bash as mlx.launch itself needs it: 3.2, which macOS has, is enough.
+_SHIM = r"""#!/bin/sh
 if [ "$1" != -tt ]; then
     # The launcher asks for the end of a rank: "0" is its word for a rank that was gone.
     echo 0
@@ -30,9 +29,18 @@ if [ "$1" != -tt ]; then
 fi
 host=$4
 rank=${{5##*export MLX_RANK=}}
+words={words}"${{rank%%;*}}".log
 command=$(printf '%s\n%s' {prepare} "$5" | sed "s/'/'\\\\''/g")
-exec 2> >(tee -a {words}"${{rank%%;*}}".log >&2)
-exec {ssh} -n -T -o LogLevel=ERROR -F {config} -- "$host" "exec /bin/bash -c '$command'"
+{ssh} -n -T -o LogLevel=ERROR -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$words" &
+child=$!
+trap 'kill "$child" 2>/dev/null' HUP INT TERM
+wait "$child"
+code=$?
+# Only now, and not through a pipe: the launcher stops listening when this shell ends. It takes the first line of a
+# rank, on whichever stream, for the name of its pidfile.
+[ "$code" = 0 ] || echo
+cat "$words" >&2
+exit "$code"
 """
 _PREPARE = """{kept}=${{TMPDIR-}}
 TMPDIR={attempt}/tmp

@@ -7,7 +7,6 @@ one may go on for days and import from it late.
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -23,6 +22,8 @@ from engine.security.sanitise import sanitise
 from engine.transport.base import Transport
 
 SCRIPT = Path(__file__).with_name("staging_script.py")
+_ENOUGH_BYTES = 1_000_000
+"""Several times what the worker takes."""
 
 
 class Ways(Protocol):
@@ -69,7 +70,7 @@ async def _remote(fleet: Ways, nodes: Sequence[NodeConfig], ranks: tuple[int, ..
         # Also after a refusal: somebody else may have staged the same at the same time, which is as good.
         answer = await _look(transport, node, expected)
         if not answer["whole"]:
-            raise _not_staged(node, refused, answer["bundle"])
+            raise _not_staged(node, refused, answer)
     place = Place(node.ssh, ranks, answer["home"], answer["root"], answer["bundle"], node.python)
     return Place(node.ssh, ranks, place.home, place.root, place.bundle, place.expanded(node.python))
 
@@ -78,7 +79,7 @@ async def _look(transport: Transport, node: NodeConfig, expected: str) -> dict[s
     answer = await ask(transport, node, SCRIPT, expected, "whole")
     if "problem" in answer:
         raise LaunchError(
-            f"{node.name} has no room for the worker",
+            f"there is no place for the worker on {node.name}",
             where=node.ssh,
             why=sanitise(f"{answer.get('path')}: {answer['problem']}".encode(errors="replace"), 300),
             todo="make room or mend the permissions there",
@@ -98,10 +99,13 @@ async def _put(transport: Transport, bundle: PurePosixPath) -> OSError | None:
     return None
 
 
-def _not_staged(node: NodeConfig, refused: OSError | None, bundle: str) -> LaunchError:
-    full = refused is not None and refused.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = (refused.strerror or str(refused)) if refused is not None else "what arrived is not what was sent"
-    todo = "make room on its disk" if full else "make room or mend the permissions there"
-    return LaunchError(
-        f"the worker could not be staged on {node.name}", where=f"{node.ssh}:{bundle}", why=why, todo=todo
-    )
+def _not_staged(node: NodeConfig, refused: OSError | None, answer: dict[str, Any]) -> LaunchError:
+    """SFTP says no more of a full disk than "Failure", so that what is free tells."""
+    free_bytes = int(answer.get("free_bytes", _ENOUGH_BYTES))
+    if free_bytes < _ENOUGH_BYTES:
+        why, todo = f"{free_bytes // 1000} kB are free on its disk", "make room there"
+    else:
+        why = (refused.strerror or str(refused)) if refused is not None else "what arrived is not what was sent"
+        todo = "make room or mend the permissions there"
+    where = f"{node.ssh}:{answer['bundle']}"
+    return LaunchError(f"the worker could not be staged on {node.name}", where=where, why=why, todo=todo)

@@ -3,7 +3,7 @@ that nothing that was staged earlier says of itself that it is whole.
 
     python - SHA256
 
-Makes the node root and prints one JSON object: `home`, `root`, `bundle`, `whole`; or `problem` and `path`.
+Makes the node root and prints one JSON object: `home`, `root`, `bundle`, `whole`, `free_bytes`; or `problem`, `path`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(expected: str) -> None:
     try:
         private(root)
         private(root / "bundles")
-        print(json.dumps({**answer, "whole": is_whole(bundle, expected)}))
+        print(json.dumps({**answer, "whole": is_whole(bundle, expected), "free_bytes": shutil.disk_usage(root).free}))
     except OSError as error:
         print(json.dumps({"problem": error.strerror or str(error), "path": error.filename or str(root)}))
 

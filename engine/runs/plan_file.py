@@ -53,8 +53,10 @@ class Plan(BaseModel):
 
     @property
     def backend(self) -> str:
+        """As far as it is known before the nodes were asked: "auto" is decided then, and the attempt's journal entry
+        says how (its wiring), unless all nodes are this machine."""
         backend = self.config.cluster.backend
-        return "ring" if backend == "auto" else backend
+        return "ring" if backend == "auto" and all(node.local for node in self.config.nodes) else backend
 
     @property
     def iterations(self) -> int | None:
