@@ -9,6 +9,27 @@ from pathlib import Path
 import pytest
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig
+from engine.models import CheckResult
+from engine.preflight.check import Look
+from engine.preflight.scene import Scene
+from engine.runs.layout import state_home
+from engine.transport.fleet import Fleet
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path) -> Path:
+    """The worker is staged for every look: below a state directory of the test's own."""
+    return home
+
+
+async def looked(look: Look, config: FlightConfig) -> CheckResult:
+    """What one check says of a configuration, without those that it needs."""
+    async with Fleet(config.nodes, state_home()) as fleet:
+        scene = Scene(config, fleet)
+        try:
+            return await look(scene)
+        finally:
+            await scene.close()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,32 @@ from engine.preflight.check import Check, verdict
 from engine.preflight.checklist import check_names, run_checks
 from engine.preflight.process import run
 from engine.preflight.registry import CHECKS, NOT_YET
+from engine.preflight.scene import Scene
+from engine.runs.layout import state_home
+from engine.transport.fleet import Fleet
 from engine.worker.processes import start_time
 
 
-async def passes(_: FlightConfig) -> CheckResult:
+async def passes(_: Scene) -> CheckResult:
     return verdict("a", CheckStatus.PASS, "fine")
 
 
-async def fails(_: FlightConfig) -> CheckResult:
+async def fails(_: Scene) -> CheckResult:
     return verdict("a", CheckStatus.FAIL, "not fine")
 
 
-async def breaks(_: FlightConfig) -> CheckResult:
+async def breaks(_: Scene) -> CheckResult:
     raise RuntimeError("a bug")
 
 
-async def hangs(_: FlightConfig) -> CheckResult:
+async def hangs(_: Scene) -> CheckResult:
     await asyncio.Event().wait()
     raise AssertionError
+
+
+def scene(config: FlightConfig) -> Scene:
+    """With connections to nothing but this machine, which need no closing."""
+    return Scene(config, Fleet(config.nodes, state_home()))
 
 
 def nobody(event: str, status: str, context: dict[str, object]) -> None:
@@ -44,7 +53,9 @@ def registry(*checks: Check) -> dict[str, Check]:
 
 
 async def outcome(config: FlightConfig, *checks: Check, skip: tuple[str, ...] = ()) -> dict[str, CheckResult]:
-    report = await run_checks(config, skip=skip, on_result=lambda _: None, checks=registry(*checks), audit=nobody)
+    report = await run_checks(
+        scene(config), skip=skip, on_result=lambda _: None, checks=registry(*checks), audit=nobody
+    )
     return {result.name: result for result in report.checks}
 
 
@@ -52,7 +63,7 @@ async def test_every_check_is_heard_as_running_and_again_when_it_ends(config: Fl
     heard: list[tuple[str, CheckStatus]] = []
     check = Check("a", "", passes, 5)
     report = await run_checks(
-        config,
+        scene(config),
         on_result=lambda result: heard.append((result.name, result.status)),
         checks=registry(check),
         audit=nobody,
@@ -86,7 +97,7 @@ async def test_an_override_by_name_is_a_skip_with_its_reason_and_lets_others_run
     audited: list[tuple[str, str, dict[str, object]]] = []
     checks = registry(Check("a", "", fails, 5), Check("b", "", passes, 5, needs=("a",)))
     report = await run_checks(
-        config,
+        scene(config),
         skip=["a"],
         on_result=lambda _: None,
         checks=checks,
@@ -101,6 +112,7 @@ async def test_an_override_by_name_is_a_skip_with_its_reason_and_lets_others_run
 async def test_a_job_with_a_command_skips_model_and_data_with_a_reason(config: FlightConfig) -> None:
     job = config.job.model_copy(update={"command": ("python", "-c", "pass")})
     chosen = [CHECKS[name] for name in ("model_present", "data_matches", "program_present")]
+    chosen = [replace(check, needs=()) for check in chosen]
     found = await outcome(config.model_copy(update={"job": job}), *chosen)
     assert [found[check.name].status for check in chosen] == [CheckStatus.SKIP, CheckStatus.SKIP, CheckStatus.PASS]
     assert "a command of its own" in found["data_matches"].summary
@@ -123,7 +135,7 @@ async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path
         f"import os, time; open({str(pid_file)!r} + str(os.fork() == 0), 'w').write(str(os.getpid())); time.sleep(600)"
     )
 
-    async def spawns(_: FlightConfig) -> CheckResult:
+    async def spawns(_: Scene) -> CheckResult:
         await run([sys.executable, "-c", script], time_limit_s=600)
         return verdict("a", CheckStatus.PASS, "")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.preflight import data as check
-from engine.preflight import jsonl
-from tests.unit.preflight.conftest import flight
+from engine.worker.looks import jsonl
+from tests.unit.preflight.conftest import flight, looked
 
 KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 
@@ -26,7 +26,7 @@ def apply(result: CheckResult) -> None:
 
 
 async def test_good_data_passes_with_its_line_counts(config: FlightConfig) -> None:
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
 
 
@@ -37,18 +37,18 @@ async def test_a_bad_line_is_named_by_number_and_its_fix_takes_it_out(
     train = data / "train.jsonl"
     lines = train.read_text().splitlines()
     train.write_text("\n".join([*lines[:6], bad, *lines[6:]]) + "\n")
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.status is CheckStatus.FAIL
     assert f"{train}: line 7 " in result.summary
     apply(result)
     assert train.read_text().splitlines() == lines
-    assert (await check.look(config)).status is CheckStatus.PASS
+    assert (await looked(check.look, config)).status is CheckStatus.PASS
 
 
 async def test_a_line_of_another_form_than_the_first_is_a_fault(config: FlightConfig, data: Path) -> None:
     with (data / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert "line 41 has no text, as the first line has" in result.summary
 
 
@@ -56,36 +56,36 @@ async def test_missing_validation_only_warns_and_its_fix_splits_the_training_lin
     config: FlightConfig, data: Path
 ) -> None:
     (data / "valid.jsonl").unlink()
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.status is CheckStatus.WARN
     lines = (data / "train.jsonl").read_text().splitlines()
     apply(result)
     assert (data / "train.jsonl").read_text().splitlines() == lines[:38]
     assert (data / "valid.jsonl").read_text().splitlines() == lines[38:]
-    assert (await check.look(config)).status is CheckStatus.PASS
+    assert (await looked(check.look, config)).status is CheckStatus.PASS
 
 
 async def test_validation_is_not_asked_for_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
     (data / "valid.jsonl").unlink()
-    result = await check.look(flight(model, data, tmp_path, settings={"val_batches": 0}))
+    result = await looked(check.look, flight(model, data, tmp_path, settings={"val_batches": 0}))
     assert result.status is CheckStatus.PASS
 
 
 async def test_a_missing_test_set_blocks_a_job_that_tests(model: Path, data: Path, tmp_path: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path, settings={"test": True}))
+    result = await looked(check.look, flight(model, data, tmp_path, settings={"test": True}))
     assert result.status is CheckStatus.FAIL
     assert "test.jsonl is missing" in result.summary
 
 
 async def test_an_empty_training_file_blocks(config: FlightConfig, data: Path) -> None:
     (data / "train.jsonl").write_text("")
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.status is CheckStatus.FAIL
     assert "train.jsonl is empty" in result.summary
 
 
 async def test_masking_prompts_needs_prompts(model: Path, data: Path, tmp_path: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path, settings={"mask_prompt": True}))
+    result = await looked(check.look, flight(model, data, tmp_path, settings={"mask_prompt": True}))
     assert "mask_prompt" in result.summary
 
 
@@ -98,10 +98,10 @@ async def test_other_data_on_another_node_is_named_and_its_fix_copies_it(
         file.write('{"text": "one more"}\n')
     nodes = (config.nodes[0], config.nodes[1].model_copy(update={"data": str(copy)}))
     changed = config.model_copy(update={"nodes": nodes})
-    result = await check.look(changed)
+    result = await looked(check.look, changed)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     apply(result)
-    assert (await check.look(changed)).status is CheckStatus.PASS
+    assert (await looked(check.look, changed)).status is CheckStatus.PASS
 
 
 def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:

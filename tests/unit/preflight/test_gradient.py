@@ -15,31 +15,32 @@ from engine.preflight import gradient as check
 from engine.preflight.process import Finished
 from engine.worker.processes import with_nonce
 from engine.worker.wire import AllSumResult
-from tests.unit.preflight.conftest import flight
+from tests.unit.preflight.conftest import flight, looked
 
 
 async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
     config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "the-nonce-of-this-test")
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.status is CheckStatus.PASS, result
     assert result.summary.startswith("2 ranks, exact, ")
     assert set(result.evidence) == {"node0", "node1"}
     assert with_nonce("the-nonce-of-this-test") == []
-    assert list((home / "node" / "preflight").iterdir()) == []
+    assert [path.name for path in (home / "node").iterdir()] == ["bundles", "runs"]
+    assert list((home / "node" / "runs").iterdir()) == []
     assert (home / "node").stat().st_mode & 0o077 == 0
 
 
 async def test_one_rank_is_a_group_of_one_and_says_so(model: Path, data: Path, tmp_path: Path, home: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable,)))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=(sys.executable,)))
     assert (result.status, "nothing is exchanged" in result.summary) == (CheckStatus.PASS, True)
 
 
 async def test_a_rank_without_an_interpreter_is_blamed_and_not_the_one_that_waits(
     model: Path, data: Path, tmp_path: Path, home: Path
 ) -> None:
-    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable, "/no/such/python")))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=(sys.executable, "/no/such/python")))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert "/no/such/python" in result.summary
 
@@ -47,7 +48,7 @@ async def test_a_rank_without_an_interpreter_is_blamed_and_not_the_one_that_wait
 async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nonce = "the-nonce-of-a-cancelled-check"
     monkeypatch.setattr(secrets, "token_hex", lambda _: nonce)
-    task = asyncio.create_task(check.look(config))
+    task = asyncio.create_task(looked(check.look, config))
     while len(with_nonce(nonce)) < 3:
         assert not task.done()
         await asyncio.sleep(0.02)

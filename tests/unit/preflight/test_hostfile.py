@@ -7,11 +7,12 @@ import pytest
 from engine.config.models import FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import hostfile as check
+from tests.unit.preflight.conftest import looked
 
 
 async def test_a_local_ring_is_valid(config: FlightConfig) -> None:
-    result = await check.look(config)
-    assert (result.status, result.summary) == (CheckStatus.PASS, "MLX reads 2 ranks")
+    result = await looked(check.look, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "MLX reads 2 ranks, ring")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,6 @@ async def test_a_local_ring_is_valid(config: FlightConfig) -> None:
 )
 async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: FlightConfig, ip: str, problem: str) -> None:
     nodes = (config.nodes[0], config.nodes[1].model_copy(update={"ips": (ip,)}))
-    result = await check.look(config.model_copy(update={"nodes": nodes}))
+    result = await looked(check.look, config.model_copy(update={"nodes": nodes}))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert problem.rsplit(maxsplit=1)[-1] in result.summary

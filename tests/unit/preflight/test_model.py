@@ -9,17 +9,18 @@ from pathlib import Path
 from engine.config.models import FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import model as check
+from tests.unit.preflight.conftest import looked
 
 
 async def test_a_whole_model_passes_with_its_size(config: FlightConfig) -> None:
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert (result.status, result.summary) == (CheckStatus.PASS, "llama, 1 shard, 0.0 MB")
     assert set(result.evidence) == {"node0", "node1"}
 
 
 async def test_a_missing_directory_names_the_one_that_was_meant(config: FlightConfig, model: Path) -> None:
     shutil.move(model, model.with_name("models"))
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.status is CheckStatus.FAIL
     assert f"did you mean {model.with_name('models')}?" in result.summary
     assert result.blames == (0, "node0")
@@ -28,7 +29,7 @@ async def test_a_missing_directory_names_the_one_that_was_meant(config: FlightCo
 async def test_every_missing_part_is_named_at_once(config: FlightConfig, model: Path) -> None:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (model / name).unlink()
-    result = await check.look(config)
+    result = await looked(check.look, config)
     for part in ("config.json is missing", "no tokenizer", "no weights"):
         assert part in result.summary
 
@@ -36,14 +37,14 @@ async def test_every_missing_part_is_named_at_once(config: FlightConfig, model: 
 async def test_shards_that_the_index_names_must_be_there(config: FlightConfig, model: Path) -> None:
     weights = {"a": "model.safetensors", "b": "model-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert "1 of 2 shards missing: model-2.safetensors" in result.summary
 
 
 async def test_a_model_that_names_its_origin_comes_with_the_download_command(config: FlightConfig, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "org/tiny"}))
     (model / "model.safetensors").unlink()
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert result.fix_command == f"hf download org/tiny --local-dir {model}"
 
 
@@ -52,6 +53,6 @@ async def test_only_the_node_whose_copy_is_broken_is_blamed(config: FlightConfig
     shutil.copytree(model, copy)
     (copy / "config.json").write_text("{")
     nodes = (config.nodes[0], config.nodes[1].model_copy(update={"model": str(copy)}))
-    result = await check.look(config.model_copy(update={"nodes": nodes}))
+    result = await looked(check.look, config.model_copy(update={"nodes": nodes}))
     assert result.blames == (1, "node1")
     assert "no model configuration" in result.evidence["node1"]

@@ -14,7 +14,7 @@ import pytest
 from engine.models import CheckStatus
 from engine.preflight import ports as check
 from engine.worker.wire import NONCE_ENV
-from tests.unit.preflight.conftest import flight
+from tests.unit.preflight.conftest import flight, looked
 
 LISTEN = """
 import socket, sys, time
@@ -40,7 +40,7 @@ def squatter() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 async def test_fresh_ports_per_attempt_need_no_fixed_one(model: Path, data: Path, tmp_path: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path))
+    result = await looked(check.look, flight(model, data, tmp_path))
     assert (result.status, "2 from " in result.summary) == (CheckStatus.PASS, True)
 
 
@@ -49,11 +49,11 @@ async def test_a_held_port_names_its_holder_and_the_fix_frees_it(
 ) -> None:
     process, port = squatter
     config = flight(model, data, tmp_path, starting_port=port - 1)
-    result = await check.look(config)
+    result = await looked(check.look, config)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert f"held by pid {process.pid}" in result.summary
     assert "a rank of a Flight Deck run, perhaps an orphan" in result.summary
     assert result.fix_command == f"kill {process.pid}"
     await asyncio.to_thread(subprocess.run, result.fix_command, shell=True, check=True)
     await asyncio.to_thread(process.wait, 10)
-    assert (await check.look(config)).status is CheckStatus.PASS
+    assert (await looked(check.look, config)).status is CheckStatus.PASS

@@ -9,6 +9,7 @@ import pytest
 from engine.config.models import FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import program as check
+from tests.unit.preflight.conftest import looked
 
 
 def with_command(config: FlightConfig, *command: str) -> FlightConfig:
@@ -17,14 +18,14 @@ def with_command(config: FlightConfig, *command: str) -> FlightConfig:
 
 async def test_the_nodes_own_python_runs_a_script_of_its_workdir(config: FlightConfig, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
-    result = await check.look(with_command(config, "python", "mine.py", "--fast"))
+    result = await looked(check.look, with_command(config, "python", "mine.py", "--fast"))
     assert result.status is CheckStatus.PASS
     assert result.evidence["node1"] == f"{config.nodes[1].python} {tmp_path / 'mine.py'}"
 
 
 async def test_placeholders_stand_for_this_nodes_paths(config: FlightConfig, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
-    result = await check.look(with_command(config, "{python}", "{workdir}/mine.py"))
+    result = await looked(check.look, with_command(config, "{python}", "{workdir}/mine.py"))
     assert result.evidence["node0"] == f"{config.nodes[0].python} {tmp_path / 'mine.py'}"
 
 
@@ -37,12 +38,12 @@ async def test_placeholders_stand_for_this_nodes_paths(config: FlightConfig, tmp
     ],
 )
 async def test_what_is_missing_is_named(config: FlightConfig, command: tuple[str, ...], said: str) -> None:
-    result = await check.look(with_command(config, *command))
+    result = await looked(check.look, with_command(config, *command))
     assert result.status is CheckStatus.FAIL
     assert said in result.summary
 
 
 async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(config: FlightConfig, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
-    result = await check.look(with_command(config, "./run.sh"))
+    result = await looked(check.look, with_command(config, "./run.sh"))
     assert result.fix_command == f"chmod +x {tmp_path / 'run.sh'}"

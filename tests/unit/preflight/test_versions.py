@@ -11,7 +11,7 @@ import pytest
 from engine.models import CheckStatus
 from engine.preflight import versions as check
 from engine.preflight.versions import Interpreter, judge
-from tests.unit.preflight.conftest import flight
+from tests.unit.preflight.conftest import flight, looked
 
 
 def interpreter_with(directory: Path, package: str, source: str) -> str:
@@ -27,7 +27,7 @@ def interpreter_with(directory: Path, package: str, source: str) -> str:
 
 
 async def test_the_interpreter_that_runs_the_tests_is_fit(model: Path, data: Path, tmp_path: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path))
+    result = await looked(check.look, flight(model, data, tmp_path))
     assert result.status is CheckStatus.PASS, result.summary
     assert "mlx 0." in result.evidence["node1"]
 
@@ -36,7 +36,7 @@ async def test_another_mlx_lm_on_one_node_is_named_and_comes_with_an_install_com
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     other = interpreter_with(tmp_path / "other", "mlx_lm", "__version__ = '0.99.0'\n")
-    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable, other)))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=(sys.executable, other)))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert "mlx-lm 0.99.0, rank 0 has" in result.summary
     assert (result.fix_command or "").startswith(f"uv pip install --python {other} mlx-lm==")
@@ -44,19 +44,19 @@ async def test_another_mlx_lm_on_one_node_is_named_and_comes_with_an_install_com
 
 async def test_a_package_that_cannot_be_imported_says_why(model: Path, data: Path, tmp_path: Path) -> None:
     broken = interpreter_with(tmp_path / "broken", "mlx_lm", "raise ImportError('no libmlx.so')\n")
-    result = await check.look(flight(model, data, tmp_path, pythons=(broken,)))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=(broken,)))
     assert "mlx-lm cannot be imported: ImportError: no libmlx.so" in result.summary
 
 
 async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "venv" / "bin" / "python")
-    result = await check.look(flight(model, data, tmp_path, pythons=(sys.executable, missing)))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=(sys.executable, missing)))
     assert f"no such interpreter: {missing}" in result.summary
     assert (result.fix_command or "").startswith(f"uv venv {tmp_path / 'venv'} && uv pip install --python {missing} ")
 
 
 async def test_a_program_that_is_no_python_is_not_believed(model: Path, data: Path, tmp_path: Path) -> None:
-    result = await check.look(flight(model, data, tmp_path, pythons=("/bin/echo",)))
+    result = await looked(check.look, flight(model, data, tmp_path, pythons=("/bin/echo",)))
     assert result.status is CheckStatus.FAIL
 
 
