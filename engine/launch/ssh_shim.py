@@ -31,7 +31,7 @@ host=$4
 rank=${{5##*export MLX_RANK=}}
 words={words}"${{rank%%;*}}".log
 command=$(printf '%s\n%s' {prepare} "$5" | sed "s/'/'\\\\''/g")
-{ssh} -n -T -o LogLevel=ERROR -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$words" &
+{ssh} -n -T -o LogLevel=ERROR -o RemoteCommand=none -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$words" &
 child=$!
 trap 'kill "$child" 2>/dev/null' HUP INT TERM
 wait "$child"

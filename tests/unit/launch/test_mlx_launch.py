@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,19 @@ def test_the_program_comes_after_two_dashes_and_last() -> None:
     )
     assert argv[argv.index("--") + 1 :] == ["/bin/sh", "--verbose"]
     assert argv[1:9] == ["--backend", "ring", "--hostfile", "/h", "--starting-port", "21000", "--env", "A=b c"]
+
+
+def test_ranks_that_share_a_host_share_its_gpus_and_the_port_is_ours_under_nccl_alone() -> None:
+    given: dict[str, Any] = {
+        "hostfile": Path("/h"),
+        "starting_port": 21_000,
+        "program": ["x"],
+        "environment": {},
+        "ranks_per_host": 2,
+    }
+    assert "--nccl-port" not in mlx_launch.arguments(**given)
+    argv = mlx_launch.arguments(**given, backend="nccl")
+    assert argv[7:11] == ["--nccl-port", "21000", "--repeat-hosts", "2"]
 
 
 @pytest.mark.parametrize("name", ["", "A B", "A=B", "1A", "A-B"])

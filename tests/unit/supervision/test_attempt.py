@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.launch.hostfile import as_configured
+from engine.launch.place import Place
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt, intend, spec_of
@@ -21,7 +22,7 @@ TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model
 def plan(job: JobConfig = TRAINING, **node: Any) -> Plan:
     nodes = (
         NodeConfig(name="left", python=sys.executable, workdir="/w", share=3.0, model="/other"),
-        NodeConfig(name="right", python=sys.executable, workdir="/w", **node),
+        NodeConfig(**{"name": "right", "python": sys.executable, "workdir": "/w", **node}),
     )
     config = FlightConfig(cluster=ClusterConfig(), nodes=nodes, job=job)
     return Plan.of(config, run_id="r", created_at=datetime(2026, 1, 1, tzinfo=UTC))
@@ -76,6 +77,36 @@ def test_it_survives_the_journal_and_begins_where_the_heads_files_end(tmp_path: 
     assert made.log_bases == {0: 0, 1: 7, LAUNCHER_SOURCE: 0}
     assert made.event_bases == {0: 3, 1: 0}
     assert Attempt.from_entry(json.loads(json.dumps(made.entry())), "nonce") == made
+
+
+def test_paths_are_absolute_on_the_node_of_their_rank(tmp_path: Path) -> None:
+    job = TRAINING.model_copy(update={"mlx_lm": {"adapter_path": "out/a", "resume_adapter_file": "~/last"}})
+    remote = {"ssh": "ana@h", "python": "~/py", "workdir": "~/work", "model": "~/m", "data": "/d"}
+    of = plan(job, **remote)
+    places = [
+        Place("127.0.0.1", (0,), "/home/head", str(tmp_path), "/b", "/py"),
+        Place("ana@h", (1,), "/Users/ana", "/Users/ana/.flightdeck", "/b", "/Users/ana/py"),
+    ]
+    of = of.model_copy(update={"config": of.config.model_copy(update={"file": Path("/conf/flightdeck.toml")})})
+    made = intend(RunDir(tmp_path), of, 1, "nonce", places, as_configured(of.config.nodes), 20_000)
+    left, right = spec_of(of, made, {}).ranks
+    assert (right.python, right.workdir, right.model, right.data) == (
+        *("/Users/ana/py", "/Users/ana/work", "/Users/ana/m", "/d"),
+    )
+    assert (left.adapter_path, right.adapter_path) == ("/conf/out/a", "/Users/ana/work/out/a")
+    assert right.resume_adapter_file == "/Users/ana/last"
+    assert str(made.files("r", 1).spec) == "/Users/ana/.flightdeck/runs/r/attempts/1/spec.json"
+    assert Attempt.from_entry(json.loads(json.dumps(made.entry())), "nonce") == made
+
+
+def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -> None:
+    environment = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": "/root"}
+    made = attempt(tmp_path, plan())
+    env = spec_of(plan(), made, environment).env
+    assert {name: env.get(name) for name in environment} == {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": None}
+    assert "hf_1" not in json.dumps(made.entry())
+    mine = plan(TRAINING.model_copy(update={"env": {"HF_TOKEN": "hf_of_the_job"}}))
+    assert spec_of(mine, made, environment).env["HF_TOKEN"] == "hf_of_the_job"
 
 
 def test_an_entry_of_before_there_were_other_machines_is_read(tmp_path: Path) -> None:
