@@ -98,12 +98,19 @@ class LocalChannel:
         with contextlib.suppress(ConnectionError):
             self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _LEAVES_S)
+            await asyncio.wait_for(self._emptied(), _LEAVES_S)
         await asyncio.shield(_end(self._process))
         if self._last_words is None:
             self._last_words = self.last_words
             self._forget()
         return self._process.returncode
+
+    async def _emptied(self) -> None:
+        """Returns when it has left: what it still says is for nobody."""
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(1 << 20):
+            pass
+        await self._process.wait()
 
     @property
     def last_words(self) -> str:
@@ -134,6 +141,11 @@ async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Kill the process's whole group. Nobody in it runs on; that the children's zombies go is left to init."""
     kill_group(process.pid, signal.SIGKILL)
+    if process.stdout is not None:
+        # asyncio has the end of a process wait for its pipes, and reads none that nobody empties.
+        with contextlib.suppress(OSError, RuntimeError):
+            while await process.stdout.read(1 << 20):
+                pass
     await process.wait()
 
 
