@@ -1,27 +1,32 @@
-"""Ask a node what it is: one command there, read into NodeFacts. A node that does not answer is a fact too."""
+"""Ask a node what it is: one program there, sent over its stdin, read into NodeFacts. A node that does not answer is a
+fact too, with its reason and what to do about it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from engine.config.models import FlightConfig, NodeConfig
-from engine.models import NodeFacts
-from engine.nodes import linux, macos
-from engine.security.sanitise import sanitise
+from engine.errors import FlightDeckError, HostKeyUnknown
+from engine.models import HostKeyOffer, NodeFacts
+from engine.nodes import answer
+from engine.nodes.words import word
 from engine.transport.base import Completed, Transport
-from engine.transport.local import LocalTransport
 
 SCRIPT = Path(__file__).with_name("facts_script.py")
-TIME_LIMIT_S = 30.0
-"""Far above the 0.1 s it takes: a Mac that wakes, or one whose disk is cold, may take seconds to import mlx."""
-
+TIME_LIMIT_S = 12.0
+"""Of the program there, whose own questions have shorter ones. On a node that is awake it takes 0.1 s."""
+_CONNECT_S = 3.0
+"""What a connection may take of it besides; one that fails says so itself, and why, by then."""
+_COMMAND_NOT_FOUND = 127
+_CANNOT_RUN = 126
+_SET_PYTHON = 'set python = "…" in its [[node]]'
 
 Clock = Callable[[], datetime]
 
@@ -36,43 +41,54 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-async def probe_all(config: FlightConfig, fleet: Nodes | None = None, clock: Clock = now) -> list[NodeFacts]:
+async def probe_all(config: FlightConfig, fleet: Nodes, clock: Clock = now) -> list[NodeFacts]:
     """The facts of every node, probed at once, in the configuration's order."""
     found = {facts.node: facts async for facts in probing(config, fleet, clock)}
     return [found[node.name] for node in config.nodes]
 
 
-async def probing(config: FlightConfig, fleet: Nodes | None = None, clock: Clock = now) -> AsyncIterator[NodeFacts]:
-    """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes."""
-    probes = [asyncio.create_task(probe(node, fleet and fleet.to(node), clock)) for node in config.nodes]
+async def probing(config: FlightConfig, fleet: Nodes, clock: Clock = now) -> AsyncIterator[NodeFacts]:
+    """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes.
+
+    Nodes that are the same in all that is asked (ranks on one machine) are asked once.
+    """
+    alike: dict[tuple[str, str, str], list[NodeConfig]] = {}
+    for node in config.nodes:
+        alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)
+    probes = [asyncio.create_task(_probe_alike(nodes, fleet, clock)) for nodes in alike.values()]
     try:
         for done in asyncio.as_completed(probes):
-            yield await done
+            for facts in await done:
+                yield facts
     finally:
         for task in probes:
             task.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
 
 
+async def _probe_alike(nodes: Sequence[NodeConfig], fleet: Nodes, clock: Clock) -> list[NodeFacts]:
+    facts = await probe(nodes[0], fleet.to(nodes[0]), clock)
+    return [facts.model_copy(update={"node": node.name}) for node in nodes]
+
+
 async def probe(
-    node: NodeConfig,
-    transport: Transport | None = None,
-    clock: Clock = now,
-    *,
-    time_limit_s: float = TIME_LIMIT_S,
+    node: NodeConfig, transport: Transport, clock: Clock = now, *, time_limit_s: float = TIME_LIMIT_S
 ) -> NodeFacts:
     """What `node` says of itself now. Never raises for a node that cannot answer: `problem` then says why."""
-    transport = transport or LocalTransport()
     try:
-        completed = await transport.run([node.python, str(SCRIPT), node.workdir], timeout_s=time_limit_s)
+        async with asyncio.timeout(time_limit_s + _CONNECT_S):
+            fields = await _asked(node, transport, clock, time_limit_s)
+    except TimeoutError:
+        fields = {"problem": f"no answer within {time_limit_s + _CONNECT_S:g} s"}
+    except FlightDeckError as error:
+        fields = _refused(error)
     except FileNotFoundError:
-        fields: dict[str, Any] = {"problem": f"no such interpreter: {node.python}"}
+        fields = _no_interpreter(node)
     except OSError as refused:
-        fields = {"problem": f"{node.python} cannot be run: {refused.strerror}"}
-    else:
-        fields = read_facts(completed)
-        if completed.code is None:
-            fields = {"problem": f"no answer from {node.python} within {time_limit_s:g} s"}
+        fields = {"problem": word(f"{node.python} cannot be run: {refused.strerror or refused}", 200)}
+    except Exception as error:
+        # One node's fault, whatever it is, must not take the answers of the others with it.
+        fields = {"problem": word(f"the probe failed: {type(error).__name__}: {error}", 200)}
     try:
         return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
     except ValidationError as odd:
@@ -81,42 +97,43 @@ async def probe(
         return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), problem=problem)
 
 
-def read_facts(completed: Completed) -> dict[str, Any]:
-    """The fields of NodeFacts from what the script printed. Lines that are not its own are passed over."""
-    said: dict[str, Any] = {}
-    for line in completed.stdout.splitlines():
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            said |= document
-    if "system" not in said:
-        words = sanitise(completed.last_words.encode(), 200)
-        return {"problem": f"the probe ended with {completed.code}" + (f": {words}" if words else "")}
-    facts = {name: said.get(name) for name in ("python", "mlx", "mlx_lm", "cores", "disk_free_bytes", "gpu")}
-    facts["backends"] = tuple(said.get("backends", ()))
-    return {name: _plain(value) for name, value in (facts | _system_facts(said)).items()}
+async def _asked(node: NodeConfig, transport: Transport, clock: Clock, time_limit_s: float) -> dict[str, Any]:
+    round_trip_s = await transport.round_trip_s()
+    argv = [node.python, "-", node.workdir]
+    completed = await transport.run(argv, timeout_s=time_limit_s, stdin=_script())
+    received = clock().timestamp()
+    said = answer.said(completed.stdout)
+    if said is None:
+        return _unanswered(node, completed, time_limit_s)
+    fields = answer.read_facts(said) | {"round_trip_s": round_trip_s}
+    if (ended := answer.node_clock(said)) is not None:
+        # From the way back alone: on the way there an interpreter is started, which takes longer than any network.
+        fields["clock_skew_s"] = ended + (round_trip_s or 0.0) / 2 - received
+    return fields
 
 
-def _plain(value: Any) -> Any:
-    """A text of the node's, safe to show."""
-    return sanitise(value.encode(errors="replace"), 100) if isinstance(value, str) else value
+def _unanswered(node: NodeConfig, completed: Completed, time_limit_s: float) -> dict[str, Any]:
+    if completed.code is None:
+        return {"problem": f"no answer from {node.python} within {time_limit_s:g} s"}
+    if completed.code == _COMMAND_NOT_FOUND:
+        return _no_interpreter(node)
+    words = word(completed.last_words, 200)
+    problem = f"the probe ended with {completed.code}" + (f": {words}" if words else "")
+    return {"problem": problem, "fix": _SET_PYTHON if completed.code == _CANNOT_RUN else None}
 
 
-def _system_facts(said: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: text or "" for name, text in said.get("texts", {}).items()}
-    if said["system"] == "Darwin":
-        return {
-            "os": macos.os_name(texts.get("sw_vers", "")),
-            "chip": macos.chip(texts.get("sysctl", "")),
-            "memory_total_bytes": macos.memory_total(texts.get("sysctl", "")),
-            "memory_used_bytes": macos.memory_used(texts.get("vm_stat", "")),
-        }
-    total, used = linux.memory(texts.get("meminfo", ""))
-    return {
-        "os": linux.os_name(texts.get("os_release", "")) or f"{said['system']} {said.get('release', '')}".strip(),
-        "chip": linux.chip(texts.get("cpuinfo", "")) or said.get("machine"),
-        "memory_total_bytes": total,
-        "memory_used_bytes": used,
-    }
+def _no_interpreter(node: NodeConfig) -> dict[str, Any]:
+    return {"problem": f"no such interpreter: {node.python}", "fix": _SET_PYTHON}
+
+
+def _refused(error: FlightDeckError) -> dict[str, Any]:
+    problem = word(f"{error.what}: {error.why}" if error.why else error.what, 300)
+    fields: dict[str, Any] = {"problem": problem, "fix": word(error.todo, 300)}
+    if isinstance(error, HostKeyUnknown):
+        fields["host_key"] = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
+    return fields
+
+
+@cache
+def _script() -> bytes:
+    return SCRIPT.read_bytes()
