@@ -9,11 +9,14 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     attempt       attempt, starting_port, log_bases {source: size of the head's log when the attempt began},
                   event_bases {rank: the same for its events}
     launcher      pid, start: mlx.launch's process, leader of its group
-    rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node)
+    rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node), identity
     rank_ended    rank, host, code, signal, stopped_by, error
     request       request, now, by: what a face asked for
     stop          stage (asked, stop, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence, end),
                   acknowledged [ranks whose keeper has written an exit record], left ["node pid command"]
+    node          node, condition (connected, unreachable, lost), since, why, silent_s (engine.supervision.conditions):
+                  a node with a connection answers, or does not
+    confirmed     node: what could not be proved at the run's end has been proved there since
     note          message: anything else worth knowing, a full disk for example
 """
 
@@ -29,7 +32,7 @@ from engine.errors import StateError
 from engine.models import RunRecord
 from engine.runs.line_file import LineFile
 
-_SYNCED = frozenset({"planned", "state", "attempt", "launcher", "request", "stop"})
+_SYNCED = frozenset({"planned", "state", "attempt", "launcher", "request", "stop", "confirmed"})
 _END_FIELDS = (
     "reason",
     "rank",
@@ -119,6 +122,8 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
                 record["ended_at"] = entry["at"]
         case "attempt":
             record["attempts"] = entry["attempt"]
+        case "confirmed":
+            record["unconfirmed"] = [node for node in record.get("unconfirmed") or [] if node != entry["node"]]
         case "rank_started":
             started = datetime.fromtimestamp(entry["started_at"], UTC)
             earliest = record.get("started_at")

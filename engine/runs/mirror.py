@@ -11,7 +11,8 @@ For the supervisor:
     mirror.follow(LAUNCHER_SOURCE, attempt, None, base)                 # launcher.log is here already: indexed in place
     mirror.pump()      # every 50 to 100 ms, in a thread, never two at once; bytes copied and indexed, 0 when idle
     mirror.settle()    # between attempts: all that is there now; take the next attempt's bases after it, then follow
-    mirror.finish()    # after the last rank's exit: likewise, and the files are closed; True when nothing is missing
+    mirror.behind()    # after the last rank's exit: the files of which the nodes have more, or may have
+    mirror.finish()    # at the very end: `settle`, and the files are closed; True when nothing is missing
 
 Nothing here raises for what a disk or a node does: it is told once to `on_gap`, tried again at each pump, and told
 again when it is over.
@@ -44,10 +45,25 @@ T = TypeVar("T")
 
 
 class NodeFile(Protocol):
-    """A file on a node."""
+    """A file on a node. Nothing here waits for the node: what has not come yet comes at a later call."""
+
+    @property
+    def generation(self) -> int:
+        """Another number when the node has been away in between: the mirror's tail is then compared again."""
+        ...
 
     def read_from(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, fewer only at its end; nothing while it is not there. Raises OSError."""
+        """At most `size` bytes from `offset`; none at its end, while it is not there, or while they have not come.
+        Raises OSError."""
+        ...
+
+    def read_whole(self, offset: int, size: int) -> bytes | None:
+        """`size` bytes from `offset`, fewer only at its end; None while they have not come. Raises OSError."""
+        ...
+
+    def size(self) -> int | None:
+        """Bytes that it has; None while that is not known."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,8 @@ class Gap:
 class LocalFile:
     """A node's file when the node is this machine."""
 
+    generation = 0
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
@@ -77,6 +95,15 @@ class LocalFile:
             except FileNotFoundError:
                 return b""
         return os.pread(self._descriptor, size, offset)
+
+    def read_whole(self, offset: int, size: int) -> bytes:
+        return self.read_from(offset, size)
+
+    def size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -91,7 +118,8 @@ class FileMirror:
         self._node = node
         self._base = base
         self._descriptor = -1
-        self._verified = False
+        self._verified: int | None = None
+        """The node file's generation when the tail was last compared."""
         self.size = 0
         """Bytes in the head's file."""
         self.cut_to: int | None = None
@@ -101,8 +129,8 @@ class FileMirror:
         """Copy the next chunk; the bytes that were stored. Raises OSError; a part may be stored by then."""
         if self._descriptor < 0:
             self._open()
-        if not self._verified:
-            self._verify()
+        if self._verified != self._node.generation and not self._verify():
+            return b""
         data = self._node.read_from(self.size - self._base, CHUNK_BYTES)
         stored = 0
         try:
@@ -127,13 +155,23 @@ class FileMirror:
             os.ftruncate(self._descriptor, self._base)
             self.size = self._base
 
-    def _verify(self) -> None:
-        """Compare the tail with the node's file, and cut back to the last byte that agrees."""
+    @property
+    def behind(self) -> bool:
+        """Whether the node has more, or that is not known."""
+        there = self._node.size()
+        return there is None or (self._descriptor < 0 and there > 0) or self.size - self._base < there
+
+    def _verify(self) -> bool:
+        """Compare the tail with the node's file, and cut back to the last byte that agrees. False while the node has
+        not answered."""
+        generation = self._node.generation
         end = self.size
         while end > self._base:
             start = max(self._base, end - VERIFIED_BYTES)
             here = os.pread(self._descriptor, end - start, start)
-            there = self._node.read_from(start - self._base, end - start)
+            there = self._node.read_whole(start - self._base, end - start)
+            if there is None:
+                return False
             if len(there) < len(here) and end == self.size:
                 raise OSError(errno.ENODATA, "the node's file is shorter than its mirror")
             if here == there:
@@ -146,7 +184,8 @@ class FileMirror:
         if end < self.size:
             os.ftruncate(self._descriptor, end)
             self.size = self.cut_to = end
-        self._verified = True
+        self._verified = generation
+        return True
 
 
 class Mirror:
@@ -203,9 +242,14 @@ class Mirror:
             pass
         return not self._problems
 
+    def behind(self) -> list[str]:
+        """The head's files of which bytes may be missing."""
+        files = [*self._logs.values(), *self._events.values()]
+        return [file.path.name for file in files if file is not None and file.behind]
+
     def finish(self) -> bool:
         """`settle`, and close the files."""
-        complete = self.settle()
+        complete = self.settle() and not self.behind()
         for file in (*self._logs.values(), *self._events.values()):
             if file is not None:
                 file.close()

@@ -1,30 +1,35 @@
-"""Ends everything of an attempt, in stages, and proves that nothing is left. Driven by the supervisor's clock.
+"""Ends everything of an attempt, in stages, and proves on every host that nothing is left. Driven by the supervisor's
+clock.
 
     stop        every keeper is asked for a cooperative stop (left out by a fence, and by "now")
     term        "end" to the keepers, which TERM and KILL their own groups; TERM to the launcher's group
     kill        KILL to the ranks' groups, to the launcher's, and to whatever still carries the nonce
-    verifying   nobody with the nonce may be left; what is left is killed
-    stopped     proved; or "unconfirmed", when something outlived every KILL for UNCONFIRMED_S
+    verifying   nobody with the nonce may be left on any host; what is left is killed
+    stopped     proved; or "unconfirmed", when something outlived every KILL for UNCONFIRMED_S, or a host did not answer
 
-A stage is left as soon as its work is done, so a run whose ranks listen is gone in a fraction of the time allowed.
+A stage is left as soon as its work is done, so a run whose ranks listen is gone in a fraction of the time allowed. A
+host that does not answer is told everything as soon as it does, and holds up none of the others.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.links.base import NodeLink
+from engine.supervision.links.links import Links
 from engine.supervision.ranks import Ranks
-from engine.worker import processes
 from engine.worker.processes import Process
 from engine.worker.wire import END, STOP
 
 UNCONFIRMED_S = 10.0
 """After the first KILL."""
+SILENT_S = 4.0
+"""For a host that does not answer, after all others are proved."""
+_ASK_AGAIN_S = 1.0
 _KEEPER_MARGIN_S = 0.3
 """What a keeper needs beyond its graces to drain the log, sweep and write its exit record."""
 _LAUNCHER_LEAVES_S = 0.3
@@ -50,33 +55,57 @@ class Graces:
     term_s: float
 
 
+@dataclass
+class Proof:
+    """That nothing of the attempt is left on one host."""
+
+    link: NodeLink
+    asked_at: float = float("-inf")
+    left: list[Process] = field(default_factory=list)
+    """What the last answer named."""
+    found: bool = False
+
+    def seek(self, now: float) -> None:
+        """Take in the answer to the last question, and ask again when it was not the proof. What is left is killed."""
+        if self.found:
+            return
+        answer = self.link.left() if self.asked_at > float("-inf") else None
+        if answer is not None:
+            self.left = answer
+            self.found = not answer
+        if not self.found and (answer is not None or now - self.asked_at > _ASK_AGAIN_S):
+            self.asked_at = now
+            self.link.ask_left(kill=True)
+            if (at_once := self.link.left()) is not None:
+                self.left, self.found = at_once, not at_once
+
+
 class Stop:
     """One ending. `advance` is to be called at every tick until `done`; everything in it may happen twice."""
 
     def __init__(
         self,
         ranks: Ranks,
+        links: Links,
         launcher: LauncherWatch | None,
-        nonce: str,
         graces: Graces,
         *,
         cooperative: bool,
-        on_stage: Callable[[Stage, Sequence[Process]], None],
+        on_stage: Callable[[Stage, Sequence[Proof]], None],
         saving: Callable[[], bool] = lambda: False,
-        list_processes: Callable[[str], list[Process]] = processes.with_nonce,
     ) -> None:
         self._ranks = ranks
+        self._links = links
         self._launcher = launcher
-        self._nonce = nonce
         self._graces = graces
         self._on_stage = on_stage
         self._saving = saving
-        self._list = list_processes
         self._wanted = Stage.STOP if cooperative else Stage.TERM
         self._killing_since: float | None = None
+        self._others_proved_at: float | None = None
         self._since = self._begun = self._last_saving = 0.0
         self.stage: Stage | None = None
-        self.left: list[Process] = []
+        self.proofs = [Proof(link) for link in links]
 
     @property
     def done(self) -> bool:
@@ -95,6 +124,9 @@ class Stop:
             self._begun = now
             self._last_saving = float("-inf")
         if self._all_ended() and self.stage not in (Stage.VERIFYING, Stage.KILL):
+            if self.stage is None and not self._everybody_answers():
+                # Whoever is away must find the word when it is back.
+                self._ranks.tell(END)
             self._enter(Stage.VERIFYING, now)
         elif self.stage is None or (self._wanted is Stage.TERM and self.stage is Stage.STOP):
             self._enter(self._wanted, now)
@@ -122,13 +154,24 @@ class Stop:
         if self.stage is Stage.KILL and now - self._since < _KEEPER_MARGIN_S and not self._all_ended():
             # Their ranks are dead: the keepers have a moment to say so.
             return
-        self.left = self._list(self._nonce)
-        if not self.left and not self._launcher_alive():
+        for proof in self.proofs:
+            proof.seek(now)
+        if all(proof.found for proof in self.proofs) and not self._launcher_alive():
             self._enter(Stage.STOPPED, now)
             return
-        self._kill_all(now)
-        if self._killing_since is not None and now - self._killing_since > UNCONFIRMED_S:
+        self._signal_launcher(signal.SIGKILL)
+        self._killing_since = self._killing_since or now
+        if now - self._killing_since > UNCONFIRMED_S or self._only_silent_ones_are_missing(now):
             self._enter(Stage.UNCONFIRMED, now)
+
+    def _only_silent_ones_are_missing(self, now: float) -> bool:
+        """Whether every host that answers is proved, and the others have had their time to answer."""
+        missing = [proof.link for proof in self.proofs if not proof.found]
+        if self._launcher_alive() or any(link.state.answering for link in missing):
+            self._others_proved_at = None
+            return False
+        self._others_proved_at = self._others_proved_at or now
+        return now - self._others_proved_at > SILENT_S
 
     def _enter(self, stage: Stage, now: float) -> None:
         self.stage, self._since = stage, now
@@ -139,27 +182,17 @@ class Stop:
                 self._ranks.tell(END)
                 self._signal_launcher(signal.SIGTERM)
             case Stage.KILL:
-                self._kill_ranks()
-        self._on_stage(stage, self.left)
-
-    def _kill_ranks(self) -> None:
-        for rank in self._ranks.all:
-            identity = rank.identity
-            if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
-                processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
-
-    def _kill_all(self, now: float) -> None:
-        if self._killing_since is None:
-            self._killing_since = now
-        self._signal_launcher(signal.SIGKILL)
-        for process in self.left:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+                self._ranks.tell(END)
+                for link in self._links:
+                    link.kill_groups()
+        self._on_stage(stage, self.proofs)
 
     def _all_ended(self) -> bool:
-        return all(rank.ended for rank in self._ranks.all)
+        """Whether every rank has ended, of the hosts that answer."""
+        return all(rank.ended or not self._links.to(rank.number).state.answering for rank in self._ranks.all)
+
+    def _everybody_answers(self) -> bool:
+        return all(link.state.answering for link in self._links)
 
     def _launcher_alive(self) -> bool:
         return self._launcher is not None and self._launcher.alive()

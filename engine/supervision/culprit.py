@@ -19,6 +19,9 @@ from engine.worker.wire import ExitRecord
 
 _CAUSE_LIMIT = 300
 _FINAL_LINES = 15
+_SSH_FAILED = 255
+_LEASE_MARGIN_S = 2.0
+"""A silence is counted from the last answer, a lease from the last beat."""
 _PEER_LOST = re.compile(r"\[ring\].*(connection to a peer was lost|[Rr]eceiving.*failed|[Ss]ending.*failed)")
 _CANNOT_CONNECT = re.compile(r"\[ring\] Couldn't connect")
 _CANNOT_BIND = re.compile(r"\[ring\] Couldn't bind socket \(error: (?P<errno>\d+)\)")
@@ -56,8 +59,22 @@ class RankEvidence:
     record: ExitRecord | None = None
     vanished: bool = False
     """Its keeper is gone and has left no exit record."""
+    restarted: bool = False
+    """Its node has been restarted since it was started."""
+    unreachable_s: float | None = None
+    """How long its node has not answered by now, when that is why nothing is known of its end."""
+    unreachable_why: str | None = None
+    cut_off_s: float = 0.0
+    """The longest time for which its node was away."""
+    lease_s: float = float("inf")
+    clock_ahead_s: float = 0.0
+    """Its node's wall clock minus the head's."""
+    remote: bool = False
+    """Its node is another machine."""
     launcher_code: int | None = None
-    """The exit code that the launcher reported, for a rank that no keeper speaks for."""
+    """The exit code of its start, for a rank that no keeper speaks for."""
+    launcher_words: str = ""
+    """What ssh, or whoever else was to start it, has said."""
     tail: str = ""
     """The end of its log."""
     keeper_tail: str = ""
@@ -68,6 +85,8 @@ class RankEvidence:
     """The trainer's `end` event."""
     port: str | None = None
     """Which port it could not have, and who has it."""
+    memory_killed: bool = False
+    """Its system has killed processes for want of memory since the attempt began."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,6 @@ class Evidence:
     trainer: bool
     """The job is ours and ends with an `end` event; a command of the user's own has none."""
     launcher_tail: str = ""
-    memory_killed: bool = False
-    """The system has killed processes for want of memory since the attempt began."""
     adopted: bool = False
     rebooted: bool = False
     """The machine has been restarted since."""
@@ -105,10 +122,11 @@ class _Weight(Enum):
 
     OWN = 0
     EARLY = 1
-    LEASE = 2
-    """Before the next two: when a lease has ended one rank, the others lose their peer or the launcher ends them."""
-    OUTSIDE = 3
-    CONSEQUENCE = 4
+    LOST = 2
+    """Its node is gone. Like a lease, before the next two: the others lose their peer or the launcher ends them."""
+    LEASE = 3
+    OUTSIDE = 4
+    CONSEQUENCE = 5
 
 
 @dataclass(frozen=True)
@@ -134,6 +152,8 @@ def judge(evidence: Evidence) -> Verdict:
         faults = [fault for fault in faults if fault.weight is not _Weight.EARLY]
     first = faults[0] if faults else None
     if first is not None and first.weight in (_Weight.OWN, _Weight.EARLY):
+        return _of_rank(first, evidence)
+    if first is not None and first.weight is _Weight.LOST and _explains_the_end(first, evidence.trigger):
         return _of_rank(first, evidence)
     if evidence.rebooted:
         return _lost(evidence, "the machine was restarted while the run was going")
@@ -173,7 +193,7 @@ def _faults(evidence: Evidence) -> list[_Fault]:
     for rank in evidence.ranks:
         weight = _weight(rank, evidence.trainer, evidence.rebooted)
         if weight is not None:
-            at = rank.record.ended_at if rank.record is not None else float("-inf")
+            at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
             faults.append(_Fault(weight, at, rank))
     return faults
 
@@ -182,8 +202,13 @@ def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> _Weight | None
     record = rank.record
     if record is None:
         if rank.launcher_code is not None and not rank.started:
+            if rank.remote and rank.launcher_code == _SSH_FAILED and not (rank.launcher_words or rank.keeper_tail):
+                # That is how ssh ends when the launcher ends it, because another rank did not start.
+                return _Weight.CONSEQUENCE
             # The launcher ends with TERM the ranks that have not failed; -15 is a consequence.
             return _Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
+        if rank.restarted or rank.unreachable_s is not None:
+            return _Weight.LOST
         return _Weight.OWN if rank.vanished and not rebooted else None
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record)
@@ -236,7 +261,10 @@ def _of_rank(fault: _Fault, evidence: Evidence) -> Verdict:
 def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
     rank, record = fault.evidence, fault.evidence.record
     if record is None:
-        return _without_record(rank)
+        return _node_lost(rank) if fault.weight is _Weight.LOST else _without_record(rank)
+    if fault.weight is _Weight.LEASE and rank.cut_off_s > rank.lease_s - _LEASE_MARGIN_S:
+        cause = f"{rank.node} was cut off for {rank.cut_off_s:.0f} s"
+        return Reason.NODE_LOST, f"{cause}; its lease of {rank.lease_s:g} s has ended its rank"
     if fault.weight is _Weight.LEASE:
         return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
     if fault.weight is _Weight.OUTSIDE:
@@ -252,7 +280,7 @@ def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
     if record.code == 0:
         return Reason.RANK_FAILED, _left_early(rank, evidence)
     ended = _how(record)
-    if _NO_MEMORY.search(text) or (record.signal == signal.SIGKILL and evidence.memory_killed):
+    if _NO_MEMORY.search(text) or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
     if _NO_DISK.search(text):
         return Reason.DISK_FULL, f"disk full: {last or ended}"
@@ -266,11 +294,29 @@ def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
 def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
     if not rank.started and rank.launcher_code is not None:
         said = _last_line(rank.keeper_tail)
+        if rank.remote and rank.launcher_code == _SSH_FAILED and not said:
+            said = _last_line(rank.launcher_words) or "ssh said nothing"
+            return Reason.LAUNCH_FAILED, f"{rank.node} could not be reached: {said}"
+        said = said or _last_line(rank.launcher_words)
         if rank.launcher_code == 127:
             return Reason.LAUNCH_FAILED, f"the interpreter {rank.python} is missing on {rank.node}"
         detail = f": {said}" if said else ""
         return Reason.LAUNCH_FAILED, f"{rank.python} did not start the rank (exit code {rank.launcher_code}){detail}"
     return Reason.RANK_KILLED, "its keeper was killed and left no exit record"
+
+
+def _explains_the_end(fault: _Fault, trigger: Trigger) -> bool:
+    """A node that is away while the launch fails is one thing among others then."""
+    return fault.evidence.started or trigger in (Trigger.RANK, Trigger.ENDED)
+
+
+def _node_lost(rank: RankEvidence) -> tuple[Reason, str]:
+    if rank.restarted:
+        return Reason.NODE_LOST, f"{rank.node} was restarted while its rank was running"
+    why = f" ({rank.unreachable_why})" if rank.unreachable_why else ""
+    cause = f"{rank.node} has not answered for {rank.unreachable_s or 0.0:.0f} s{why}"
+    over = (rank.unreachable_s or 0.0) > rank.lease_s
+    return Reason.NODE_LOST, f"{cause}; its lease of {rank.lease_s:g} s has ended its rank" if over else cause
 
 
 def _no_port(rank: RankEvidence, errno: str) -> str:

@@ -1,45 +1,53 @@
-"""Hears the witnesses of an attempt's end: exit records, event files, log tails, the launcher, the machine."""
+"""Hears the witnesses of an attempt's end: exit records, last words, the launcher and its ssh, the nodes themselves."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.launch.hostfile import ports_of
 from engine.launch.ports import holder
-from engine.runs.json_lines import parse
+from engine.launch.ssh_shim import words_of
 from engine.runs.plan_file import Plan
 from engine.security.redact import redact, redact_document
 from engine.supervision.attempt import Attempt
+from engine.supervision.conditions import Conditions
 from engine.supervision.culprit import Evidence, RankEvidence, Trigger, lacks_port
-from engine.supervision.launcher_watch import LauncherWatch, tail
-from engine.supervision.memory_kills import memory_kills
+from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.links.links import Links
 from engine.supervision.ranks import Rank
-from engine.worker.wire import NodeFiles
-
-_EVENT_TAIL_BYTES = 262_144
-_WHERE_THE_NAME_IS = 64
+from engine.worker.last_words import tail
+from engine.worker.memory_kills import memory_kills
 
 
 class Witnesses:
-    """What can be asked about one attempt. The node's own files are read: the head's disk may be full."""
+    """What can be asked about one attempt. The nodes' own files are read: the head's disk may be full."""
 
     def __init__(
         self,
         plan: Plan,
         attempt: Attempt,
-        files: NodeFiles,
+        links: Links,
+        conditions: Conditions,
         launcher: LauncherWatch | None,
         *,
+        launching: Path,
+        refusals: dict[int, str] | None = None,
         adopted: bool = False,
         rebooted: bool = False,
     ) -> None:
+        """`launching` is the attempt's directory on the head; `refusals` are the words about ranks that did not start,
+        where they were not started by mlx.launch."""
         self._plan = plan
         self._attempt = attempt
-        self._files = files
+        self._links = links
+        self._conditions = conditions
         self._launcher = launcher
+        self._launching = launching
+        self._refusals = refusals or {}
         self._adopted = adopted
         self._rebooted = rebooted
         # What a rank has printed of its secrets must not be quoted.
@@ -47,11 +55,13 @@ class Witnesses:
 
     def completed(self, rank: Rank) -> bool:
         """Whether its trainer has said that the training is complete."""
-        end = self._last_event(rank.number, "end")
+        end = self._links.to(rank.number).words(rank.number).end
         return end is not None and end.get("completed") is True
 
     def of(self, rank: Rank) -> RankEvidence:
         """What is known of one rank."""
+        link = self._links.to(rank.number)
+        words, state = link.words(rank.number), link.state
         return RankEvidence(
             rank=rank.number,
             node=rank.planned.node,
@@ -59,11 +69,20 @@ class Witnesses:
             started=rank.started,
             record=rank.record,
             vanished=rank.vanished,
+            restarted=rank.restarted,
+            unreachable_s=None if state.answering or (rank.ended and not rank.lost) else state.silent_s,
+            unreachable_why=state.problem,
+            cut_off_s=self._conditions.silence_s(link),
+            lease_s=self._plan.config.recovery.lease_s,
+            clock_ahead_s=link.facts.clock_ahead_s if link.facts is not None else 0.0,
+            remote=not link.local,
             launcher_code=rank.launcher_code,
-            tail=self._quotable(tail(self._files.log(rank.number))),
-            keeper_tail=self._quotable(tail(self._files.keeper_log(rank.number))),
-            failure=self._last_event(rank.number, "failure"),
-            end=self._last_event(rank.number, "end"),
+            launcher_words=self._quotable(self._words_of_the_start(rank.number)),
+            tail=self._quotable(words.log),
+            keeper_tail=self._quotable(words.keeper),
+            failure=self._quotable_event(words.failure),
+            end=self._quotable_event(words.end),
+            memory_killed=self._memory_killed(rank),
         )
 
     def heard(self, ranks: Sequence[Rank], trigger: Trigger) -> Evidence:
@@ -73,7 +92,6 @@ class Witnesses:
             trigger=trigger,
             trainer=self._plan.config.job.command is None,
             launcher_tail=self._quotable(self._launcher.tail()) if self._launcher is not None else "",
-            memory_killed=(memory_kills() or 0) > (self._attempt.memory_kills or 0),
             adopted=self._adopted,
             rebooted=self._rebooted,
         )
@@ -81,20 +99,28 @@ class Witnesses:
     def _quotable(self, text: str) -> str:
         return redact(text, self._environment)
 
+    def _quotable_event(self, event: dict[str, Any] | None) -> dict[str, Any] | None:
+        return dict(redact_document(event, self._environment)) if event is not None else None
+
+    def _words_of_the_start(self, rank: int) -> str:
+        """What ssh has said, or whoever else was to start it."""
+        return self._refusals.get(rank) or tail(words_of(self._launching, rank))
+
+    def _memory_killed(self, rank: Rank) -> bool:
+        """Whether its node has killed processes for want of memory since the attempt began."""
+        link = self._links.to(rank.number)
+        if link.local:
+            return (memory_kills() or 0) > (self._attempt.memory_kills or 0)
+        before = self._conditions.memory_kills(rank.planned.node)
+        now = link.facts.memory_kills if link.facts is not None else None
+        return before is not None and now is not None and now > before
+
     def _with_port(self, rank: RankEvidence) -> RankEvidence:
         """Asked when our own ranks are gone, so that whoever holds the port is somebody else."""
-        if not lacks_port(rank):
+        if rank.remote or not lacks_port(rank):
             return rank
         ports = ports_of(rank.rank, self._attempt.wiring, self._attempt.starting_port)
         for port in ports:
             if (who := holder(port)) is not None:
                 return replace(rank, port=f"port {port} is in use by {who}")
         return replace(rank, port=f"port {ports[0]} was in use; nobody holds it any more")
-
-    def _last_event(self, rank: int, name: str) -> dict[str, Any] | None:
-        wanted = f'"event": "{name}"'
-        # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
-        for line in reversed(tail(self._files.events(rank), size=_EVENT_TAIL_BYTES).split("\n")):
-            if wanted in line[:_WHERE_THE_NAME_IS] and (event := parse(line.encode())) is not None:
-                return dict(redact_document(event, self._environment))
-        return None

@@ -1,14 +1,13 @@
-"""The ranks of one attempt as their own files say: who has started, who has ended, who has vanished."""
+"""The ranks of one attempt as their hosts show them: who has started, who has ended, who has vanished or is lost."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.runs.plan_file import PlannedRank
-from engine.worker import processes
-from engine.worker.wire import ExitRecord, Identity, NodeFiles, read_exit, read_identity
+from engine.supervision.links.links import Links
+from engine.worker.wire import ExitRecord, Identity
 
 
 @dataclass
@@ -20,8 +19,12 @@ class Rank:
     record: ExitRecord | None = None
     vanished: bool = False
     """Its keeper is gone without an exit record."""
+    restarted: bool = False
+    """Because its node has been restarted."""
+    lost: bool = False
+    """Its node has been away for longer than its lease: it has been ended there, as far as one can know."""
     launcher_code: int | None = None
-    """The exit code that the launcher told, where no keeper has."""
+    """The exit code of its start, where no keeper has told another."""
 
     @property
     def number(self) -> int:
@@ -34,16 +37,15 @@ class Rank:
     @property
     def ended(self) -> bool:
         """Nothing more will come of it: it has a record, or nobody is left to write one."""
-        return self.record is not None or self.vanished or (self.launcher_code is not None and not self.started)
+        refused = self.launcher_code is not None and not self.started
+        return self.record is not None or self.vanished or self.lost or refused
 
 
 class Ranks:
     """All ranks of one attempt, and the way to their keepers."""
 
-    def __init__(self, files: NodeFiles, planned: Sequence[PlannedRank]) -> None:
-        self._files = files
-        self._fifos: dict[int, int] = {}
-        self._boot_id = processes.boot_id()
+    def __init__(self, links: Links, planned: Sequence[PlannedRank]) -> None:
+        self._links = links
         self.all = [Rank(rank) for rank in planned]
 
     def look(self, *, thorough: bool) -> list[Rank]:
@@ -60,11 +62,12 @@ class Ranks:
     def tell(self, word: bytes) -> None:
         """Say a word to every keeper that may still hear it."""
         for rank in self.all:
-            if not rank.ended:
-                self._tell(rank, word)
+            if rank.record is None and not rank.vanished:
+                self._links.to(rank.number).tell(rank.number, word)
 
-    def lost_keepers(self, codes: Sequence[tuple[int, int]]) -> list[Rank]:
-        """What the launcher says of ranks that no keeper speaks for; those that have ended by it."""
+    def refused(self, codes: Sequence[tuple[int, int]]) -> list[Rank]:
+        """What is told of starts that failed (rank, exit code), of ranks that no keeper speaks for; those that have
+        ended by it."""
         changed = []
         for number, code in codes:
             rank = self.all[number] if 0 <= number < len(self.all) else None
@@ -73,31 +76,18 @@ class Ranks:
                 changed.append(rank)
         return changed
 
-    def close(self) -> None:
-        for fifo in self._fifos.values():
-            os.close(fifo)
-        self._fifos.clear()
+    def lose(self, numbers: Sequence[int]) -> list[Rank]:
+        """Take ranks for ended whose node has been away for too long; those that were not ended before."""
+        lost = [rank for rank in self.all if rank.number in numbers and not rank.ended]
+        for rank in lost:
+            rank.lost = True
+        return lost
 
     def _look_at(self, rank: Rank, *, thorough: bool) -> None:
         if rank.record is not None:
             return
-        if rank.identity is None:
-            rank.identity = read_identity(self._files.identity(rank.number))
-        # Liveness before the record: a keeper that leaves in between has written it by then.
-        gone = thorough and rank.identity is not None and not self._keeper_alive(rank.identity)
-        rank.record = read_exit(self._files.exit(rank.number))
-        rank.vanished = rank.record is None and (rank.vanished or gone)
-
-    def _keeper_alive(self, identity: Identity) -> bool:
-        return identity.boot_id == self._boot_id and processes.alive(identity.keeper_pid, identity.keeper_start)
-
-    def _tell(self, rank: Rank, word: bytes) -> None:
-        try:
-            if rank.number not in self._fifos:
-                # Reading too, so that opening never waits and a keeper that is late finds what was said.
-                flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-                self._fifos[rank.number] = os.open(self._files.control(rank.number), flags)
-            os.write(self._fifos[rank.number], word)
-        except (FileNotFoundError, BlockingIOError):
-            # Full: a keeper that does not listen has beats enough, and is ended by signals.
-            return
+        seen = self._links.to(rank.number).sight(rank.number, thorough=thorough)
+        rank.identity = rank.identity or seen.identity
+        rank.record = seen.record
+        rank.vanished = rank.record is None and (rank.vanished or seen.vanished)
+        rank.restarted = rank.restarted or seen.restarted

@@ -182,7 +182,8 @@ class Supervisor:
             return _ABORTED_EARLY
         except (LaunchError, NodeUnreachable) as error:
             return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
-        launcher = self._watch_on(launched, attempt)
+        # Not on the loop: the ranks have started, and a disk that stalls must not hold up their beats.
+        launcher = await asyncio.to_thread(self._watch_on, launched, attempt)
         return await self._watch(attempt, launcher, refusals=_refusals(launched))
 
     async def _from_the_journal(self) -> Verdict:
@@ -284,8 +285,7 @@ class Supervisor:
     def _link(self, attempt: Attempt) -> Links:
         """The links to the attempt's hosts, started."""
         known = known_identities(self._logbook)
-        arguments = (self._plan, attempt.places, attempt.number, attempt.nonce, self._fleet, self._nodes, known)
-        self._links = links_to(*arguments)
+        self._links = links_to(self._plan, attempt, self._fleet, self._nodes, known)
         self._links.start()
         return self._links
 

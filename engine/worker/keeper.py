@@ -17,9 +17,9 @@ has not left after `stop_grace_s` (`save_grace_s` while its events say that it s
 `term_grace_s` KILL. "end" goes to TERM at once. A user's own command knows no such request: for it "stop" is "end".
 HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless `on_lease_expiry` is "continue".
 
-With `--detach` the keeper leaves the process that was started, and that one ends as soon as the rank has: with 0 when the
-identity is written, with the keeper's own code when it ended before. So nothing of a launcher, of an ssh session or of
-their pipes is the rank's concern any more.
+With `--detach` the keeper leaves the process that was started, and that one ends when the rank has started: with 0 when
+the identity is written, with the keeper's own code when it ended before. So nothing of a launcher, of an ssh session or
+of their pipes is the rank's concern any more.
 
 When the python that start.sh names is missing there is no keeper and no exit record: the shell's complaint in
 rank<k>.keeper.log and its exit code 127 are all there is.
@@ -89,6 +89,9 @@ class Keeper:
 
     def run(self) -> int:
         """Keep the rank until it has ended; returns the keeper's exit code."""
+        if self._files.fenced.exists():
+            _say("the attempt has been ended: not started")
+            return _CANNOT_START
         reserve = _Reserve(self._files.exit(self._rank.rank))
         try:
             program = Program(self._spec, self._rank, self._files)

@@ -1,7 +1,8 @@
 """Who is running on this machine: boot, start times, groups, and what carries a run's nonce.
 
 Standard library alone, on Linux and macOS, and runnable as a single file over ssh: `python processes.py NONCE` prints
-`[{"pid": …, "command": …}, …]`, the processes of this machine that still belong to the attempt.
+`[{"pid": …, "command": …}, …]`, the processes of this machine that still belong to the attempt; with `--kill` before
+the nonce they are killed as well.
 """
 
 from __future__ import annotations
@@ -167,4 +168,6 @@ def _tool(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(process) for process in with_nonce(sys.argv[1])]))
+    print(json.dumps([asdict(process) for process in with_nonce(sys.argv[-1])]))
+    if sys.argv[1] == "--kill":
+        kill_with_nonce(sys.argv[-1])

@@ -12,10 +12,12 @@ On a node, below `<node root>/runs/<run id>/attempts/<n>/` (0700):
     rank<k>.events.jsonl    the trainer's structured events, one JSON object a line
     rank<k>.exit.json       ExitRecord, written last by the keeper
     rank<k>.keeper.log      the keeper's own troubles
+    fenced                  made by whoever ends the attempt: a keeper that is late does not start its rank any more
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -186,6 +188,16 @@ class NodeFiles:
 
     def keeper_log(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.keeper.log"
+
+    @property
+    def fenced(self) -> Path:
+        return self.directory / "fenced"
+
+    def fence(self) -> None:
+        """Let no rank of the attempt start here from now on. On a full disk, or before the directory is there, nothing
+        is done: what has started is killed all the same."""
+        with contextlib.suppress(OSError):
+            self.fenced.touch(mode=0o600)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -88,13 +88,13 @@ def test_a_killed_keeper_ends_the_run_and_its_rank(home: Path, tmp_path: Path) -
     assert "keeper was killed" in blames_the_right_node(run, Reason.RANK_KILLED)
 
 
-def test_a_killed_launcher_ends_the_run(home: Path, tmp_path: Path) -> None:
+def test_a_killed_launcher_is_noted_and_the_ranks_go_on(home: Path, tmp_path: Path) -> None:
     run = fly(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.launcher)
-    record = run.ended()
-    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
-    assert record.cause is not None and "mlx.launch was ended from outside" in record.cause
+    run.wait(lambda: any("mlx.launch has ended" in entry.get("message", "") for entry in run.entries))
+    run.finish()
+    assert run.ended().state is RunState.SUCCEEDED, run.troubles()
 
 
 def test_a_launcher_that_refuses_its_arguments_is_quoted(home: Path, tmp_path: Path) -> None:

@@ -209,19 +209,73 @@ def test_an_index_without_room_waits_and_the_log_goes_on(tmp_path: Path) -> None
     assert_true(run_dir)
 
 
+class Memory:
+    """A node's file in memory; `here` is false while nothing of it comes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.generation = 0
+        self.here = True
+        self.compared: list[int] = []
+
+    def read_from(self, offset: int, size: int) -> bytes:
+        return self.content[offset : offset + size] if self.here else b""
+
+    def read_whole(self, offset: int, size: int) -> bytes | None:
+        self.compared.append(offset)
+        return self.read_from(offset, size) if self.here else None
+
+    def size(self) -> int | None:
+        return len(self.content) if self.here else None
+
+
+def test_a_node_that_is_away_is_no_gap_and_its_tail_is_compared_when_it_is_back(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    gaps: list[Gap] = []
+    mirror = Mirror(run_dir, gaps.append, Ticking())
+    node = Memory(b"one\n")
+    mirror.follow(0, 1, node, 0)
+    assert mirror.pump() == 4
+    assert node.compared == [], "there was nothing to compare yet"
+    node.here = False
+    node.generation = 1
+    node.content += b"two\n"
+    assert mirror.pump() == 0
+    assert mirror.behind() == ["rank0.log"]
+    node.here = True
+    assert mirror.pump() == 4
+    assert node.compared == [0, 0]
+    assert mirror.behind() == []
+    assert mirror.finish()
+    assert (run_dir.log(0).read_bytes(), gaps) == (b"one\ntwo\n", [])
+
+
+def test_a_node_that_came_back_with_another_file_is_copied_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    gaps: list[Gap] = []
+    mirror = Mirror(run_dir, gaps.append, Ticking())
+    node = Memory(b"one\ntwo\n")
+    mirror.follow(0, 1, node, 0)
+    mirror.pump()
+    node.generation, node.content = 1, b"one\nTWO\n"
+    assert mirror.finish()
+    assert run_dir.log(0).read_bytes() == b"one\nTWO\n"
+    assert "copied again" in gaps[0].problem
+
+
 def test_a_node_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path) -> None:
-    class Flaky:
+    class Flaky(Memory):
         broken = True
 
         def read_from(self, offset: int, size: int) -> bytes:
             if self.broken:
                 raise ConnectionResetError(104, "Connection reset by peer")
-            return b"line\n"[offset : offset + size]
+            return super().read_from(offset, size)
 
     run_dir = RunDir(tmp_path)
     gaps: list[Gap] = []
     mirror = Mirror(run_dir, gaps.append, Ticking())
-    node = Flaky()
+    node = Flaky(b"line\n")
     mirror.follow(0, 1, node, 0)
     assert mirror.pump() == mirror.pump() == 0
     node.broken = False
@@ -249,12 +303,12 @@ def test_a_gap_that_cannot_be_told_stops_nothing(tmp_path: Path) -> None:
     def full_journal(gap: Gap) -> None:
         raise OSError(28, "No space left on device")
 
-    class Gone:
+    class Gone(Memory):
         def read_from(self, offset: int, size: int) -> bytes:
             raise OSError(5, "Input/output error")
 
     mirror = Mirror(RunDir(tmp_path), full_journal)
-    mirror.follow(0, 1, Gone(), 0)
+    mirror.follow(0, 1, Gone(b""), 0)
     assert mirror.pump() == 0
 
 

@@ -9,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.runs.plan_file import PlannedRank
-from engine.supervision.abort import UNCONFIRMED_S, Graces, Stage, Stop
+from engine.supervision.abort import SILENT_S, UNCONFIRMED_S, Graces, Stage, Stop
+from engine.supervision.links.base import LinkState
+from engine.supervision.links.links import Links
+from engine.supervision.links.local import LocalLink
 from engine.supervision.ranks import Ranks
 from engine.worker.processes import Process
 from engine.worker.wire import ExitRecord, NodeFiles, write_atomic
@@ -19,6 +22,24 @@ NOBODY = 2**22 + 7
 """A pid above Linux's highest: a signal to it reaches nobody."""
 
 
+class Host(LocalLink):
+    """A host whose processes and whose silence are the test's word."""
+
+    def __init__(self, files: NodeFiles, ranks: Sequence[int], left: Sequence[Process]) -> None:
+        super().__init__(files, "nonce", ranks, [f"n{rank}" for rank in ranks])
+        self.there = list(left)
+        self.come_back()
+
+    def fall_silent(self, seconds: float = 60.0) -> None:
+        self.state = LinkState(connected=False, silent_s=seconds, heard=True, problem="no route")
+
+    def come_back(self) -> None:
+        self.state = LinkState(connected=True, silent_s=0.0, heard=True)
+
+    def ask_left(self, *, kill: bool) -> None:
+        self._left = list(self.there) if self.state.connected else None
+
+
 class Ending:
     """A stop of two ranks whose keepers are the test itself."""
 
@@ -26,20 +47,20 @@ class Ending:
         self.files = NodeFiles(directory)
         for rank in (0, 1):
             os.mkfifo(self.files.control(rank))
-        self.ranks = Ranks(self.files, [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)])
-        self.left = list(left)
+        self.hosts = [Host(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
+        links = Links(self.hosts)
+        self.ranks = Ranks(links, [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)])
         self.saving = False
         self.stages: list[Stage] = []
         self.now = 100.0
         self.stop = Stop(
             self.ranks,
+            links,
             None,
-            "nonce",
             GRACES,
             cooperative=cooperative,
-            on_stage=lambda stage, _left: self.stages.append(stage),
+            on_stage=lambda stage, _proofs: self.stages.append(stage),
             saving=lambda: self.saving,
-            list_processes=lambda _nonce: self.left,
         )
 
     def advance(self, seconds: float) -> list[Stage]:
@@ -113,12 +134,41 @@ def test_what_outlives_every_kill_is_unconfirmed_and_named(tmp_path: Path) -> No
     ending.exit(0, 1)
     assert ending.advance(UNCONFIRMED_S - 1) == [Stage.VERIFYING]
     assert ending.advance(2) == [Stage.VERIFYING, Stage.UNCONFIRMED]
-    assert ending.stop.left == [Process(NOBODY, "stuck in the kernel")]
+    assert ending.stop.proofs[0].left == [Process(NOBODY, "stuck in the kernel")]
+    assert [proof.found for proof in ending.stop.proofs] == [False, True]
 
 
 def test_nothing_is_stopped_while_something_is_left(tmp_path: Path) -> None:
     ending = Ending(tmp_path, left=[Process(NOBODY, "slow")])
     ending.exit(0, 1)
     ending.advance(2.0)
-    ending.left.clear()
+    ending.hosts[0].there.clear()
     assert ending.advance(0.2) == [Stage.VERIFYING, Stage.STOPPED]
+
+
+def test_a_host_that_does_not_answer_holds_up_none_of_the_others(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.hosts[1].fall_silent()
+    assert ending.advance(1.0) == [Stage.STOP]
+    ending.exit(0)
+    assert ending.advance(1.0) == [Stage.STOP, Stage.VERIFYING]
+    assert [proof.found for proof in ending.stop.proofs] == [True, False]
+    assert ending.advance(SILENT_S) == [Stage.STOP, Stage.VERIFYING, Stage.UNCONFIRMED]
+    assert [proof.found for proof in ending.stop.proofs] == [True, False]
+
+
+def test_a_host_that_answers_again_in_time_is_proved_too(tmp_path: Path) -> None:
+    ending = Ending(tmp_path, cooperative=False)
+    ending.hosts[1].fall_silent()
+    ending.exit(0, 1)
+    ending.advance(SILENT_S - 2.0)
+    ending.hosts[1].come_back()
+    assert ending.advance(1.5) == [Stage.VERIFYING, Stage.STOPPED]
+
+
+def test_a_host_that_falls_silent_in_the_middle_is_not_waited_for(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.advance(0.5)
+    ending.hosts[1].fall_silent()
+    ending.exit(0)
+    assert ending.advance(0.2) == [Stage.STOP, Stage.VERIFYING]

@@ -145,7 +145,7 @@ def test_memory_and_disk_are_told_by_the_last_lines(tail: str, reason: Reason) -
 def test_a_kill_is_for_memory_only_with_evidence() -> None:
     killed = rank(1, sig=signal.SIGKILL)
     assert judge(evidence(rank(0), killed)).reason is Reason.RANK_KILLED
-    assert judge(evidence(rank(0), killed, memory_killed=True)).reason is Reason.OUT_OF_MEMORY
+    assert judge(evidence(rank(0), replace(killed, memory_killed=True))).reason is Reason.OUT_OF_MEMORY
 
 
 def test_divergence_is_the_trainers_word() -> None:

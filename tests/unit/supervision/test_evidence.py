@@ -9,7 +9,10 @@ from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeCon
 from engine.launch.hostfile import as_configured
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt
+from engine.supervision.conditions import Conditions
 from engine.supervision.evidence import Witnesses
+from engine.supervision.links.links import Links
+from engine.supervision.links.local import LocalLink
 from engine.supervision.ranks import Rank
 from engine.worker.events import EventWriter
 from engine.worker.wire import NodeFiles
@@ -21,7 +24,9 @@ def test_a_failure_is_heard_though_its_message_holds_a_line_separator(tmp_path: 
     plan = Plan.of(config, run_id="r", created_at=datetime.now(UTC))
     attempt = Attempt(1, "nonce", 20_000, {}, {}, (), as_configured(config.nodes))
     files = NodeFiles(tmp_path)
+    links = Links([LocalLink(files, "nonce", (0,), ("left",))])
+    conditions = Conditions(links, print, None)
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
-    heard = Witnesses(plan, attempt, files, None).of(Rank(plan.ranks[0]))
+    heard = Witnesses(plan, attempt, links, conditions, None, launching=tmp_path).of(Rank(plan.ranks[0]))
     assert heard.failure is not None and heard.failure["message"] == message

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.runs.plan_file import PlannedRank
+from engine.supervision.links.links import Links
+from engine.supervision.links.local import LocalLink
 from engine.supervision.ranks import Ranks
 from engine.worker import processes
 from engine.worker.wire import BEAT, ExitRecord, Identity, NodeFiles, write_atomic
@@ -33,7 +35,8 @@ def identify(files: NodeFiles, keeper: subprocess.Popen[bytes]) -> None:
 
 def one_rank(directory: Path) -> tuple[NodeFiles, Ranks]:
     files = NodeFiles(directory)
-    return files, Ranks(files, [PlannedRank(rank=0, node="left", host="h")])
+    links = Links([LocalLink(files, "nonce", (0,), ("left",))])
+    return files, Ranks(links, [PlannedRank(rank=0, node="left", host="h")])
 
 
 def test_a_rank_starts_and_ends_once(tmp_path: Path, keeper: subprocess.Popen[bytes]) -> None:
@@ -74,13 +77,22 @@ def test_the_launchers_word_counts_for_ranks_without_a_keeper_only(
     tmp_path: Path, keeper: subprocess.Popen[bytes]
 ) -> None:
     files, ranks = one_rank(tmp_path)
-    assert ranks.lost_keepers([(0, 127), (9, 1)]) == ranks.all
+    assert ranks.refused([(0, 127), (9, 1)]) == ranks.all
     assert ranks.all[0].ended and ranks.all[0].launcher_code == 127
     _, ranks = one_rank(tmp_path)
     identify(files, keeper)
     ranks.look(thorough=True)
-    assert ranks.lost_keepers([(0, 1)]) == []
+    assert ranks.refused([(0, 1)]) == []
     assert not ranks.all[0].ended
+
+
+def test_a_rank_of_a_lost_node_has_ended_once(tmp_path: Path, keeper: subprocess.Popen[bytes]) -> None:
+    files, ranks = one_rank(tmp_path)
+    identify(files, keeper)
+    ranks.look(thorough=True)
+    assert ranks.lose([0]) == ranks.all
+    assert ranks.all[0].ended
+    assert ranks.lose([0]) == []
 
 
 def test_a_keeper_that_does_not_listen_blocks_nobody(tmp_path: Path) -> None:
@@ -89,4 +101,3 @@ def test_a_keeper_that_does_not_listen_blocks_nobody(tmp_path: Path) -> None:
     os.mkfifo(files.control(0))
     for _ in range(100_000):
         ranks.tell(BEAT)
-    ranks.close()
