@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +27,7 @@ from engine.runs.plan_file import Plan, PlannedRank
 from engine.security.hosts import LOCAL
 from engine.transport.openssh import write_openssh_config
 from engine.worker.memory_kills import memory_kills
+from engine.worker.processes import kill_group
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
@@ -128,7 +131,8 @@ async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> 
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
     Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
-    runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch tells of it.
+    runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch tells of it. Cancelled,
+    it leaves no mlx.launch behind, but perhaps ranks.
     """
     spec = spec_of(plan, attempt, os.environ)
     direct_ = plan.config.cluster.launcher == "direct"
@@ -140,7 +144,7 @@ async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> 
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_hostfile(here / "hostfile.json", attempt.wiring)
         if not direct_:
-            return Launched(await asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
+            return Launched(await _with_launcher(run_dir, plan, attempt))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
     return Launched(None, await direct.start(fleet, _starts(plan, attempt, environment)))
@@ -150,6 +154,19 @@ def _of_before(node_root: Path, ranks: tuple[int, ...]) -> tuple[tuple[Place, ..
     """What an entry leaves unsaid that was written when every node was this machine."""
     place = Place(LOCAL, ranks, str(Path.home()), str(node_root), bundle="", python="")
     return (place,), Wiring(backend="ring", hosts=tuple(LaunchHost(ssh=LOCAL, ips=(LOCAL,)) for _ in ranks))
+
+
+async def _with_launcher(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:
+    starting = asyncio.create_task(asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread knows nothing of it: what it starts would be nobody's.
+        with contextlib.suppress(OSError, LaunchError):
+            launcher = await starting
+            kill_group(launcher.pid, signal.SIGKILL)
+            await asyncio.to_thread(launcher.process.wait)
+        raise
 
 
 def _start_launcher(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch.Launcher:

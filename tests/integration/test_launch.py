@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.launch import mlx_launch
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import fly, on, plan_of
@@ -20,6 +27,28 @@ total = mx.distributed.all_sum(mx.array(10.0 ** group.rank()), group=group, stre
 content = {name: open(os.environ[name]).read() for name in ("MLX_HOSTFILE",)}
 print(json.dumps([group.rank(), group.size(), total, dict(os.environ), content]))
 """
+
+
+async def test_a_launch_that_is_given_up_leaves_no_launcher(
+    cluster: Cluster, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(on(cluster, "head"), ["python", "-c", ""], launcher="mlx.launch")
+    starting, begun, started = mlx_launch.start, threading.Event(), queue.Queue[mlx_launch.Launcher]()
+
+    def slowly(*args: Any, **options: Any) -> mlx_launch.Launcher:
+        begun.set()
+        time.sleep(0.2)
+        started.put(starting(*args, **options))
+        return started.queue[0]
+
+    monkeypatch.setattr(mlx_launch, "start", slowly)
+    launching = asyncio.create_task(fly(tmp_path / "home", plan, fleet))
+    await asyncio.to_thread(begun.wait, 30)
+    launching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+    launcher = await asyncio.to_thread(started.get, timeout=30)
+    assert launcher.process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
