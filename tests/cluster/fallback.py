@@ -24,7 +24,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.command import attempt, command
 from tests.cluster.disk import Disk
 from tests.cluster.machine import until
-from tests.cluster.node import Node
+from tests.cluster.node import NOISE, Node
 from tests.cluster.registry import Record, Registry
 from tests.cluster.specs import NodeSpec
 
@@ -151,7 +151,7 @@ class LoopbackNode(Node):
             check=False,
         )
 
-    def noisy_bashrc(self, text: str = GO_HOME) -> None:
+    def noisy_bashrc(self, text: str = NOISE) -> None:
         super().noisy_bashrc(GO_HOME + text)
 
     def quiet_bashrc(self) -> None:
@@ -189,7 +189,7 @@ class LoopbackNode(Node):
     def _as_root(self, *argv: str, stdin: str = "") -> NoReturn:
         needs_namespaces(f"{argv[0]} on {self.name} alone")
 
-    def _inside(self) -> NoReturn:
+    def inside(self) -> NoReturn:
         needs_namespaces(f"{self.name}'s own namespaces")
 
     def _signal_sshd(self, name: str) -> None:

@@ -15,7 +15,7 @@ class Traffic(StrEnum):
     SSH = "ssh"
     """To and from its sshd."""
     RING = "ring"
-    """All TCP that is not ssh: the ranks' own, on whatever ports they took."""
+    """All TCP between unprivileged ports: the ranks' own, whatever ports they took."""
 
 
 def matches(traffic: Traffic, peer: str | None) -> list[str]:
@@ -23,7 +23,8 @@ def matches(traffic: Traffic, peer: str | None) -> list[str]:
     kinds = {
         Traffic.EVERYTHING: ("", ""),
         Traffic.SSH: (f"-p tcp --dport {SSH_PORT}", f"-p tcp --sport {SSH_PORT}"),
-        Traffic.RING: (f"-p tcp ! --sport {SSH_PORT} ! --dport {SSH_PORT}",) * 2,
+        # Not `! --sport 22 ! --dport 22`: iptables 1.8.9 on nftables lets that match packets with one port of 22.
+        Traffic.RING: ("-p tcp --sport 1024: --dport 1024:",) * 2,
     }
     incoming, outgoing = kinds[traffic]
     return [
@@ -43,9 +44,9 @@ def lose(share: float, traffic: Traffic, peer: str | None) -> list[str]:
 
 
 def reject(traffic: Traffic, peer: str | None) -> list[str]:
-    """Rules that answer every TCP packet with a reset."""
+    """Rules that answer every TCP packet with a reset, the resets themselves apart."""
     tcp = [match if "-p tcp" in match else f"{match} -p tcp" for match in matches(traffic, peer)]
-    return [f"{match} -j REJECT --reject-with tcp-reset" for match in tcp]
+    return [f"{match} ! --tcp-flags RST RST -j REJECT --reject-with tcp-reset" for match in tcp]
 
 
 def inserted(rules: Sequence[str]) -> str:

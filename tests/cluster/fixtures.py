@@ -28,3 +28,11 @@ def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
     """Four healthy nodes. Whatever a test did to them is undone after it, and what it left running there is ended."""
     yield session_cluster
     session_cluster.heal()
+
+
+@pytest.fixture
+def isolated_cluster(cluster: Cluster) -> Cluster:
+    """The same, for tests whose every step needs users, networks or disks apart; they skip where there are none."""
+    if not cluster.isolated:
+        capability.needs_namespaces("what this test is about")
+    return cluster

@@ -206,7 +206,7 @@ class Machine:
         """Run `argv` on the node as its user, without ssh: the head looks in. The working directory is the home."""
         as_user = ("setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", "--reset-env")
         return subprocess.run(
-            [*self._inside(), *as_user, "sh", "-c", 'cd && exec "$@"', "sh", *argv],
+            [*self.inside(), *as_user, "sh", "-c", 'cd && exec "$@"', "sh", *argv],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -239,14 +239,15 @@ class Machine:
             shutil.copy(source, target)
         self._give_to_user(self.disk.home)
 
-    def _inside(self) -> list[str]:
+    def inside(self) -> list[str]:
+        """The words that, put before a command, run it on the node as root."""
         pid = self.pid
         if pid is None:
             raise CommandFailed(f"{self.name} is off")
         return ["nsenter", "-t", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--root"]
 
     def _as_root(self, *argv: str, stdin: str = "") -> str:
-        return command(*self._inside(), *argv, stdin=stdin)
+        return command(*self.inside(), *argv, stdin=stdin)
 
     def _give_to_user(self, path: Path) -> None:
         command("chown", "-hR", f"{self.uid}:{self.uid}", str(path))

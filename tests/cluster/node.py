@@ -101,7 +101,7 @@ class Node(Machine):
 
     def full_speed(self) -> None:
         """Undo slow_link."""
-        attempt(*self._inside(), *faults.unthrottle("eth0"))
+        attempt(*self.inside(), *faults.unthrottle("eth0"))
         attempt(*faults.unthrottle(network.port_of(self._cluster, self._index)))
         self._healed("speed")
 
@@ -188,7 +188,7 @@ class Node(Machine):
 
     def _signal_sshd(self, name: str) -> None:
         # Not `command`: an sshd that is not there needs no signal.
-        attempt(*self._inside(), "sh", "-c", f'kill -{name} "$(cat {sshd.PID_FILE})"')
+        attempt(*self.inside(), "sh", "-c", f'kill -{name} "$(cat {sshd.PID_FILE})"')
 
     def _sshd_config(self, changes: dict[str, str]) -> str:
         return sshd.config(changes)

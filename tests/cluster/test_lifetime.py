@@ -1,0 +1,93 @@
+"""A cluster is up in no time, leaves nothing when it goes, however it goes, and is never silently missing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import capability, network
+from tests.cluster.cluster import Cluster
+from tests.cluster.disk import mounts_below
+from tests.cluster.machine import until
+from tests.cluster.system import PROJECT
+from tests.cluster.test_nodes import ssh
+
+HOLD = """
+import time
+from tests.cluster.cluster import Cluster
+with Cluster(2) as cluster:
+    print(cluster.record.number, cluster.folder, *(node.pid for node in cluster.nodes), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def namespaces() -> None:
+    """These make clusters of their own."""
+    if reason := capability.missing():
+        (pytest.fail if capability.required() else pytest.skip)(f"a cluster of namespaces: {reason}")
+
+
+def left_of(number: int, folder: Path, namespaces: set[str]) -> list[str]:
+    """Links, mounts, folders and network namespaces of a cluster that are still there."""
+    bridge = network.bridge_of(number)
+    links = [path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith((f"{bridge}n", bridge))]
+    used = {namespace_of(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    own = [link for link in links if link == bridge or link.startswith(f"{bridge}n")]
+    return [*own, *mounts_below(folder), *([str(folder)] if folder.exists() else []), *(used & namespaces)]
+
+
+def namespace_of(process: Path) -> str:
+    try:
+        return str((process / "ns" / "net").readlink())
+    except OSError:
+        return ""
+
+
+def test_four_nodes_are_up_within_5_s_and_leave_nothing() -> None:
+    begun = time.monotonic()
+    with Cluster(4) as cluster:
+        took = time.monotonic() - begun
+        number, folder = cluster.record.number, cluster.folder
+        assert [ssh(cluster, node, "hostname") for node in cluster.nodes] == [node.name for node in cluster.nodes]
+        spaces = {namespace_of(Path(f"/proc/{node.pid}")) for node in cluster.nodes}
+        assert len(spaces) == 4
+        assert len(left_of(number, folder, spaces)) > 10
+    assert took < 5
+    assert left_of(number, folder, spaces) == []
+
+
+def test_a_killed_owner_takes_its_nodes_with_it_and_the_rest_is_cleared_away_next_time() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        number, folder, *pids = owner.stdout.readline().split()
+        spaces = {namespace_of(Path(f"/proc/{pid}")) for pid in pids}
+        owner.send_signal(signal.SIGKILL)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the nodes' end", str)
+    Cluster.registry.clear_stale()
+    assert left_of(int(number), Path(folder), spaces) == []
+
+
+def test_a_cluster_by_hand_is_held_told_of_and_taken_away() -> None:
+    def cluster(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "tests.cluster", *words]
+        return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False)
+
+    told = cluster("up", "2", "--detach", "--bare")
+    assert "FLIGHTDECK_SSH_CONFIG=" in told.stdout, told.stderr
+    number = told.stdout.split()[1].rstrip(":")
+    try:
+        assert cluster("--cluster", number, "power-off", "bea").returncode == 0
+        assert [line.split() for line in cluster("list").stdout.splitlines() if f"10.77.{number}.3" in line] == [
+            ["bea", f"bea@10.77.{number}.3", "off"]
+        ]
+        assert cluster("--cluster", number, "power-on", "bea").returncode == 0
+        assert cluster("--cluster", number, "run", "bea", "--", "hostname").stdout == "bea\n"
+    finally:
+        assert cluster("--cluster", number, "down").returncode == 0
+    assert not Path("/run/flightdeck-cluster", number).exists()
