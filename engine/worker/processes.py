@@ -127,6 +127,7 @@ def _linux_start(pid: int) -> str | None:
 
 def _linux_with(variables: dict[str, str]) -> Iterator[Process]:
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    network = _network("self")
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -137,8 +138,17 @@ def _linux_with(variables: dict[str, str]) -> Iterator[Process]:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if _linux_start(pid) is not None:
+        # What a container of this machine runs, with a network of its own, is another machine's.
+        if _linux_start(pid) is not None and _network(entry.name) == network:
             yield Process(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
+
+
+def _network(pid: str) -> str | None:
+    """The network namespace that a process lives in; None when that cannot be seen."""
+    try:
+        return os.readlink(_PROC / pid / "ns" / "net")  # noqa: PTH115  (a name, not a path)
+    except OSError:
+        return None
 
 
 def _ps_with(variables: dict[str, str]) -> Iterator[Process]:

@@ -31,6 +31,7 @@ from engine.runs.plan_file import Plan, write_plan
 from engine.supervision import spawn
 from engine.supervision.requests import ABORT, place_request
 from engine.worker import processes
+from engine.worker.processes import Process
 from engine.worker.wire import Identity, NodeFiles, read_identity
 
 HURRIED = RecoveryConfig(stop_grace_s=1.0, save_grace_s=5.0, term_grace_s=0.5)
@@ -75,6 +76,14 @@ class Run:
     def files(self) -> NodeFiles:
         return NodeFiles.of(node_root(), self.plan.run_id, 1)
 
+    def files_of(self, rank: int) -> NodeFiles:
+        """The attempt's files on the node of `rank`, as the test sees them."""
+        return self.files
+
+    def left(self) -> list[Process]:
+        """All that carries the run's nonce, wherever the run has been."""
+        return processes.with_nonce(self.nonce)
+
     @property
     def entries(self) -> list[dict[str, Any]]:
         return read_journal(self.dir.journal)
@@ -97,8 +106,8 @@ class Run:
 
     def identity(self, rank: int) -> Identity:
         """Awaits it."""
-        self.wait(lambda: read_identity(self.files.identity(rank)) is not None)
-        identity = read_identity(self.files.identity(rank))
+        self.wait(lambda: read_identity(self.files_of(rank).identity(rank)) is not None)
+        identity = read_identity(self.files_of(rank).identity(rank))
         assert identity is not None
         return identity
 
@@ -123,11 +132,20 @@ class Run:
     def ended(self, within_s: float = 60.0) -> RunRecord:
         """Awaits the end. Then nothing with the nonce may be left, and the mirrors equal the nodes' logs."""
         self.wait(lambda: self.record.state.ended, within_s)
-        assert processes.with_nonce(self.nonce) == [], self.troubles()
-        for rank in self.plan.ranks:
-            if self.files.log(rank.rank).exists():
-                assert self.dir.log(rank.rank).read_bytes() == self.files.log(rank.rank).read_bytes()
+        self.nothing_left()
+        self.mirrors_are_equal()
         return self.record
+
+    def nothing_left(self) -> None:
+        assert self.left() == [], self.troubles()
+
+    def mirrors_are_equal(self) -> None:
+        """The head's copies of logs and events are the nodes' files, byte for byte."""
+        for rank in (planned.rank for planned in self.plan.ranks):
+            files = self.files_of(rank)
+            for there, here in ((files.log(rank), self.dir.log(rank)), (files.events(rank), self.dir.events(rank))):
+                if there.exists():
+                    assert here.read_bytes() == there.read_bytes(), f"{here.name}\n{self.troubles()}"
 
     def wait(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s
@@ -141,7 +159,7 @@ class Run:
             who = json.loads(self.dir.supervisor.read_text())
             if processes.alive(who["pid"], who["start"]):
                 kill_and_await(who["pid"])
-            while left := processes.with_nonce(self.nonce):
+            while left := self.left():
                 for process in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
@@ -153,7 +171,8 @@ class Run:
         texts = ["", *(json.dumps(entry) for entry in self.entries)]
         logs = [self.dir.supervisor_log, self.dir.log(LAUNCHER_SOURCE)]
         for rank in self.plan.ranks:
-            logs += [self.files.log(rank.rank), self.files.keeper_log(rank.rank)]
+            files = self.files_of(rank.rank)
+            logs += [files.log(rank.rank), files.keeper_log(rank.rank)]
         for log in logs:
             if log.exists():
                 texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
