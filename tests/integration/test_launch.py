@@ -38,8 +38,9 @@ async def test_a_launch_that_is_given_up_leaves_no_launcher(
     def slowly(*args: Any, **options: Any) -> mlx_launch.Launcher:
         begun.set()
         time.sleep(0.2)
-        started.put(starting(*args, **options))
-        return started.queue[0]
+        launcher = starting(*args, **options)
+        started.put(launcher)
+        return launcher
 
     monkeypatch.setattr(mlx_launch, "start", slowly)
     launching = asyncio.create_task(fly(tmp_path / "home", plan, fleet))
