@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.security.home import state_home
 from engine.worker.processes import alive
 from tests.cluster import capability
 from tests.cluster.cluster import Cluster
 from tests.cluster.command import CommandFailed
 from tests.cluster.fallback import LoopbackCluster
 from tests.cluster.faults import Traffic
-from tests.cluster.flight import install_demo, write_toml
 from tests.cluster.node import Node
 
 KINDS = (Cluster, LoopbackCluster)
@@ -139,6 +137,10 @@ def up(size: int, *, loopback: bool, bare: bool) -> int:
     begun = time.monotonic()
     with LoopbackCluster(size) if loopback else Cluster(size) as cluster:
         ready = time.monotonic() - begun
+        # Not at the top: this imports the engine's configuration, and the other commands need not wait for that.
+        from engine.security.home import state_home
+        from tests.cluster.flight import install_demo, write_toml
+
         if not bare:
             install_demo(cluster, state_home())
         toml = write_toml(cluster)

@@ -8,8 +8,6 @@ import sys
 from functools import cache
 from typing import NoReturn
 
-import pytest
-
 from tests.cluster.command import PATH, attempt
 
 TOOLS = (
@@ -37,6 +35,9 @@ mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work trial /mnt/
 
 def needs_namespaces(what: str) -> NoReturn:
     """Skip the test that asks a node without namespaces for `what`."""
+    # Not at the top: clusters by hand need no pytest.
+    import pytest
+
     pytest.skip(f"{what} needs a cluster of namespaces: {missing() or 'this one is of sshds on loopback'}")
 
 

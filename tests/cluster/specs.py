@@ -54,6 +54,11 @@ def head_address(cluster: int) -> str:
     return f"{SUBNET}.{cluster}.1"
 
 
+def subnet(cluster: int) -> str:
+    """The network of a cluster."""
+    return f"{SUBNET}.{cluster}.0/24"
+
+
 def mac(cluster: int, host: int, end: int) -> str:
     """A hardware address that is the same at every start: a new one costs 50 s of stale ARP. `host` is the last number
     of the address, `end` 0 for the node's end of its cable and 1 for the bridge's."""

@@ -25,6 +25,8 @@ OPTIONS = {
     "UseDNS": "no",
     "PrintMotd": "no",
     "PrintLastLog": "no",
+    # The default, sntrup761x25519, costs 60 ms of a core at every login.
+    "KexAlgorithms": "curve25519-sha256",
     "Subsystem": "sftp internal-sftp",
 }
 
