@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+RdmaRow = tuple[str | tuple[str, ...] | None, ...]
+"""RDMA device towards each rank, or the devices where there are several cables to each; None for itself and where there
+is no cable."""
+
 
 class LaunchHost(BaseModel):
     """One rank's entry of the hostfile."""
@@ -13,8 +17,8 @@ class LaunchHost(BaseModel):
     ssh: str
     """As OpenSSH takes it (SshTarget.openssh)."""
     ips: tuple[str, ...] = ()
-    rdma: tuple[str | None, ...] | None = None
-    """RDMA device towards each rank, None for itself and where there is no cable; None without RDMA."""
+    rdma: RdmaRow | None = None
+    """None without RDMA."""
 
 
 class Wiring(BaseModel):

@@ -1,0 +1,220 @@
+"""The address on which each rank is reached by the others, chosen from the nodes' interfaces where none is given.
+
+In this order: addresses on the Thunderbolt cables between neighbours of the ring, a Thunderbolt bridge that all are
+in, the network that all share. What the configuration gives is taken as it is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config.models import NodeConfig
+from engine.errors import LaunchError
+from engine.models import NodeFacts, Topology
+from engine.planning.links import shared_addresses
+from engine.security.hosts import LOCAL, SshTarget
+
+Network = ipaddress.IPv4Network
+_SET_IPS = 'set ips = ["…"] in its [[node]]'
+_POINT_TO_POINT = 31
+"""From this prefix length on a network has no room for two machines' own addresses."""
+_WIFI_NAMES = frozenset({"Wi-Fi", "WLAN", "AirPort"})
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Rank by rank, and where they came from."""
+
+    ips: tuple[tuple[str, ...], ...]
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Address:
+    ip: ipaddress.IPv4Address
+    network: Network
+    interface: str
+    thunderbolt: bool
+    wifi: bool
+
+
+def choose_addresses(
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
+) -> Addresses:
+    """For a `ring` every rank listens, over the cables to its neighbours where that can be; for the other backends all
+    ranks reach rank 0. Raises LaunchError, naming each node whose address cannot be told."""
+    if len({node.ssh for node in nodes}) == 1:
+        reasons = () if all(node.ips for node in nodes) else (f"all ranks are on one machine, at {LOCAL}",)
+        return Addresses(tuple(node.ips or (LOCAL,) for node in nodes), reasons)
+    given = [_given(node) for node in nodes]
+    told = tuple(f"{node.name}: {LOCAL} is not reached by the others" for node in nodes if _loopback_alone(node))
+    if all(given):
+        return Addresses(_as_many(nodes, given, ring=ring), ("the addresses are the configuration's",), told)
+    if ring and not any(given) and (cables := _over_cables(nodes, facts, topology)) is not None:
+        return Addresses(cables, ("each rank listens on its Thunderbolt cable from the rank before it",), told)
+    unknown = [node.name for node, ips in zip(nodes, given, strict=True) if not ips and _problem(facts.get(node.name))]
+    if unknown:
+        why = "; ".join(f"{name}: {_problem(facts.get(name))}" for name in unknown)
+        raise LaunchError("no address is known", where=", ".join(unknown), why=why, todo=_SET_IPS)
+    chosen = _shared_network(nodes, facts, topology, given, ring=ring)
+    ips = _as_many(nodes, chosen.ips, ring=ring)
+    return Addresses(ips, chosen.reasons, told + chosen.warnings)
+
+
+def _given(node: NodeConfig) -> tuple[str, ...]:
+    return () if _loopback_alone(node) else node.ips
+
+
+def _loopback_alone(node: NodeConfig) -> bool:
+    return bool(node.ips) and all(_is_loopback(ip) for ip in node.ips)
+
+
+def _is_loopback(text: str) -> bool:
+    ip = _ip(text)
+    return ip is not None and ip.is_loopback
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | None:
+    try:
+        return ipaddress.IPv4Address(text)
+    except ValueError:
+        return None
+
+
+def _problem(fact: NodeFacts | None) -> str | None:
+    return "it was not probed" if fact is None else fact.problem
+
+
+def _as_many(nodes: Sequence[NodeConfig], ips: Sequence[tuple[str, ...]], *, ring: bool) -> tuple[tuple[str, ...], ...]:
+    """MLX's ring refuses to start when a rank has more connections to one side than to the other."""
+    counts = {len(own) for own in ips}
+    if ring and len(counts) > 1:
+        told = ", ".join(f"{node.name} has {len(own)}" for node, own in zip(nodes, ips, strict=True))
+        raise LaunchError("the ring needs as many addresses on every node", why=told, todo="make the ips equally many")
+    return tuple(ips)
+
+
+def _over_cables(
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology
+) -> tuple[tuple[str, ...], ...] | None:
+    """Rank k's own addresses on the cables to rank k-1, which is who connects to it; None unless all have them."""
+    if len({node.ssh for node in nodes}) < len(nodes):
+        return None
+    rows = []
+    for rank, node in enumerate(nodes):
+        before = nodes[rank - 1].name
+        own = []
+        for cable in topology.cables:
+            if {cable.a, cable.b} != {node.name, before}:
+                continue
+            if (ends := shared_addresses(cable, facts.values())) is not None:
+                own.append(ends[0] if cable.a == node.name else ends[1])
+        rows.append(tuple(own))
+    count = min(map(len, rows))
+    return tuple(row[:count] for row in rows) if count else None
+
+
+def _shared_network(
+    nodes: Sequence[NodeConfig],
+    facts: Mapping[str, NodeFacts],
+    topology: Topology,
+    given: Sequence[tuple[str, ...]],
+    *,
+    ring: bool,
+) -> Addresses:
+    own = {node.ssh: list(_addresses(facts.get(node.name), topology)) for node in reversed(nodes)}
+    named = {node.ssh: [ip for text in ips if (ip := _ip(text))] for node, ips in zip(nodes, given, strict=True) if ips}
+    candidates: dict[Network, dict[str, _Address]] = {}
+    for addresses in own.values():
+        for address in addresses:
+            candidates.setdefault(address.network, {})
+    shared = []
+    for network, found in candidates.items():
+        for host, addresses in own.items():
+            here = [address for address in addresses if address.network == network]
+            if host in named:
+                if not any(ip in network for ip in named[host]):
+                    break
+            elif here:
+                found[host] = here[0]
+            else:
+                break
+        else:
+            # A network of its own on each machine, such as Docker's, has the same address everywhere.
+            if len({address.ip for address in found.values()}) == len(found):
+                shared.append(network)
+    if not shared:
+        raise _nothing_shared(nodes, own, named)
+    reached = [ip for node in nodes if (ip := _ip(SshTarget.parse(node.ssh).host)) and not ip.is_loopback]
+
+    def worse(network: Network) -> tuple[bool, int, bool, int]:
+        addresses = candidates[network].values()
+        thunderbolt = all(address.thunderbolt for address in addresses)
+        far = sum(ip not in network for ip in reached)
+        # With RDMA the bridge is down and a cable reaches one peer alone: any other network is the better one.
+        return (thunderbolt != ring, far, any(address.wifi for address in addresses), int(network.network_address))
+
+    best, *others = sorted(shared, key=worse)
+    ips = tuple(own_ips or (str(candidates[best][node.ssh].ip),) for node, own_ips in zip(nodes, given, strict=True))
+    alike = [str(network) for network in others if worse(network)[:3] == worse(best)[:3]]
+    warnings = []
+    if any(address.wifi for address in candidates[best].values()):
+        warnings.append(f"{best} is Wi-Fi, which is slow for training")
+    if ring and topology.cables and not all(address.thunderbolt for address in candidates[best].values()):
+        warnings.append("the Thunderbolt cables are not used: their ends have no addresses in shared networks")
+    return Addresses(ips, _told(best, candidates[best], alike, nodes), tuple(warnings))
+
+
+def _told(
+    network: Network, found: Mapping[str, _Address], alike: Sequence[str], nodes: Sequence[NodeConfig]
+) -> tuple[str, ...]:
+    kind = "Thunderbolt" if all(address.thunderbolt for address in found.values()) else "the network"
+    on = {node.ssh: node.name for node in reversed(nodes)}
+    where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
+    reasons = [f"{kind} {network} is shared by all ({where})"]
+    if alike:
+        reasons.append(
+            f"{', '.join(alike)} would do as well: which is faster is not known, ips in the [[node]]s decide"
+        )
+    warnings = (
+        [f"{network} is Wi-Fi: a ring over it is slow"] if any(address.wifi for address in found.values()) else []
+    )
+    return tuple(reasons), tuple(warnings)
+
+
+def _nothing_shared(
+    nodes: Sequence[NodeConfig],
+    own: Mapping[str, Sequence[_Address]],
+    named: Mapping[str, Sequence[ipaddress.IPv4Address]],
+) -> LaunchError:
+    told = []
+    for node in nodes:
+        networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]
+        networks = [str(ip) for ip in named.get(node.ssh, ())] or networks
+        told.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'no address but its own'}")
+    where = ", ".join(node.name for node in nodes if node.ssh not in named)
+    return LaunchError("no network is shared by all nodes", where=where, why="; ".join(told), todo=_SET_IPS)
+
+
+def _addresses(fact: NodeFacts | None, topology: Topology) -> Iterator[_Address]:
+    if fact is None:
+        return
+    ports = {port.device for port in fact.thunderbolt}
+    bridges = {interface.bridge for interface in fact.interfaces if interface.name in ports}
+    for interface in fact.interfaces:
+        if interface.active is False:
+            continue
+        for text in interface.ipv4:
+            address = ipaddress.IPv4Interface(text)
+            if address.is_loopback or address.is_link_local or address.network.prefixlen >= _POINT_TO_POINT:
+                continue
+            yield _Address(
+                ip=address.ip,
+                network=address.network,
+                interface=interface.name,
+                thunderbolt=interface.name in ports or interface.name in bridges,
+                wifi=interface.port_name in _WIFI_NAMES or interface.name.startswith("wl"),
+            )
