@@ -176,13 +176,9 @@ def _told(
     where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
     reasons = [f"{kind} {network} is shared by all ({where})"]
     if alike:
-        reasons.append(
-            f"{', '.join(alike)} would do as well: which is faster is not known, ips in the [[node]]s decide"
-        )
-    warnings = (
-        [f"{network} is Wi-Fi: a ring over it is slow"] if any(address.wifi for address in found.values()) else []
-    )
-    return tuple(reasons), tuple(warnings)
+        also = ", ".join(alike)
+        reasons.append(f"{also} would do as well, and which is faster is not known: ips in the [[node]]s decide")
+    return tuple(reasons)
 
 
 def _nothing_shared(
