@@ -33,6 +33,7 @@ CONNECTS_AT_ONCE = 8
 """By one process: sshd drops some of 50 at once (MaxStartups 10:30:100), none of 8."""
 SESSIONS = 9
 """On one connection; OpenSSH's MaxSessions is 10, and one is SFTP's."""
+_TURN_S = 1.0
 _CONNECT_TRIES = 5
 _SESSION_TRIES = 6
 _KILL_LIMIT_S = 5.0
@@ -204,9 +205,29 @@ class SshTransport:
             if self._connection is not None and not self._connection.is_closed():
                 return self._connection
             self._connection, self._sftp = None, None
-            async with self._connecting:
+            async with self._turn():
                 self._connection = await self._connect()
             return self._connection
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of the few that may connect at once, for a moment: who waits longer waits for a host that is dead, and
+        burdens no sshd."""
+        await self._connecting.acquire()
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._connecting.release()
+
+        early = asyncio.get_running_loop().call_later(_TURN_S, release)
+        try:
+            yield
+        finally:
+            early.cancel()
+            release()
 
     async def _connect(self) -> asyncssh.SSHClientConnection:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
