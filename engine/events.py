@@ -24,6 +24,20 @@ class RankStatus:
     seen_at: datetime | None = None
     exit_code: int | None = None
     signal: int | None = None
+    link: NodeCondition | None = None
+    """How its node can be reached, for a node that is not this machine."""
+
+
+@dataclass(frozen=True)
+class NodeCondition:
+    """Whether the run's supervisor can reach a node. A node that it cannot reach is not a dead rank."""
+
+    condition: str
+    """connected, unreachable, lost (for so long that its rank's lease has ended it)."""
+    since: datetime
+    """When it was last heard, of a node that is away; when it was heard again, of one that is connected."""
+    why: str | None = None
+    """Why it is away, one line."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.errors import StateError
-from engine.events import Diagnosis, RankStatus, RunSnapshot, StopProgress
+from engine.events import Diagnosis, NodeCondition, RankStatus, RunSnapshot, StopProgress
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
 from engine.runs.journal import replay
 from engine.runs.json_lines import JsonLinesTail
@@ -124,6 +124,7 @@ class RunWatch:
             seen_at=news.seen_at,
             exit_code=life.exit_code,
             signal=life.signal,
+            link=self._journal.conditions.get(planned.node),
         )
 
     def _read_checks(self) -> None:
@@ -174,6 +175,8 @@ class JournalView:
         self.record = plan.record()
         self.state_since = plan.created_at
         self.stop: StopProgress | None = None
+        self.conditions: dict[str, NodeCondition] = {}
+        """By the node's name; of nodes that are not this machine."""
 
     def poll(self) -> None:
         fresh = [entry for entry in self._tail.objects() if isinstance(entry.get("event"), str)]
@@ -197,7 +200,11 @@ class JournalView:
                 self.state_since = datetime.fromisoformat(entry["at"])
             case "attempt":
                 self._ranks.clear()
+                self.conditions.clear()
                 self.stop = None
+            case "node":
+                since = datetime.fromisoformat(entry.get("since") or entry["at"])
+                self.conditions[entry["node"]] = NodeCondition(entry["condition"], since, entry.get("why"))
             case "rank_started":
                 self.rank(entry["rank"]).started = True
             case "rank_ended":
@@ -207,7 +214,7 @@ class JournalView:
                 self.stop = stop_progress(entry, self.stop)
 
 
-_RECORD_EVENTS = frozenset({"planned", "state", "attempt", "rank_started"})
+_RECORD_EVENTS = frozenset({"planned", "state", "attempt", "rank_started", "confirmed"})
 
 
 def stop_progress(entry: dict[str, Any], before: StopProgress | None) -> StopProgress:
