@@ -193,16 +193,32 @@ class Engine:
         return shell_argv(target, file)
 
     async def facts(self, config: FlightConfig) -> list[NodeFacts]:
-        """Probe every node once, concurrently."""
-        from engine.nodes.probe import probe_all
+        """Probe every node once, concurrently, and keep what was seen."""
+        found = {facts.node: facts async for facts in self.probing(config)}
+        return [found[node.name] for node in config.nodes]
 
-        return await probe_all(config, self.fleet(config))
-
-    def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
+    async def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
         """The same, each node's facts as it answers. Closing the iterator ends the probes."""
         from engine.nodes.probe import probing
 
-        return probing(config, self.fleet(config))
+        seen: list[NodeFacts] = []
+        try:
+            async with contextlib.aclosing(probing(config, self.fleet(config))) as answers:
+                async for facts in answers:
+                    seen.append(facts)
+                    yield facts
+        finally:
+            # A state that cannot be written is no reason to keep back what the nodes said.
+            with contextlib.suppress(StateError):
+                await asyncio.to_thread(self._store().put_facts, config.cluster.name, seen)
+
+    def last_facts(self, config: FlightConfig) -> list[NodeFacts]:
+        """What was last seen of the configuration's nodes, as old as `probed_at` says; nothing of the others.
+        Raises StateError."""
+        store = self._store()
+        known = {(facts.node, facts.host): facts for facts in store.last_facts(config.cluster.name)}
+        self.notices += [notice for notice in store.notices if notice not in self.notices]
+        return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
     def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
         """Who is cabled to whom over Thunderbolt."""

@@ -4,7 +4,7 @@ fact too, with its reason and what to do about it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -47,7 +47,7 @@ async def probe_all(config: FlightConfig, fleet: Nodes, clock: Clock = now) -> l
     return [found[node.name] for node in config.nodes]
 
 
-async def probing(config: FlightConfig, fleet: Nodes, clock: Clock = now) -> AsyncIterator[NodeFacts]:
+async def probing(config: FlightConfig, fleet: Nodes, clock: Clock = now) -> AsyncGenerator[NodeFacts, None]:
     """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes.
 
     Nodes that are the same in all that is asked (ranks on one machine) are asked once.

@@ -1,4 +1,4 @@
-"""The record of every run, one TinyDB table in `<home>/state.json`.
+"""The record of every run and what was last seen of each node: two TinyDB tables in `<home>/state.json`.
 
 Readers take no lock and change nothing: the file is replaced whole. A change is a short lock, read, change, atomic
 write. What cannot be read is set aside by the next writer, the copy before is used, and it is said.
@@ -19,7 +19,7 @@ from tinydb.middlewares import CachingMiddleware
 from tinydb.table import Document, Table
 
 from engine.errors import StateError
-from engine.models import RunRecord
+from engine.models import NodeFacts, RunRecord
 from engine.security.audit import audit_log
 from engine.security.home import make_home
 from engine.security.identifiers import shown
@@ -27,10 +27,13 @@ from engine.store.atomic import AtomicStorage
 from engine.store.lock import WAIT_S, WriteLock
 
 _Answer = TypeVar("_Answer")
+_RUNS, _FACTS = "runs", "facts"
+FACTS_LIMIT = 128
+"""Nodes whose facts are kept, the last probed ones: every change writes the whole file."""
 
 
-class _Runs(Table):
-    """Run id → record."""
+class _Table(Table):
+    """Run id → record, or cluster/node → facts."""
 
     document_id_class = str  # type: ignore[assignment]
 
@@ -61,13 +64,13 @@ class Store:
 
     def runs(self) -> list[RunRecord]:
         """Every record, newest first; [] when nothing was ever stored. Raises StateError."""
-        found = self._transaction(lambda table: table.all())
+        found = self._transaction(_RUNS, lambda table: table.all())
         records = [record for document in found if (record := self._record(document)) is not None]
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def get_run(self, run_id: str) -> RunRecord | None:
         """Raises StateError."""
-        found = self._transaction(lambda table: table.get(doc_id=cast(int, run_id)))
+        found = self._transaction(_RUNS, lambda table: table.get(doc_id=cast(int, run_id)))
         return None if found is None else self._record(found)
 
     def put_run(self, record: RunRecord) -> None:
@@ -80,19 +83,42 @@ class Store:
 
     def rebuild(self, records: Iterable[RunRecord]) -> None:
         """Put them all in one change: what the journals say. Records of other runs stay. Raises StateError."""
-        documents = [Document(record.model_dump(mode="json"), doc_id=record.id) for record in records]  # type: ignore[arg-type]
+        self._put(_RUNS, {record.id: record.model_dump(mode="json") for record in records})
 
-        def put(table: Table) -> None:
+    def last_facts(self, cluster: str) -> list[NodeFacts]:
+        """What was last seen of this cluster's nodes, however long ago; [] when nothing was. Raises StateError."""
+        found = self._transaction(_FACTS, lambda table: table.all())
+        return [facts for document in found if (facts := self._facts(cluster, document)) is not None]
+
+    def put_facts(self, cluster: str, facts: Iterable[NodeFacts]) -> None:
+        """Keep what was seen in place of what was seen before; of a node that did not answer now, what was seen when it
+        last did. Raises StateError."""
+        seen = {
+            f"{cluster}/{fact.node}": fact.model_dump(mode="json", exclude_defaults=True) | {"cluster": cluster}
+            for fact in facts
+            if fact.problem is None
+        }
+        if seen:
+            self._put(_FACTS, seen, limit=FACTS_LIMIT)
+
+    def _put(self, table: str, documents: Mapping[str, Mapping[str, Any]], limit: int | None = None) -> None:
+        """Insert or replace by id, in one change; over the limit the earliest probed ones go."""
+        whole = [Document(dict(values), doc_id=name) for name, values in documents.items()]  # type: ignore[arg-type]
+
+        def put(rows: Table) -> None:
             # TinyDB's own upsert merges: a field that is null again would keep its old value.
-            if known := [document.doc_id for document in documents if table.contains(doc_id=document.doc_id)]:
-                table.remove(doc_ids=known)
-            table.insert_multiple(documents)
+            if known := [document.doc_id for document in whole if rows.contains(doc_id=document.doc_id)]:
+                rows.remove(doc_ids=known)
+            rows.insert_multiple(whole)
+            if limit is not None and len(rows) > limit:
+                oldest = sorted(rows.all(), key=lambda document: str(document.get("probed_at")))[: len(rows) - limit]
+                rows.remove(doc_ids=[document.doc_id for document in oldest])
 
         make_home(self._home)
         with self._lock:
             told = len(self.notices)
             try:
-                self._transaction(put)
+                self._transaction(table, put)
             except OSError as fault:
                 todo = "make room on its disk" if fault.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 why = fault.strerror or str(fault)
@@ -100,12 +126,12 @@ class Store:
         if self.notices[told:]:
             audit_log("state", "damaged", {"notices": self.notices[told:]}, home=self._home)
 
-    def _transaction(self, action: Callable[[Table], _Answer]) -> _Answer:
+    def _transaction(self, table: str, action: Callable[[Table], _Answer]) -> _Answer:
         """One read, and one write at the end when the action has changed something. Nothing is kept from one to the
         next, neither TinyDB's cache of queries nor anything read: another process may write in between."""
         storage = CachingMiddleware(AtomicStorage)  # type: ignore[no-untyped-call]
         with TinyDB(self._path, self.notices.append, self._clock, storage=storage) as database:
-            return action(_Runs(database.storage, "runs", cache_size=0))
+            return action(_Table(database.storage, table, cache_size=0))
 
     def _record(self, document: Mapping[str, Any]) -> RunRecord | None:
         try:
@@ -113,4 +139,14 @@ class Store:
         except ValidationError as fault:
             why = shown(str(fault.errors()[0]["msg"]))
             self.notices.append(f"{self._path}: the record of run {shown(document.get('id'))} is left out: {why}")
+            return None
+
+    def _facts(self, cluster: str, document: Mapping[str, Any]) -> NodeFacts | None:
+        if document.get("cluster") != cluster:
+            return None
+        try:
+            return NodeFacts.model_validate(document)
+        except ValidationError as fault:
+            why = shown(str(fault.errors()[0]["msg"]))
+            self.notices.append(f"{self._path}: facts of node {shown(document.get('node'))} are left out: {why}")
             return None

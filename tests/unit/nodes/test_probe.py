@@ -161,8 +161,7 @@ async def test_nodes_come_as_they_answer_and_ranks_of_one_machine_are_asked_once
     answers = probing(config(slow, *nodes), Ways(ultra=LocalTransport(), r0=way, r1=way))
     assert [(await anext(answers)).node for _ in nodes] == ["r0", "r1"]
     assert way.runs == [["/p", "-", "/"]]
-    closing = asyncio.ensure_future(answers.aclose())  # type: ignore[attr-defined]
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(answers.aclose(), 10)
 
 
 async def test_a_clock_that_is_off_is_measured() -> None:
