@@ -30,7 +30,8 @@ fi
 host=$4
 rank=${{5##*export MLX_RANK=}}
 words={words}"${{rank%%;*}}".log
-command=$(printf '%s\n%s' {prepare} "$5" | sed "s/'/'\\\\''/g")
+# Without a terminal there is no echo to be switched off, and stty would complain of it.
+command=$(printf '%s\n%s' {prepare} "${{5#stty -echo; }}" | sed "s/'/'\\\\''/g")
 {ssh} -n -T -o LogLevel=ERROR -o RemoteCommand=none -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$words" &
 child=$!
 trap 'kill "$child" 2>/dev/null' HUP INT TERM

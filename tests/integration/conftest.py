@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import pytest_asyncio
 
 from engine.transport.fleet import Fleet
+from engine.worker.processes import kill_group
 from tests.cluster.cluster import Cluster
+from tests.integration.over_ssh import LAUNCHERS
 
 
 @pytest_asyncio.fixture
@@ -19,3 +22,7 @@ async def fleet(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
     async with Fleet((), tmp_path / "home") as fleet:
         yield fleet
+    while LAUNCHERS:
+        launcher = LAUNCHERS.pop()
+        kill_group(launcher.pid, signal.SIGKILL)
+        launcher.process.wait(10)

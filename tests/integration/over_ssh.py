@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.launch.hostfile import as_configured
-from engine.launch.mlx_launch import drop_pipes
+from engine.launch.mlx_launch import Launcher, drop_pipes
 from engine.launch.ports import fresh_ports
 from engine.launch.staging import Ways, prepare
 from engine.planning.wiring import Wiring
@@ -25,6 +25,8 @@ from tests.cluster.cluster import Cluster
 
 NONCE = "nonce-of-a-test"
 LIMIT_S = 60.0
+LAUNCHERS: list[Launcher] = []
+"""Those of the test that is going on, for its fixture to clear away."""
 
 
 def on(cluster: Cluster, *names: str) -> tuple[NodeConfig, ...]:
@@ -101,4 +103,7 @@ async def fly(home: Path, plan: Plan, fleet: Ways, wiring: Wiring | None = None)
     places = await prepare(fleet, nodes)
     port = await fresh_ports(fleet, nodes, wiring, plan.config.cluster.starting_port)
     attempt = intend(run_dir, plan, 1, NONCE, places, wiring, port)
-    return Flown(run_dir, plan, attempt, await launch(run_dir, plan, attempt, fleet), fleet)
+    launched = await launch(run_dir, plan, attempt, fleet)
+    if launched.launcher is not None:
+        LAUNCHERS.append(launched.launcher)
+    return Flown(run_dir, plan, attempt, launched, fleet)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.launch import mlx_launch
+from engine.runs.layout import LAUNCHER_SOURCE
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import fly, on, plan_of
@@ -61,5 +62,7 @@ async def test_ranks_on_hosts_with_other_homes_form_a_ring(
     assert flown.launched.failures == ()
     said = [json.loads(await flown.said(rank)) for rank in range(4)]
     await flown.launcher_left()
+    if flown.launched.launcher is not None:
+        assert flown.run_dir.log(LAUNCHER_SOURCE).read_text() == "", "the launcher has nothing to complain of"
     assert [each[:3] for each in said] == [[rank, 4, 1111.0] for rank in range(4)]
     assert [each[3]["HOME"] for each in said] == [cluster[name].home for name in ("ana", "bea", "cyd", "dov")]

@@ -40,7 +40,14 @@ def shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def call(shim: Path, command: str, rank: int = 2) -> subprocess.CompletedProcess[str]:
     """As mlx.launch calls it for a rank."""
-    argv = [str(shim), "-tt", "-o", "LogLevel=QUIET", "ssh://ana@h:2222", f"export MLX_RANK={rank}; {command}"]
+    argv = [
+        str(shim),
+        "-tt",
+        "-o",
+        "LogLevel=QUIET",
+        "ssh://ana@h:2222",
+        f"stty -echo; export MLX_RANK={rank}; {command}",
+    ]
     return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
