@@ -63,10 +63,16 @@ def end_sshd(pid_file: Path) -> None:
 
 
 def end_tagged(folder: Path) -> None:
-    """KILL all processes of the node in `folder`."""
-    for process in with_variables({TAG: str(folder)}):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    """KILL all processes of the node in `folder`, and await their end."""
+
+    def nothing_runs() -> bool:
+        running = list(with_variables({TAG: str(folder)}))
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return not running
+
+    until(nothing_runs, f"the end of what runs in {folder}", str)
 
 
 def free_port() -> int:
@@ -138,6 +144,10 @@ class LoopbackNode(Node):
         """The node's processes, by a variable in their environment; those with this FLIGHTDECK_NONCE if given."""
         wanted = {TAG: str(self.folder)} | ({"FLIGHTDECK_NONCE": nonce} if nonce else {})
         return with_variables(wanted)
+
+    def read(self, path: str) -> str:
+        """The text of a file, absolute or below the node's ~."""
+        return self.disk.seen_from_head(path).read_text()
 
     def run(self, argv: Sequence[str], *, limit_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

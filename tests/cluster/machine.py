@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.worker.processes import Process, alive, exists, start_time
+from engine.worker.processes import Process, alive, start_time
 from tests.cluster import network, sshd, system
 from tests.cluster.command import CommandFailed, command
 from tests.cluster.disk import Disk
@@ -146,8 +146,14 @@ class Machine:
         network.plug_in(self._cluster, self._index, pid)
 
     def await_sshd(self) -> None:
-        """Await sshd's greeting."""
-        until(lambda: self.greeting().startswith("SSH-"), f"sshd of {self.name}", self._console)
+        """Await sshd's greeting. Raises CommandFailed when it does not come, or the node could not boot."""
+
+        def greeted() -> bool:
+            if self._unshare is not None and self._unshare.poll() is not None:
+                raise CommandFailed(f"{self.name} did not boot: {self._console()}")
+            return self.greeting().startswith("SSH-")
+
+        until(greeted, f"sshd of {self.name}", self._console)
 
     def greeting(self, limit_s: float = 1.0) -> str:
         """What the ssh port says first; "" when it says nothing within `limit_s`, or does not let us in."""
@@ -160,23 +166,26 @@ class Machine:
     def pull_the_plug(self) -> None:
         """End every process at once, the cable unplugged first so that not even a FIN gets out."""
         pid = self.pid
-        if pid is None:
-            return
-        network.set_link(self._cluster, self._index, up=False)
-        os.kill(pid, signal.SIGKILL)
+        if pid is not None:
+            network.set_link(self._cluster, self._index, up=False)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: start_time(pid) is None, f"{self.name}'s end", str)
         if self._unshare is not None:
             self._unshare.wait()
             self._unshare = None
-        until(lambda: not exists(pid) or start_time(pid) is None, f"{self.name}'s end", str)
         network.unplug(self._cluster, self._index)
-        (self.folder / "pid").unlink()
+        (self.folder / "pid").unlink(missing_ok=True)
 
     def end_processes(self) -> None:
-        """KILL every process of the node's user, connections of sshd apart."""
-        for process in self.processes():
-            if not process.command.startswith("sshd: "):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        """KILL every process of the node's user, connections of sshd apart, and await their end."""
+        until(self._nothing_runs, f"the end of {self.name}'s processes", lambda: str(self.processes()))
+
+    def _nothing_runs(self) -> bool:
+        running = [process for process in self.processes() if not process.command.startswith("sshd: ")]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return not running
 
     def processes(self, nonce: str | None = None) -> list[Process]:
         """The processes of the node's user, as the head sees them (pids are the head's), without zombies; those with
@@ -215,8 +224,11 @@ class Machine:
         )
 
     def read(self, path: str) -> str:
-        """The text of a file on the node's disk, on or off."""
-        return self.disk.seen_from_head(path).read_text()
+        """The text of a file of the node's (absolute, or below ~); while it is off, one of its disks."""
+        pid = self.pid
+        if pid is None or path.startswith("~"):
+            return self.disk.seen_from_head(path).read_text()
+        return Path(f"/proc/{pid}/root{path}").read_text()
 
     def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
         """Write a file of the user's on the node's disk, on or off."""

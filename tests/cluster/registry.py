@@ -70,8 +70,8 @@ class Registry:
 
     def clear_stale(self) -> list[int]:
         """Clear away the clusters whose owner is gone; their numbers."""
-        if not self.runtime.exists():
-            return []
+        if not os.access(self.runtime, os.W_OK):
+            return []  # none yet, or another user's
         with self._locked():
             stale = [record for record in self._records() if not record.owned]
             for record in stale:

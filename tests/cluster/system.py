@@ -7,6 +7,8 @@ import sysconfig
 from pathlib import Path, PurePosixPath
 from shlex import quote
 
+from engine.security.home import state_home
+
 PROJECT = Path(__file__).parents[2]
 INIT = "/usr/local/libexec/flightdeck-init.py"
 """Where pid 1's program lies on a node."""
@@ -37,8 +39,8 @@ def shared() -> list[Path]:
 
 def masked() -> list[str]:
     """The directories that are empty on a node, its user's home apart."""
-    homes = {str(Path.home())} - {"/"}
-    return [path for path in sorted({*MASKED, *homes}) if Path(path).is_dir()]
+    wanted = {*map(Path, MASKED), Path.home(), state_home()} - {Path("/")}
+    return [str(path) for path in sorted(wanted) if path.is_dir() and not wanted.intersection(path.parents)]
 
 
 def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int) -> str:
@@ -49,6 +51,8 @@ def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Pat
         f"cd {quote(str(root))}",
         f"hostname {quote(name)}",
         "mount -t proc -o nosuid,nodev,noexec proc proc",
+        # A cut node must be cut, and the packet filter that does it is IPv4's.
+        "[ ! -e proc/sys/net/ipv6 ] || echo 1 > proc/sys/net/ipv6/conf/all/disable_ipv6",
         "mount -t sysfs -o ro,nosuid,nodev,noexec sysfs sys",
         "mount -t tmpfs -o mode=0755,size=1m dev dev",
         "mkdir dev/pts dev/shm",

@@ -7,6 +7,7 @@ import subprocess
 from engine.worker.processes import start_time
 from tests.cluster.cluster import Cluster
 from tests.cluster.fallback import LoopbackCluster
+from tests.cluster.machine import until
 from tests.cluster.node import Node
 from tests.cluster.system import PROJECT
 from tests.cluster.test_nodes import ssh
@@ -45,7 +46,7 @@ def test_sshds_on_loopback_leave_nothing() -> None:
     with LoopbackCluster(2) as cluster:
         ana = cluster["ana"]
         assert ssh(cluster, ana, "(sleep 60 >/dev/null 2>&1 &); echo $HOME") == ana.home
-        assert [process.command for process in ana.processes()] == ["sleep 60"]
+        until(lambda: [process.command for process in ana.processes()] == ["sleep 60"], "the process", str)
         listeners = [node.pid for node in cluster.nodes]
         folder = cluster.folder
     assert [start_time(pid) for pid in listeners if pid] == [None, None]

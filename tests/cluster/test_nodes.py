@@ -85,6 +85,12 @@ def test_processes_are_found_by_nonce_on_their_node_only(cluster: Cluster) -> No
     until(lambda: ana.processes("4711") == [], "its end", str)
 
 
+def test_files_in_memory_are_read_too(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.nodes[0]
+    node.run(["sh", "-c", f"mkdir -p {tmp_path} && echo volatile > {tmp_path}/note"])
+    assert node.read(f"{tmp_path}/note") == "volatile\n"
+
+
 def test_what_is_written_on_a_node_is_its_users(cluster: Cluster) -> None:
     node = cluster.nodes[2]
     node.write("~/deep/down/note", "hello\n")

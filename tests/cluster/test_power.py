@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from tests.cluster.cluster import Cluster
+from tests.cluster.machine import until
 from tests.cluster.test_nodes import ssh
 
 ESTABLISHED = 1
@@ -18,7 +19,7 @@ def test_power_off_says_no_word_and_power_on_is_another_boot_of_the_same_node(is
     ana = isolated_cluster.nodes[0]
     before = ssh(isolated_cluster, ana, f"echo kept > ~/note; cat {BOOT_ID}")
     ssh(isolated_cluster, ana, "FLIGHTDECK_NONCE=off nohup setsid sleep 60 >/dev/null 2>&1 </dev/null & echo")
-    assert ana.processes("off")
+    until(lambda: bool(ana.processes("off")), "the process", str)
     with socket.create_connection((ana.ip, ana.port), timeout=5) as connection:
         assert connection.recv(64).startswith(b"SSH-")
         ana.power_off()
