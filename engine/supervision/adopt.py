@@ -1,8 +1,12 @@
-"""Finds runs whose supervisor is gone, and gives each a new one that goes on with it or ends it."""
+"""Finds runs whose supervisor is gone, and gives each a new one that goes on with it or ends it.
+
+A run that has ended is such a one, too, while there are nodes on which its end could not be proved.
+"""
 
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import LaunchError, StateError
@@ -13,6 +17,8 @@ from engine.supervision import spawn
 
 _BEING_LAUNCHED_S = 20.0
 """A plan younger than this may be one whose launch is under way."""
+AFTERMATH_S = 3600.0
+"""A node on which the stop could not be proved is waited for after the run's end, as long."""
 _TAIL_BYTES = 65_536
 _ENDED = frozenset({"succeeded", "failed", "aborted", "lost"})
 
@@ -47,19 +53,28 @@ def _is_orphan(run_dir: RunDir) -> bool:
         return False
     if not run_dir.journal.exists() and age_s < _BEING_LAUNCHED_S:
         return False
-    return not _has_ended(run_dir) and not supervisor_alive(run_dir)
+    return not _is_done(run_dir) and not supervisor_alive(run_dir)
 
 
-def _has_ended(run_dir: RunDir) -> bool:
-    """Whether the journal's last state is an end."""
+def _is_done(run_dir: RunDir) -> bool:
+    """Whether the journal's last state is an end, and nothing is left to do after it."""
     try:
         with run_dir.journal.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return False
+    confirmed = set()
     for line in reversed(lines):
         entry = parse_entry(line)
-        if entry is not None and entry["event"] == "state":
-            return entry.get("state") in _ENDED
+        if entry is not None and entry["event"] == "confirmed":
+            confirmed.add(entry.get("node"))
+        elif entry is not None and entry["event"] == "state":
+            missing = set(entry.get("unconfirmed") or ()) - confirmed
+            return entry.get("state") in _ENDED and not (missing and _seconds_since(entry["at"]) < AFTERMATH_S)
     return False
+
+
+def _seconds_since(at: str) -> float:
+    """Since a journal entry's time."""
+    return (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()

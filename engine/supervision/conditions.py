@@ -98,7 +98,7 @@ class Conditions:
         told: dict[str, Any] = {}
         if condition.said is None and facts is not None:
             told = {"boot_id": facts.boot_id, "memory_kills": facts.memory_kills}
-        if back_after_s:
+        if condition.said is not None:
             told["silent_s"] = round(back_after_s, 1)
         for name in condition.link.names:
             self._memory_kills.setdefault(name, told.get("memory_kills"))

@@ -35,8 +35,6 @@ _SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that began it."""
 _LATE_BYTES_S = 10.0
 """The end of a log may take as long to come, after the last byte that came."""
-AFTERMATH_S = 3600.0
-"""A node on which the stop could not be proved is waited for after the run's end, as long."""
 _PURPOSES = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
 
@@ -117,7 +115,7 @@ class Flight:
         self.intake.poll()
         return await asyncio.to_thread(self._witnesses.heard, self._ranks.all, self._trigger)
 
-    async def aftermath(self, limit_s: float = AFTERMATH_S) -> None:
+    async def aftermath(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it could not be proved, end there what is left, fetch what is
         missing of their logs, and enter each as confirmed."""
         deadline = time.monotonic() + limit_s

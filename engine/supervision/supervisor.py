@@ -37,6 +37,7 @@ from engine.security.audit import audit_log
 from engine.security.sanitise import sanitise
 from engine.store.store import Store
 from engine.supervision import lock
+from engine.supervision.adopt import AFTERMATH_S
 from engine.supervision.attempt import Attempt, Launched, intend, launch
 from engine.supervision.culprit import Evidence, Verdict, judge
 from engine.supervision.flight import TICK_S, Flight, known_identities
@@ -79,6 +80,7 @@ class Supervisor:
         self._scene = Scene(plan.config, self._fleet)
         self._links: Links | None = None
         self._flight: Flight | None = None
+        self._aftermath_s = AFTERMATH_S
 
     def take_over(self, *, adopted: bool) -> None:
         """Write who is in charge from here on; with supervisor.json there, the launch has been accepted."""
@@ -131,7 +133,7 @@ class Supervisor:
             if verdict is not None:
                 self._end(verdict)
             if self._flight is not None:
-                await self._flight.aftermath()
+                await self._flight.aftermath(self._aftermath_s)
         finally:
             if self._flight is not None:
                 await asyncio.to_thread(self._flight.close)
@@ -219,6 +221,8 @@ class Supervisor:
         attempt = Attempt.from_entry(planned, self._nonce)
         self._flight = self._make_flight(attempt, self._link(attempt), None, adopted=True)
         self._flight.resume_aftermath(record.unconfirmed)
+        if record.ended_at is not None:
+            self._aftermath_s -= (datetime.now(UTC) - record.ended_at).total_seconds()
 
     async def _preflight(self) -> PreflightReport | None:
         """Run the checks; None when an abort came in between. What they started is gone when this returns."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.cluster import Cluster
 from tests.faults.flying import PLANNED
 
 
@@ -15,3 +16,10 @@ def cleared_away() -> Iterator[None]:
     yield
     while PLANNED:
         PLANNED.pop().clear_away()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """The test cluster, reached by whatever a test starts."""
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    return cluster

@@ -1,25 +1,120 @@
-"""Runs over ssh on four nodes with their own users, homes and pythons: how they go when nothing of the network fails."""
+"""Runs over ssh on four nodes with their own users, homes and pythons: how they go, end and are stopped."""
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from engine.config.models import NodeConfig, RecoveryConfig
 from engine.models import Reason, RunState
+from engine.supervision.adopt import adopt_orphans
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import fly_on, ring_config
+from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on, ring_config
+from tests.faults.flying import fly_config, kill_and_await
+
+LIMIT_S = 5.0
+DEFAULTS = RecoveryConfig()
 
 
-@pytest.fixture(autouse=True)
-def over_ssh(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
-
-
-def test_four_ranks_over_ssh_come_home(cluster: Cluster, home: Path) -> None:
-    run = fly_on(cluster, home, ring_config(cluster))
-    for rank in range(4):
+def everybody_steps(run: ClusterRun) -> None:
+    for rank in range(len(run.nodes)):
         run.await_output("step", rank)
+
+
+@pytest.mark.parametrize("launcher", ["mlx.launch", "direct"])
+def test_four_ranks_come_home(nodes: Cluster, home: Path, launcher: str) -> None:
+    run = fly_on(nodes, home, ring_config(nodes, launcher=launcher))
+    everybody_steps(run)
     run.finish()
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
+    assert [run.conditions(node.name) for node in run.nodes] == [["connected"]] * 4
+
+
+def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, demo_on(nodes, home, iters=30))
+
+    def trained() -> list[int]:
+        rows = run.dir.metrics.read_text().splitlines() if run.dir.metrics.exists() else []
+        return [row["iteration"] for row in map(json.loads, rows) if row["kind"] == "train"]
+
+    run.wait(lambda: 3 in trained())
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
+    assert (record.iteration, record.iterations, trained()) == (30, 30, list(range(1, 31)))
+    started = [entry["rank"] for entry in run.entries if entry["event"] == "rank_started"]
+    assert sorted(started) == [0, 1, 2, 3]
+
+
+def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None:
+    deaf = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]\n"
+    double = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(600)\n    os._exit(0)\n"
+    config = ring_config(nodes, recovery=DEFAULTS)
+    script = deaf + double + str(config.job.command[2] if config.job.command else "")
+    job = config.job.model_copy(update={"command": ("python", "-c", script)})
+    run = fly_on(nodes, home, config.model_copy(update={"job": job}))
+    everybody_steps(run)
+    assert all(len(run.left_on(node)) >= 4 for node in run.nodes)
+    assert run.abort() < LIMIT_S
+    record = run.record
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
+
+
+def test_a_rank_that_is_killed_is_named_with_its_node(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    run.kill(2, run.identity(2).trainer_pid)
+    record = run.ended()
+    named = (record.state, record.reason, record.rank, record.host, record.signal)
+    assert named == (RunState.FAILED, Reason.RANK_KILLED, 2, "cyd", signal.SIGKILL), run.troubles()
+
+
+def test_what_ssh_said_is_the_cause_when_a_node_refuses_us(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    assert run.abort(now=True) < LIMIT_S
+    node = nodes["dov"]
+    node.write("~/.ssh/authorized_keys", "", mode=0o600)
+    try:
+        record = fly_on(nodes, home, ring_config(nodes)).ended()
+    finally:
+        node.write("~/.ssh/authorized_keys", nodes["ana"].read("~/.ssh/authorized_keys"), mode=0o600)
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    assert record.cause is not None and "dov" in record.cause, record.cause
+
+
+def test_a_missing_interpreter_is_named_with_its_node(nodes: Cluster, home: Path) -> None:
+    config = ring_config(nodes)
+    wrong = config.nodes[1].model_copy(update={"python": "/no/such/python"})
+    config = config.model_copy(update={"nodes": (config.nodes[0], wrong, *config.nodes[2:])})
+    record = fly_on(nodes, home, config).ended()
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED), record
+    assert record.cause is not None and "/no/such/python" in record.cause and "bea" in record.cause
+
+
+def test_the_head_as_one_of_the_nodes_and_its_launcher_killed(nodes: Cluster, home: Path, tmp_path: Path) -> None:
+    config = ring_config(nodes, names=("ana",))
+    here = NodeConfig(name="head", ips=(nodes.head,), python=sys.executable, workdir=str(tmp_path))
+    run = fly_config(home, config.model_copy(update={"nodes": (here, *config.nodes)}))
+    run.await_output("step", 1)
+    kill_and_await(run.launcher)
+    run.wait(lambda: any("mlx.launch has ended" in entry.get("message", "") for entry in run.entries))
+    (tmp_path / "enough").touch()
+    run.wait(lambda: run.record.state.ended)
+    assert run.record.state is RunState.SUCCEEDED, run.troubles()
+
+
+def test_a_flood_over_ssh_arrives_whole(nodes: Cluster, home: Path) -> None:
+    flood = "import sys, time\nline = 'x' * 90\nfor second in range(20):\n"
+    flood += "    sys.stdout.write(''.join(f'{second} {n} {line}\\n' for n in range(5000))); time.sleep(0.1)\n"
+    config = ring_config(nodes, script=flood, names=("ana", "bea"))
+    run = fly_on(nodes, home, config)
+    record = run.ended(within_s=120.0)
+    assert record.state is RunState.SUCCEEDED, run.troubles()
+    assert run.steps(0) == run.steps(1) == 100_000

@@ -1,0 +1,153 @@
+"""What the network and the nodes can do to a run over ssh: nothing is lost, nothing is restarted, or it is said why."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import RecoveryConfig
+from engine.models import Reason, RunState
+from engine.supervision.adopt import adopt_orphans
+from tests.cluster.cluster import Cluster
+from tests.faults.cluster_runs import fly_on, ring_config
+from tests.faults.flying import HURRIED, kill_and_await
+from tests.faults.test_cluster_flight import everybody_steps
+
+SHORT_LEASE = HURRIED.model_copy(update={"lease_s": 8.0})
+
+
+def test_ten_seconds_without_a_node_lose_no_line_and_restart_nothing(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    nodes["cyd"].cut()
+    time.sleep(10.0)
+    nodes["cyd"].flush_rules()
+    for rank in range(4):
+        run.await_more_output(rank)
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
+    assert run.conditions("cyd") == ["connected"], "it was away for less than what counts as unreachable"
+
+
+def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
+    everybody_steps(run)
+    bea = nodes["bea"]
+    bea.cut()
+    assert run.await_condition("bea", "unreachable") <= 25.0
+    run.wait(lambda: run.left_on(bea) == [], within_s=5.0)
+    run.wait(lambda: run.record.state.ended)
+    record = run.record
+    assert (record.state, record.reason, record.rank, record.host) == (
+        RunState.FAILED,
+        Reason.NODE_LOST,
+        1,
+        "bea",
+    ), run.troubles()
+    assert record.unconfirmed == ["bea"]
+    assert [run.left_on(node) for node in run.nodes if node is not bea] == [[], [], []]
+    bea.flush_rules()
+    run.wait(lambda: run.record.unconfirmed == [])
+    run.mirrors_are_equal()
+    assert b'"stopped_by": "lease"' in run.files_of(1).exit(1).read_bytes()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_connections_that_are_reset_cost_nothing(nodes: Cluster, home: Path, again: bool) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    for _ in range(3):
+        for node in nodes.nodes:
+            node.reset_ssh()
+            if again:
+                node.restart_sshd()
+        for rank in range(4):
+            run.await_more_output(rank)
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
+
+
+@pytest.mark.slow
+def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes, recovery=RecoveryConfig()))
+    everybody_steps(run)
+    dov = nodes["dov"]
+    dov.cut()
+    begun = time.monotonic()
+    took = run_abort(run)
+    assert took < 15.0
+    assert [run.left_on(node) for node in run.nodes if node is not dov] == [[], [], []]
+    assert (run.record.state, run.record.unconfirmed) == (RunState.ABORTED, ["dov"])
+    dov.flush_rules()
+    run.wait(lambda: run.record.unconfirmed == [], within_s=60.0)
+    assert run.left() == []
+    run.mirrors_are_equal()
+    assert time.monotonic() - begun < 60.0
+
+
+def run_abort(run: object) -> float:
+    from engine.supervision.requests import ABORT, place_request
+    from tests.faults.cluster_runs import ClusterRun
+
+    assert isinstance(run, ClusterRun)
+    begun = time.monotonic()
+    place_request(run.dir, ABORT, by="test")
+    run.wait(lambda: run.record.state.ended)
+    return time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_a_node_without_power_is_lost_and_confirmed_when_it_is_back(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
+    everybody_steps(run)
+    nodes["ana"].power_off()
+    assert run.await_condition("ana", "unreachable") <= 25.0
+    run.wait(lambda: run.record.state.ended)
+    record = run.record
+    assert (record.reason, record.rank, record.host, record.unconfirmed) == (Reason.NODE_LOST, 0, "ana", ["ana"])
+    nodes["ana"].power_on()
+    run.wait(lambda: run.record.unconfirmed == [])
+
+
+@pytest.mark.slow
+def test_a_node_that_was_restarted_is_named_at_once(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    nodes["ana"].power_off()
+    nodes["ana"].power_on()
+    record = run.ended()
+    assert (record.reason, record.rank, record.host) == (Reason.NODE_LOST, 0, "ana"), run.troubles()
+    assert record.cause is not None and "restarted" in record.cause
+
+
+@pytest.mark.slow
+def test_a_supervisor_killed_while_a_node_is_away(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    nodes["bea"].cut()
+    kill_and_await(run.supervisor)
+    adopt_orphans(home)
+    time.sleep(5.0)
+    nodes["bea"].flush_rules()
+    for rank in range(4):
+        run.await_more_output(rank)
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
+
+
+@pytest.mark.slow
+def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes))
+    everybody_steps(run)
+    nodes["dov"].stop_sshd()
+    nodes["dov"].reset_ssh()
+    run.await_condition("dov", "unreachable", within_s=25.0)
+    nodes["dov"].start_sshd()
+    run.await_condition("dov", "connected", within_s=20.0)
+    run.finish()
+    assert run.ended().state is RunState.SUCCEEDED, run.troubles()
