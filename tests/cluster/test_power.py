@@ -17,7 +17,8 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 def test_power_off_says_no_word_and_power_on_is_another_boot_of_the_same_node(isolated_cluster: Cluster) -> None:
     ana = isolated_cluster.nodes[0]
-    before = ssh(isolated_cluster, ana, f"echo kept > ~/note; cat {BOOT_ID}")
+    before = ana.read(BOOT_ID)
+    ana.write("~/note", "kept\n")
     ssh(isolated_cluster, ana, "FLIGHTDECK_NONCE=off nohup setsid sleep 60 >/dev/null 2>&1 </dev/null & echo")
     until(lambda: bool(ana.processes("off")), "the process", str)
     with socket.create_connection((ana.ip, ana.port), timeout=5) as connection:
@@ -31,11 +32,10 @@ def test_power_off_says_no_word_and_power_on_is_another_boot_of_the_same_node(is
         connection.sendall(b"anybody there?\n")
         with pytest.raises(ConnectionResetError):
             connection.recv(64)
-    after = ssh(isolated_cluster, ana, f"cat ~/note {BOOT_ID}").split()
-    assert after[0] == "kept"
-    assert after[1] != before
-    assert ssh(isolated_cluster, ana, f"cat {BOOT_ID}") == after[1]
-    assert len({ssh(isolated_cluster, node, f"cat {BOOT_ID}") for node in isolated_cluster.nodes}) == 4
+    note, after = ssh(isolated_cluster, ana, f"cat ~/note {BOOT_ID}").split()
+    assert note == "kept"
+    assert f"{after}\n" == ana.read(BOOT_ID) != before
+    assert len({node.read(BOOT_ID) for node in isolated_cluster.nodes}) == 4
 
 
 def test_a_node_that_is_off_is_on_again_for_the_next_test(isolated_cluster: Cluster) -> None:
