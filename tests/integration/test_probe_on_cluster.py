@@ -1,0 +1,64 @@
+"""Four nodes over real ssh, with four users, homes and pythons, say what they are."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.nodes.probe import probe
+from engine.session import Engine
+from tests.cluster.cluster import Cluster
+from tests.cluster.flight import write_toml
+
+
+async def test_four_nodes_are_known_within_two_seconds_and_wired(
+    cluster: Cluster, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    config = load_config(write_toml(cluster))
+    engine = Engine(home)
+    try:
+        began = time.monotonic()
+        found = await engine.facts(config)
+        took_s = time.monotonic() - began
+        assert [(facts.problem, facts.late) for facts in found] == [(None, ())] * 4
+        assert took_s < 2
+        for facts, node in zip(found, cluster.nodes, strict=True):
+            assert facts.node == node.name
+            if cluster.isolated:
+                assert (facts.user, facts.home) == (node.user, node.home)
+            assert facts.mlx and facts.mlx_lm and "ring" in facts.backends
+            assert facts.cores and facts.memory_total_bytes and facts.disk_free_bytes
+            assert facts.round_trip_s is not None and facts.round_trip_s < 1
+            assert facts.clock_skew_s is not None and abs(facts.clock_skew_s) < 0.5
+        if cluster.isolated:
+            unset = tuple(node.model_copy(update={"ips": ()}) for node in config.nodes)
+            wiring = engine.wiring(config.model_copy(update={"nodes": unset}), found)
+            assert wiring.backend == "ring"
+            assert [host.ips for host in wiring.hosts] == [(node.ip,) for node in cluster.nodes]
+        assert engine.last_facts(config) == found
+    finally:
+        await engine.close()
+
+
+async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_others_answer(
+    cluster: Cluster, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    config = load_config(write_toml(cluster))
+    engine = Engine(home)
+    try:
+        wrong = config.nodes[1].model_copy(update={"python": "~/nowhere/python"})
+        cluster.nodes[2].stop_sshd()
+        nodes = (config.nodes[0], wrong, config.nodes[2], config.nodes[3])
+        found = await engine.facts(config.model_copy(update={"nodes": nodes}))
+        assert [facts.problem is None for facts in found] == [True, False, False, True]
+        assert found[1].problem == "no such interpreter: ~/nowhere/python"
+        assert found[2].problem
+        late = await probe(config.nodes[3], engine.fleet(config).to(config.nodes[3]), time_limit_s=0.01)
+        assert "within 0.01 s" in (late.problem or "")
+    finally:
+        await engine.close()
