@@ -22,6 +22,11 @@ def clear_namespaces(record: Record) -> None:
     disk.unmount_below(record.folder)
 
 
+def _tidy(node: Node) -> None:
+    node.heal()
+    node.end_processes()
+
+
 class Cluster:
     """N nodes joined by a bridge; a context manager that brings them up and leaves nothing.
 
@@ -126,7 +131,7 @@ class Cluster:
         """Undo every fault, and end what the nodes' users left running."""
         for node in self.nodes:
             self.hasten(node)
-        self._on_all(lambda node: node.heal())
+        self._on_all(_tidy)
 
     def down(self) -> None:
         """Switch all nodes off, and remove everything that the cluster had on this machine."""

@@ -26,13 +26,11 @@ class Node(Machine):
     _harmed: frozenset[str] = frozenset()
 
     def heal(self, *, all_faults: bool = False) -> None:
-        """Undo every fault that this object caused, or, `all_faults`, all there may be; end what the user left running
-        (sshd and its connections apart)."""
+        """Undo every fault that this object caused, or, `all_faults`, all there may be. What runs there runs on."""
         harmed = set(self._undoings) if all_faults else self._harmed
         for harm, undo in self._undoings.items():
             if harm in harmed:
                 undo()
-        self.end_processes()
 
     @property
     def _undoings(self) -> dict[str, Callable[[], None]]:
