@@ -125,7 +125,9 @@ def _shared_network(
     *,
     ring: bool,
 ) -> Addresses:
-    own = {node.ssh: list(_addresses(facts.get(node.name), topology)) for node in reversed(nodes)}
+    own: dict[str, list[_Address]] = {}
+    for node in nodes:
+        own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
     named = {node.ssh: [ip for text in ips if (ip := _ip(text))] for node, ips in zip(nodes, given, strict=True) if ips}
     candidates: dict[Network, dict[str, _Address]] = {}
     for addresses in own.values():
@@ -195,7 +197,7 @@ def _nothing_shared(
     return LaunchError("no network is shared by all nodes", where=where, why="; ".join(told), todo=_SET_IPS)
 
 
-def _addresses(fact: NodeFacts | None, topology: Topology) -> Iterator[_Address]:
+def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
     if fact is None:
         return
     ports = {port.device for port in fact.thunderbolt}
