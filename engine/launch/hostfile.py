@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.config.models import NodeConfig
-from engine.planning.wiring import LaunchHost, Wiring
-from engine.security.hosts import SshTarget
+from engine.planning.wiring import Wiring
 from engine.worker.wire import write_atomic
 
 RING = "ring"
@@ -28,12 +25,6 @@ def document(wiring: Wiring) -> dict[str, Any]:
 def write_hostfile(path: Path, wiring: Wiring) -> None:
     """Write the hostfile of `wiring` to `path`, atomically."""
     write_atomic(path, json.dumps(document(wiring), indent=1) + "\n")
-
-
-def as_configured(nodes: Iterable[NodeConfig], backend: str = RING) -> Wiring:
-    """The wiring that the configuration alone says, where it says all of it: nothing is chosen from facts."""
-    hosts = (LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=node.ips, rdma=node.rdma) for node in nodes)
-    return Wiring(backend=backend, hosts=tuple(hosts))
 
 
 def port_count(wiring: Wiring) -> int:

@@ -22,33 +22,10 @@ from engine.planning.wiring import Wiring
 # Below both systems' ephemeral ports (Linux 32768, macOS 49152), above the registered ones in common use,
 # and away from MLX's own default of 32323.
 LOWEST, HIGHEST = 20_000, 32_000
-_TRIES = 200
 _ROUNDS, _CANDIDATES = 3, 24
 SCRIPT = Path(__file__).with_name("ports_script.py")
 _LISTEN = "0A"
 _TOOL_TIMEOUT_S = 5.0
-
-
-def ring_ports(count: int, starting_port: int | None = None, *, rng: random.Random | None = None) -> int:
-    """The first of `count` consecutive TCP ports for one attempt.
-
-    A given `starting_port` is taken as it is: whether it is free is preflight's question. Otherwise the block is chosen
-    at random and each of its ports is really bound on all of this machine's addresses. Raises LaunchError when there
-    is no such block.
-    """
-    if starting_port is not None:
-        return starting_port
-    chooser = rng or random.SystemRandom()
-    for _ in range(_TRIES):
-        first = chooser.randrange(LOWEST, HIGHEST - count)
-        if all(bindable("", port) for port in range(first, first + count)):
-            return first
-    raise LaunchError(
-        f"no {count} consecutive free ports",
-        where="this machine",
-        why=f"tried {_TRIES} places between {LOWEST} and {HIGHEST}",
-        todo="set starting_port in [cluster]",
-    )
 
 
 async def fresh_ports(
@@ -59,8 +36,12 @@ async def fresh_ports(
     *,
     rng: random.Random | None = None,
 ) -> int:
-    """As `ring_ports`, over the hosts of an attempt: each is asked, all at the same time, for the ports that its own
-    ranks would listen on. Raises LaunchError when nothing is free on all of them, and what transports raise."""
+    """The first of the consecutive TCP ports that an attempt listens on, each really free where it will be listened on.
+
+    A given `starting_port` is taken as it is: whether it is free is preflight's question. Otherwise the block is chosen
+    at random, and each host is asked, all at the same time, for the ports of its own ranks. Raises LaunchError when
+    nothing is free on all hosts, and what transports raise.
+    """
     if starting_port is not None:
         return starting_port
     chooser = rng or random.SystemRandom()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.ports import ring_ports
 from engine.models import Reason, RunState
 from engine.runs.layout import LAUNCHER_SOURCE
 from tests.faults.flying import Run, fly, kill_and_await, ring, two_nodes
+from tests.unit.launch.places import ring_ports
 
 
 def blames_the_right_node(run: Run, reason: Reason) -> str:

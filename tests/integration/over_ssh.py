@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.launch.hostfile import as_configured
 from engine.launch.mlx_launch import Launcher, drop_pipes
 from engine.launch.ports import fresh_ports
 from engine.launch.staging import Ways, prepare
@@ -22,6 +21,7 @@ from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt, Launched, intend, launch
 from engine.worker.wire import ExitRecord
 from tests.cluster.cluster import Cluster
+from tests.unit.launch.places import as_configured
 
 NONCE = "nonce-of-a-test"
 LIMIT_S = 60.0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.launch.hostfile import as_configured
 from engine.planning.wiring import Wiring
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import fly, on, plan_of
+from tests.unit.launch.places import as_configured
 
 DUMP = """
 import json, os

@@ -13,7 +13,6 @@ from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import ports
 from engine.launch.bundle import SOURCE
-from engine.launch.hostfile import as_configured
 from engine.launch.ports import fresh_ports
 from engine.launch.staging import prepare
 from engine.launch.staging_script import bundle_hash
@@ -21,6 +20,7 @@ from engine.transport.base import Transport
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import on
+from tests.unit.launch.places import as_configured
 
 NAMES = ("ana", "bea", "cyd", "dov")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.launch import mlx_launch
 from engine.launch.bundle import stage_bundle
-from engine.launch.ports import ring_ports
 from engine.launch.start_script import start_script
 from engine.worker import processes
 from engine.worker.wire import NONCE_ENV, AttemptSpec, ExitRecord, NodeFiles, RankSpec, read_exit, write_atomic
+from tests.unit.launch.places import ring_ports
 from tests.unit.worker.waiting import wait_until
 
 LIMIT_S = 120.0

@@ -14,8 +14,8 @@ import pytest
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import mlx_launch
-from engine.launch.hostfile import as_configured, write_hostfile
-from engine.launch.ports import ring_ports
+from engine.launch.hostfile import write_hostfile
+from tests.unit.launch.places import as_configured, ring_ports
 from tests.unit.worker.waiting import wait_until
 
 TICKS = os.sysconf("SC_CLK_TCK")

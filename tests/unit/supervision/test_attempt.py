@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.launch.hostfile import as_configured
 from engine.launch.place import Place
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt, intend, spec_of
-from tests.unit.launch.places import local_place
+from tests.unit.launch.places import as_configured, local_place
 
 TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
 

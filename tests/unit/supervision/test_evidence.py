@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.launch.hostfile import as_configured
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions
@@ -16,6 +15,7 @@ from engine.supervision.links.local import LocalLink
 from engine.supervision.ranks import Rank
 from engine.worker.events import EventWriter
 from engine.worker.wire import NodeFiles
+from tests.unit.launch.places import as_configured
 
 
 def test_a_failure_is_heard_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.launch.hostfile import as_configured
 from engine.runs.journal import Journal
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
 from engine.supervision.attempt import intend
 from engine.worker.processes import boot_id, start_time
-from tests.unit.launch.places import local_place
+from tests.unit.launch.places import as_configured, local_place
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
