@@ -13,7 +13,7 @@ LOCAL = "127.0.0.1"
 ACCEPTED = "[user@]host[:port]: letters, digits and . - _, none of them first a -"
 _USER = r"(?P<user>[A-Za-z_][A-Za-z0-9._-]{0,63})"
 _HOST = r"(?P<host>[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])"
-_TARGET = re.compile(rf"(?:{_USER}@)?{_HOST}(?::(?P<port>\d{{1,5}}))?")
+_TARGET = re.compile(rf"(?:{_USER}@)?{_HOST}(?::(?P<port>[0-9]{{1,5}}))?")
 
 
 @dataclass(frozen=True)

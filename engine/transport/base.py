@@ -3,13 +3,18 @@ the home of the node's user, for arguments as well as for files."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
 from typing import Protocol
 
+from engine.errors import InputError
 from engine.security.hosts import SshTarget
+
+_UNSAFE = re.compile(rb"[^ -~]|[\\'!]")
+"""Bytes that some login shell reads otherwise within single quotes: fish a backslash, csh a newline and a `!`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,10 @@ def in_home(path: PurePath | str) -> str | None:
 
 
 def quoted(argument: PurePath | str) -> str:
-    """One argument for a POSIX shell on the node; `~/x` becomes `"$HOME"/x`, everything else stays what it is."""
+    """One argument for a POSIX shell on the node; `~/x` becomes `"$HOME"/x`, everything else stays what it is.
+    Raises InputError for a NUL, which no argument can hold."""
+    if "\0" in str(argument):
+        raise InputError(f"{str(argument)[:80]!r} is no argument", why="it holds a NUL")
     inside = in_home(argument)
     if inside is None:
         return shlex.quote(str(argument))
@@ -112,6 +120,13 @@ def command_line(argv: Sequence[str], directory: PurePath | None = None) -> str:
     """The one place where an argument list becomes a line for a node's shell."""
     line = " ".join(quoted(argument) for argument in argv)
     return f"cd {quoted(directory)} && exec {line}" if directory is not None else f"exec {line}"
+
+
+def for_any_shell(script: str) -> str:
+    """A POSIX shell script as one line that every login shell hands to /bin/sh unread, also fish and csh. Its last
+    newlines are lost."""
+    bare = _UNSAFE.sub(lambda byte: b"\\0%03o" % byte[0][0], script.encode(errors="surrogateescape")).decode()
+    return f"""exec /bin/sh -c 'eval "$(printf %b "$1")"' flightdeck '{bare}'"""
 
 
 HOME = PurePosixPath("~")

@@ -15,7 +15,7 @@ from engine.transport.base import Transport
 from engine.transport.local import LocalTransport
 
 if TYPE_CHECKING:
-    from engine.transport.ssh import SshTransport
+    from engine.transport.ssh import Doors, SshTransport
 
 
 class Fleet:
@@ -25,7 +25,7 @@ class Fleet:
         """`home` is the state directory: accepted host keys lie there."""
         self.home = home
         self._ways: dict[str, Transport] = {}
-        self._limit: asyncio.Semaphore | None = None
+        self._doors: Doors | None = None
         for node in nodes:
             self.reach(node.ssh)
 
@@ -39,6 +39,10 @@ class Fleet:
             target = SshTarget.parse(host)
             self._ways[host] = LocalTransport() if target.local else self._over_ssh(target)
         return self._ways[host]
+
+    def answer(self, host: str, way: Transport) -> None:
+        """Reach `host` over `way` from now on: a recording of it, say."""
+        self._ways[host] = way
 
     async def accept(self, host: str, fingerprint: str) -> None:
         """Accept the host key of `[user@]host[:port]` that a person has compared. Raises HostKeyChanged when it shows
@@ -64,7 +68,7 @@ class Fleet:
 
     def _over_ssh(self, target: SshTarget) -> SshTransport:
         # Here, since asyncssh takes 0.3 s to import: a cluster of this machine alone never needs it.
-        from engine.transport.ssh import CONNECTS_AT_ONCE, SshTransport
+        from engine.transport.ssh import Doors, SshTransport
 
-        self._limit = self._limit or asyncio.Semaphore(CONNECTS_AT_ONCE)
-        return SshTransport(target, self.home, connecting=self._limit)
+        self._doors = self._doors or Doors()
+        return SshTransport(target, self.home, doors=self._doors)

@@ -10,8 +10,9 @@ from pathlib import Path
 from engine.errors import InputError
 from engine.security.home import make_home
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]+|\[[A-Za-z0-9_.:-]+\]:\d{1,5}")
-_KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+={0,2}")
+_HOST = r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*"
+_NAME = re.compile(rf"{_HOST}|\[{_HOST}\]:[0-9]{{1,5}}")
+_KEY = re.compile(r"[a-z][a-z0-9@.-]* [A-Za-z0-9+/]+={0,2}")
 CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
 """An ssh_config to use in place of ~/.ssh/config and /etc/ssh/ssh_config."""
 
@@ -28,11 +29,15 @@ def ssh_configs() -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def known_hosts_files(home: Path, configured: list[str] | None = None) -> list[Path]:
-    """The known_hosts files that count, of those that are there; `configured` are ssh_config's own, in place of the
-    user's and the system's usual ones."""
-    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2", "/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
-    files = [own_known_hosts(home), *(Path(name).expanduser() for name in (configured or usual))]
+def known_hosts_files(home: Path, user: list[str] | None = None, system: list[str] | None = None) -> list[Path]:
+    """The known_hosts files that count, ours first, of those that are there: `user` and `system` are ssh_config's
+    UserKnownHostsFile and GlobalKnownHostsFile. The user's usual ones count besides, the system's only for want of
+    others."""
+    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    if system is None:
+        system = ["/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
+    named = dict.fromkeys([*(user or []), *usual, *system])
+    files = [own_known_hosts(home), *(Path(name).expanduser() for name in named)]
     return [file for file in files if file.is_file()]
 
 

@@ -1,0 +1,240 @@
+"""One connection to one node: as ssh_config says, by way of its jump hosts, with its host key checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import asyncssh
+
+from engine.errors import InputError, NodeUnreachable
+from engine.security.hosts import SshTarget
+from engine.transport.known_hosts import known_hosts_files, ssh_configs
+from engine.transport.openssh import CONNECT_TIMEOUT_S, KEEPALIVE_S, KEEPALIVES
+from engine.transport.ssh.faults import DROPPED, FAULTS, told
+from engine.transport.ssh.host_keys import PLAIN, Witness, problem, read_known_hosts
+from engine.transport.ssh.identities import Identities, identities
+
+CONNECTS_AT_ONCE = 8
+"""To one sshd: it drops some of 50 at once (MaxStartups 10:30:100), none of 8."""
+CONNECTS_IN_ALL = 32
+_TRIES = 5
+_JUMPS = 4
+
+
+class Doors:
+    """Who may knock where: no more connections at once than an sshd takes in, nor than this process should make."""
+
+    def __init__(self) -> None:
+        self._all = asyncio.Semaphore(CONNECTS_IN_ALL)
+        self._each: dict[tuple[str, int], asyncio.Semaphore] = {}
+
+    @contextlib.asynccontextmanager
+    async def at(self, host: str, port: int) -> AsyncIterator[None]:
+        async with self._each.setdefault((host, port), asyncio.Semaphore(CONNECTS_AT_ONCE)), self._all:
+            yield
+
+
+@dataclass(frozen=True)
+class Dialled:
+    """An open connection, and those to the jump hosts that it goes over, the first first."""
+
+    connection: asyncssh.SSHClientConnection
+    jumps: tuple[asyncssh.SSHClientConnection, ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        return not any(one.is_closed() for one in (self.connection, *self.jumps))
+
+    def abort(self) -> None:
+        for one in (self.connection, *reversed(self.jumps)):
+            one.abort()
+
+    async def close(self, limit_s: float) -> None:
+        for one in (self.connection, *reversed(self.jumps)):
+            one.close()
+            with contextlib.suppress(TimeoutError, *FAULTS):
+                await asyncio.wait_for(one.wait_closed(), limit_s)
+        self.abort()
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the configuration says of a target."""
+
+    options: asyncssh.SSHClientConnectionOptions
+    known: asyncssh.SSHKnownHosts
+
+    @property
+    def identity_files(self) -> list[str] | None:
+        return cast("list[str] | None", self.options.config.get("IdentityFile"))
+
+    @property
+    def agent(self) -> str:
+        said = self.options.agent_path or ""
+        named = said.removeprefix("$")
+        return os.environ.get(named, "") if said in ("SSH_AUTH_SOCK", f"${named}") else said
+
+    @property
+    def only_named(self) -> bool:
+        return bool(self.options.config.get("IdentitiesOnly"))
+
+    @property
+    def jumps(self) -> list[SshTarget]:
+        """ProxyJump, in order. Raises InputError."""
+        said = self.options.tunnel
+        if not isinstance(said, str) or said.lower() == "none":
+            return []
+        return [SshTarget.parse(hop.strip().removeprefix("ssh://")) for hop in said.split(",")]
+
+    @property
+    def over_itself(self) -> bool:
+        """Whether it is its own jump host, as where `Host *` says ProxyJump: ssh then goes there directly."""
+        return any((hop.host, hop.port or 22) == (self.options.host, self.options.port) for hop in self.jumps)
+
+
+async def dial(target: SshTarget, home: Path, doors: Doors, rng: random.Random) -> Dialled:
+    """Connect, anew where an sshd drops strangers. Raises NodeUnreachable and what is below it, within the connect
+    timeout once the door is free."""
+    ends = time.monotonic() + CONNECT_TIMEOUT_S
+    for attempt in range(_TRIES):
+        try:
+            return await _dial(target, home, doors)
+        except _Dropped as dropped:
+            pause = rng.uniform(0.1, 0.4) * 2**attempt
+            if attempt == _TRIES - 1 or time.monotonic() + pause > ends:
+                raise dropped.told from dropped
+        await asyncio.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+class _Dropped(Exception):
+    def __init__(self, told: NodeUnreachable) -> None:
+        super().__init__(str(told))
+        self.told = told
+
+
+async def _dial(
+    target: SshTarget, home: Path, doors: Doors, beyond: tuple[SshTarget, ...] = (), way: Dialled | None = None
+) -> Dialled:
+    """One try. `beyond` are the targets that this one is a jump host of, `way` leads up to it."""
+    where = f"{target} (on the way to {beyond[0]})" if beyond else str(target)
+    try:
+        setup = await asyncio.to_thread(_set_up, target, home)
+        hops = setup.jumps
+    except FAULTS as error:
+        raise NodeUnreachable("ssh's configuration cannot be used", where=where, why=str(error)) from error
+    except InputError as error:
+        raise NodeUnreachable("ProxyJump names no host", where=where, why=str(error)) from error
+    if way is not None or len(beyond) >= _JUMPS or (beyond and setup.over_itself):
+        hops = []
+    try:
+        for hop in hops:
+            # Of several only the first is reached as its own configuration says: the others lie behind it.
+            way = await _dial(hop, home, doors, (*beyond, target), way)
+        connection = await _through(setup, way.connection if way is not None else None, where, str(target), doors)
+    except BaseException:
+        if way is not None:
+            way.abort()
+        raise
+    return Dialled(connection, (*way.jumps, way.connection) if way is not None else ())
+
+
+def _set_up(target: SshTarget, home: Path) -> _Setup:
+    """Blocking: reads the configuration and known_hosts."""
+    options = asyncssh.SSHClientConnectionOptions(
+        config=[str(file) for file in ssh_configs()] or None,
+        host=target.host,
+        port=target.port if target.port is not None else (),
+        username=target.user if target.user is not None else (),
+        client_keys=iter(()),
+        known_hosts=None,
+    )
+    config = options.config
+    files = known_hosts_files(
+        home,
+        cast("list[str] | None", config.get("UserKnownHostsFile")),
+        cast("list[str] | None", config.get("GlobalKnownHostsFile")),
+    )
+    return _Setup(options, read_known_hosts(files))
+
+
+async def _through(
+    setup: _Setup, way: asyncssh.SSHClientConnection | None, where: str, target: str, doors: Doors
+) -> asyncssh.SSHClientConnection:
+    """Connect to what `setup` says, over `way` if that is given."""
+    offered = identities(setup.identity_files, setup.agent, only_named=setup.only_named)
+    async with doors.at(setup.options.host, setup.options.port), offered as keys:
+        witness = Witness(setup.known, setup.options.host_key_alias)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await _connect(setup, way, witness, keys)
+        except asyncssh.HostKeyNotVerifiable as error:
+            if witness.offered is None and "revoked" not in error.reason:
+                # A certificate of a CA that nobody trusts: as for ssh, the key below it decides.
+                witness = await _shown(setup, way) or witness
+            raise problem(where, target, witness, error) from error
+        except asyncssh.KeyExchangeFailed as error:
+            # Only kinds of keys that are accepted are asked for: perhaps it has others by now.
+            shown = await _shown(setup, way)
+            if shown is None or shown.offered is None:
+                raise told(error, where) from error
+            raise problem(where, target, shown, asyncssh.HostKeyNotVerifiable("Host key is not trusted")) from error
+        except asyncssh.ChannelOpenError as error:
+            raise NodeUnreachable(
+                "cannot be reached from its jump host", where=where, why=error.reason, todo="see ProxyJump"
+            ) from error
+        except DROPPED as error:
+            raise _Dropped(told(error, where)) from error
+        except FAULTS as error:
+            raise told(error, where, tried=keys.words) from error
+
+
+async def _shown(setup: _Setup, way: asyncssh.SSHClientConnection | None) -> Witness | None:
+    """Knock once more, only to see the plain host key; None when that is not to be had."""
+    witness = Witness(setup.known, setup.options.host_key_alias)
+    with contextlib.suppress(*FAULTS):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            connection = await _connect(setup, way, witness, Identities((), ""), learning=True)
+            connection.abort()
+    return witness if witness.offered is not None else None
+
+
+async def _connect(
+    setup: _Setup,
+    way: asyncssh.SSHClientConnection | None,
+    witness: Witness,
+    keys: Identities,
+    *,
+    learning: bool = False,
+) -> asyncssh.SSHClientConnection:
+    return await asyncssh.connect(
+        setup.options.orig_host,
+        setup.options.port,
+        options=setup.options,
+        # What the options were made from counts, and no ~/.ssh/config besides.
+        config=None,
+        tunnel=way,
+        known_hosts=asyncssh.import_known_hosts("") if learning else setup.known,
+        client_factory=lambda: witness,
+        # asyncssh takes an empty list for "the usual files", which have been looked at already.
+        client_keys=list(keys.pairs) or iter(()),
+        agent_path="",
+        agent_identities=None,
+        connect_timeout=CONNECT_TIMEOUT_S,
+        login_timeout=CONNECT_TIMEOUT_S,
+        keepalive_interval=KEEPALIVE_S,
+        keepalive_count_max=KEEPALIVES,
+        # Nobody is there to be asked.
+        password_auth=False,
+        kbdint_auth=False,
+        agent_forwarding=False,
+        **({"server_host_key_algs": PLAIN} if learning else {}),
+    )
