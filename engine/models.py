@@ -138,6 +138,18 @@ class HostKeyOffer(BaseModel):
     """"SHA256:…"."""
 
 
+class HostKeyChange(BaseModel):
+    """A node shows another host key than the accepted one. Nobody accepts that from here."""
+
+    model_config = ConfigDict(frozen=True)
+
+    target: str
+    accepted: str
+    """Fingerprint of the accepted key, "SHA256:…"."""
+    found: str
+    """Fingerprint of the key that it shows."""
+
+
 class Interface(BaseModel):
     """One network interface."""
 
@@ -237,10 +249,15 @@ class NodeFacts(BaseModel):
     round_trip_s: float | None = None
     problem: str | None = None
     """Why the probe failed, in one line; the facts are then None."""
+    problem_kind: str | None = None
+    """`problem` in a word or two: "unreachable", "login refused", "key unknown", "key changed", "no python"; None for
+    any other."""
     fix: str | None = None
     """What to do about `problem`, where that is known."""
     host_key: HostKeyOffer | None = None
     """The key to accept, when that is the problem."""
+    changed_key: HostKeyChange | None = None
+    """The keys, when it shows another one than the accepted."""
     late: tuple[str, ...] = ()
     """Commands of the probe that did not answer in their time; what they would tell is None."""
 

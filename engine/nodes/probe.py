@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from engine.config.models import FlightConfig, NodeConfig
-from engine.errors import FlightDeckError, HostKeyUnknown
-from engine.models import HostKeyOffer, NodeFacts
+from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
+from engine.models import HostKeyChange, HostKeyOffer, NodeFacts
 from engine.nodes import answer
 from engine.nodes.words import word
 from engine.transport.base import Completed, Transport
@@ -79,9 +79,10 @@ async def probe(
         async with asyncio.timeout(time_limit_s + _CONNECT_S):
             fields = await _asked(node, transport, clock, time_limit_s)
     except TimeoutError:
-        fields = {"problem": f"no answer within {time_limit_s + _CONNECT_S:g} s"}
+        problem = f"no answer within {time_limit_s + _CONNECT_S:g} s"
+        fields = {"problem": problem, "problem_kind": "unreachable"}
     except FlightDeckError as error:
-        fields = _refused(error)
+        fields = _refused(error, node)
     except FileNotFoundError:
         fields = _no_interpreter(node)
     except OSError as refused:
@@ -123,15 +124,23 @@ def _unanswered(node: NodeConfig, completed: Completed, time_limit_s: float) -> 
 
 
 def _no_interpreter(node: NodeConfig) -> dict[str, Any]:
-    return {"problem": f"no such interpreter: {node.python}", "fix": _SET_PYTHON}
+    return {"problem": f"no such interpreter: {node.python}", "problem_kind": "no python", "fix": _SET_PYTHON}
 
 
-def _refused(error: FlightDeckError) -> dict[str, Any]:
+def _refused(error: FlightDeckError, node: NodeConfig) -> dict[str, Any]:
     problem = word(f"{error.what}: {error.why}" if error.why else error.what, 300)
-    fields: dict[str, Any] = {"problem": problem, "fix": word(error.todo, 300)}
+    fields: dict[str, Any] = {"problem": problem, "problem_kind": _kind(error), "fix": word(error.todo, 300)}
     if isinstance(error, HostKeyUnknown):
         fields["host_key"] = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
+    elif isinstance(error, HostKeyChanged):
+        fields["changed_key"] = HostKeyChange(target=node.ssh, accepted=error.expected, found=error.found)
     return fields
+
+
+def _kind(error: FlightDeckError) -> str | None:
+    kinds = ((HostKeyUnknown, "key unknown"), (HostKeyChanged, "key changed"), (LoginRefused, "login refused"))
+    known = next((kind for of, kind in kinds if isinstance(error, of)), None)
+    return known or ("unreachable" if isinstance(error, NodeUnreachable) else None)
 
 
 @cache
