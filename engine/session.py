@@ -226,6 +226,12 @@ class Engine:
 
         return topology(facts)
 
+    def link_commands(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> dict[str, list[str]]:
+        """Per node, what a person runs there to give each Thunderbolt cable its addresses; {} when all have them."""
+        from engine.planning.links import setup_commands
+
+        return setup_commands(self.topology(config, facts), facts)
+
     def wiring(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Wiring:
         """The backend and each rank's addresses and RDMA devices. Raises LaunchError, naming each node in the way."""
         from engine.planning.wire import wire

@@ -1,2 +1,3 @@
-"""What a node is: its chip, memory, disk and versions, as it says itself. `probe` asks; `linux` and `macos` read what
-those systems print, as pure functions; `facts_script` runs on the node. Nothing here judges: that is preflight's."""
+"""What a node is, as it says itself: `probe` asks by `facts_script`, which runs there; `answer` and the parsers beside it
+read what was said, as pure functions; `topology` puts the nodes together. Telemetry and discovery live here too. Nothing
+here judges: that is preflight's and planning's."""

@@ -129,45 +129,50 @@ def _shared_network(
     for node in nodes:
         own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
     named = {node.ssh: [ip for text in ips if (ip := _ip(text))] for node, ips in zip(nodes, given, strict=True) if ips}
-    candidates: dict[Network, dict[str, _Address]] = {}
-    for addresses in own.values():
-        for address in addresses:
-            candidates.setdefault(address.network, {})
-    shared = []
-    for network, found in candidates.items():
-        for host, addresses in own.items():
-            here = [address for address in addresses if address.network == network]
-            if host in named:
-                if not any(ip in network for ip in named[host]):
-                    break
-            elif here:
-                found[host] = here[0]
-            else:
-                break
-        else:
-            # A network of its own on each machine, such as Docker's, has the same address everywhere.
-            if len({address.ip for address in found.values()}) == len(found):
-                shared.append(network)
+    shared = _common(own, named)
     if not shared:
         raise _nothing_shared(nodes, own, named)
     reached = [ip for node in nodes if (ip := _ip(SshTarget.parse(node.ssh).host)) and not ip.is_loopback]
 
-    def worse(network: Network) -> tuple[bool, int, bool, int]:
-        addresses = candidates[network].values()
-        thunderbolt = all(address.thunderbolt for address in addresses)
+    def worse(network: Network) -> tuple[bool, int, bool]:
+        found = shared[network].values()
+        thunderbolt = all(address.thunderbolt for address in found)
         far = sum(ip not in network for ip in reached)
         # With RDMA the bridge is down and a cable reaches one peer alone: any other network is the better one.
-        return (thunderbolt != ring, far, any(address.wifi for address in addresses), int(network.network_address))
+        return thunderbolt != ring, far, any(address.wifi for address in found)
 
-    best, *others = sorted(shared, key=worse)
-    ips = tuple(own_ips or (str(candidates[best][node.ssh].ip),) for node, own_ips in zip(nodes, given, strict=True))
-    alike = [str(network) for network in others if worse(network)[:3] == worse(best)[:3]]
+    best, *others = sorted(shared, key=lambda network: (worse(network), network))
+    found = shared[best]
     warnings = []
-    if any(address.wifi for address in candidates[best].values()):
+    if any(address.wifi for address in found.values()):
         warnings.append(f"{best} is Wi-Fi, which is slow for training")
-    if ring and topology.cables and not all(address.thunderbolt for address in candidates[best].values()):
+    if ring and topology.cables and not all(address.thunderbolt for address in found.values()):
         warnings.append("the Thunderbolt cables are not used: their ends have no addresses in shared networks")
-    return Addresses(ips, _told(best, candidates[best], alike, nodes), tuple(warnings))
+    ips = tuple(ips or (str(found[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
+    alike = [str(network) for network in others if worse(network) == worse(best)]
+    return Addresses(ips, _told(best, found, alike, nodes), tuple(warnings))
+
+
+def _common(
+    own: Mapping[str, Sequence[_Address]], named: Mapping[str, Sequence[ipaddress.IPv4Address]]
+) -> dict[Network, dict[str, _Address]]:
+    """The networks in which every host has an address, one of those that are given for it where some are, and what it
+    has there; the hosts whose addresses are given are left out."""
+    networks = {address.network for addresses in own.values() for address in addresses}
+    shared = {}
+    for network in networks:
+        if not all(any(ip in network for ip in ips) for ips in named.values()):
+            continue
+        inside = {
+            host: [address for address in addresses if address.network == network]
+            for host, addresses in own.items()
+            if host not in named
+        }
+        found = {host: addresses[0] for host, addresses in inside.items() if addresses}
+        # A network of its own on each machine, such as Docker's, has the same address everywhere.
+        if len(found) == len(inside) and len({address.ip for address in found.values()}) == len(found):
+            shared[network] = found
+    return shared
 
 
 def _told(
