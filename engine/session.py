@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config.models import FlightConfig, NodeConfig
-from engine.errors import InputError, LaunchError, RunNotFound, StateError
+from engine.errors import HostKeyChanged, InputError, LaunchError, RunNotFound, StateError
 from engine.events import Diagnosis, RunSnapshot, StopProgress
 from engine.models import (
     CheckResult,
@@ -163,9 +163,13 @@ class Engine:
         from engine.security.audit import audit_log
         from engine.transport.fleet import Fleet
 
-        async with Fleet((), self.home) as fleet:
-            await fleet.accept(offer.target, offer.fingerprint)
         context = {"host": offer.target, "fingerprint": offer.fingerprint}
+        try:
+            async with Fleet((), self.home) as fleet:
+                await fleet.accept(offer.target, offer.fingerprint)
+        except HostKeyChanged as changed:
+            audit_log("host_key", "refused", context | {"found": changed.found}, home=self.home)
+            raise
         audit_log("host_key", "accepted", context, home=self.home)
 
     async def run_on(

@@ -181,18 +181,17 @@ async def _through(
                 # A certificate of a CA that nobody trusts: as for ssh, the key below it decides.
                 witness = await _shown(setup, way) or witness
             raise problem(where, target, witness, error) from error
-        except asyncssh.KeyExchangeFailed as error:
-            # Only kinds of keys that are accepted are asked for: perhaps it has others by now.
-            shown = await _shown(setup, way)
-            if shown is None or shown.offered is None:
-                raise told(error, where) from error
-            raise problem(where, target, shown, asyncssh.HostKeyNotVerifiable("Host key is not trusted")) from error
         except asyncssh.ChannelOpenError as error:
             raise NodeUnreachable(
                 "cannot be reached from its jump host", where=where, why=error.reason, todo="see ProxyJump"
             ) from error
-        except DROPPED as error:
-            raise _Dropped(told(error, where)) from error
+        except (asyncssh.KeyExchangeFailed, *DROPPED) as error:
+            if witness.greeted and (shown := await _shown(setup, way)) is not None and shown.strange:
+                # Only the accepted kinds of key were asked for, and it has others by now.
+                raise problem(where, target, shown, asyncssh.HostKeyNotVerifiable("Host key is not trusted")) from error
+            if isinstance(error, DROPPED):
+                raise _Dropped(told(error, where)) from error
+            raise told(error, where) from error
         except FAULTS as error:
             raise told(error, where, tried=keys.words) from error
 

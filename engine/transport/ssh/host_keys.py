@@ -27,7 +27,16 @@ class Witness(asyncssh.SSHClient):
         self.known = known
         self._alias = alias
         self._asked: tuple[str, str, int] | None = None
+        self._connection: asyncssh.SSHClientConnection | None = None
         self.offered: asyncssh.SSHKey | None = None
+
+    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+        self._connection = conn
+
+    @property
+    def greeted(self) -> bool:
+        """Whether an ssh server has said its name: one that turns strangers away says nothing."""
+        return self._connection is not None and self._connection.get_extra_info("server_version") is not None
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self._asked, self.offered = (self._alias or host, addr, port), key
@@ -39,6 +48,15 @@ class Witness(asyncssh.SSHClient):
         assert self._asked is not None
         host, _, port = self._asked
         return host if port == 22 or self._alias else f"[{host}]:{port}"
+
+    @property
+    def strange(self) -> bool:
+        """Whether nothing in known_hosts could vouch for the key that was shown."""
+        if self._asked is None:
+            return False
+        host, address, port = self._asked
+        keys, authorities, *_ = self.known.match(host, address, None if port == 22 else port)
+        return not authorities and self.offered not in keys
 
     def accepted(self) -> list[asyncssh.SSHKey]:
         """The keys that known_hosts has for this very host and port."""
