@@ -96,7 +96,9 @@ async def test_preflight_streams_and_can_be_left_in_the_middle(home: Path) -> No
     assert engine.preflight_report(config, heard, skip=["gradient_layer"]).overall_status is CheckStatus.FAIL
     again = engine.preflight(config)
     assert isinstance(again, AsyncGenerator)
-    assert (await anext(again)).status is CheckStatus.RUNNING
+    # What does not apply is said first; then something runs, and is left.
+    while (await anext(again)).status is not CheckStatus.RUNNING:
+        continue
     await again.aclose()
     audit = [json.loads(line) for line in (home / "audit.jsonl").read_text().splitlines()]
     assert {(entry["event_type"], entry["context"]["check"]) for entry in audit} >= {
