@@ -122,6 +122,8 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
                 record["ended_at"] = entry["at"]
         case "attempt":
             record["attempts"] = entry["attempt"]
+            # What "auto" has come to; attempts of before had nothing to choose.
+            record["backend"] = (entry.get("wiring") or {}).get("backend", record["backend"])
         case "confirmed":
             record["unconfirmed"] = [node for node in record.get("unconfirmed") or [] if node != entry["node"]]
         case "rank_started":

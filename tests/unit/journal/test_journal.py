@@ -138,3 +138,11 @@ def test_a_whole_flight_replays_to_its_end() -> None:
     assert (record.attempts, record.iteration, record.train_loss) == (1, 20, 1.5)
     assert record.started_at == START + timedelta(seconds=2.5)
     assert record.ended_at == START + timedelta(seconds=9)
+
+
+def test_the_backend_that_was_chosen_is_the_records() -> None:
+    asked = planned()
+    asked["run"]["backend"] = "auto"
+    attempt = {"at": at(1), "event": "attempt", "attempt": 1, "wiring": {"backend": "jaccl-ring", "hosts": []}}
+    assert replay([asked]).backend == "auto"
+    assert replay([asked, attempt]).backend == "jaccl-ring"
