@@ -3,9 +3,10 @@ the home of the node's user, for arguments as well as for files."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
 from typing import Protocol
@@ -114,6 +115,14 @@ def quoted(argument: PurePath | str) -> str:
     if inside is None:
         return shlex.quote(str(argument))
     return f'"$HOME"/{shlex.quote(inside)}' if inside else '"$HOME"'
+
+
+def check_names(files: Iterable[str]) -> None:
+    """That a tree's names are relative, and lead nowhere else. Raises OSError."""
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+            raise OSError(errno.EINVAL, f"{name[:80]!r} is no name of a file in a folder")
 
 
 def command_line(argv: Sequence[str], directory: PurePath | None = None) -> str:

@@ -52,7 +52,9 @@ def add_known_host(home: Path, name: str, key: str) -> None:
     with os.fdopen(descriptor, "r+") as file:
         # Two consoles may accept at once; a line is one write, and nobody's is lost.
         fcntl.flock(file, fcntl.LOCK_EX)
-        if line not in file.read().splitlines(keepends=True):
-            file.write(line)
+        before = file.read()
+        if line not in before.splitlines(keepends=True):
+            # What a crash or a full disk has cut off is a line of its own, and none for ssh.
+            file.write(line if before.endswith("\n") or not before else f"\n{line}")
             file.flush()
             os.fsync(file.fileno())

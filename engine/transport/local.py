@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path, PurePath
 
 from engine.errors import NodeUnreachable
 from engine.security.hosts import LOCAL, SshTarget
-from engine.transport.base import Channel, Completed, in_home
+from engine.transport.base import Channel, Completed, check_names, in_home
 from engine.worker.processes import kill_group
 
 _LEAVES_S = 1.0
@@ -165,18 +166,28 @@ def _put(path: Path, content: bytes, mode: int) -> None:
 
 
 def _put_tree(path: Path, files: dict[str, bytes]) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_names(files)
+    _make_private(path.parent)
     # mkdtemp makes it 0700; renamed whole, or not at all: a folder does not replace one that holds something.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
         tree = Path(made) / "tree"
         tree.mkdir(mode=0o700)
         for name, content in files.items():
             file = tree / name
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(file.parent)
             _write(file, content, 0o600)
-        if path.exists():
-            raise FileExistsError(f"{path} is there already")
-        tree.rename(path)
+        try:
+            tree.rename(path)
+        except OSError as error:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "is there already", str(path)) from error
+            raise
+
+
+def _make_private(folder: Path) -> None:
+    """mkdir's own mode is not that of the parents that it makes."""
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:

@@ -119,6 +119,11 @@ def into_agent(agent: str, key: Path) -> None:
     subprocess.run(["ssh-add", "-q", key], env=os.environ | {"SSH_AUTH_SOCK": agent}, check=True, capture_output=True)
 
 
+def lock(key: Path) -> None:
+    argv = ["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-a", "1", "-f", str(key)]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+
+
 async def test_a_key_that_only_the_agent_holds_opens(bench: Bench, agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sshd = bench.sshd()
     for number in range(6):
@@ -126,8 +131,7 @@ async def test_a_key_that_only_the_agent_holds_opens(bench: Bench, agent: str, m
         into_agent(agent, bench.folder / f"other{number}")
     into_agent(agent, bench.key_file)
     # As on a Mac: the file is locked by a passphrase, and the agent has it open.
-    locked = ["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-a", "1", "-f", str(bench.key_file)]
-    subprocess.run(locked, check=True, stdout=subprocess.DEVNULL)
+    lock(bench.key_file)
     monkeypatch.setenv("SSH_AUTH_SOCK", agent)
     assert await reached(bench.to(sshd)) == sshd.home
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import asyncssh
 
-from engine.transport.base import in_home
+from engine.transport.base import check_names, in_home
 
 _AT_ONCE = 32
 _PRIVATE = asyncssh.SFTPAttrs(permissions=0o700)
@@ -65,6 +65,7 @@ async def put(sftp: asyncssh.SFTPClient, path: PurePath, content: bytes, mode: i
 async def put_tree(sftp: asyncssh.SFTPClient, path: PurePath, files: dict[str, bytes]) -> None:
     name = _name(path)
     made = _beside(name)
+    check_names(files)
     if await sftp.exists(name):
         raise FileExistsError(errno.EEXIST, "is there already", str(path))
     if parent := name.rpartition("/")[0]:

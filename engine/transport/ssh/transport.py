@@ -27,17 +27,22 @@ from engine.transport.ssh.host_keys import Offered, not_that_key
 from engine.transport.ssh.line import Line, LostBefore, Refused
 
 _LINES = 6
-_TRIES = 6
+_TRIES = 5
 _PAUSE_S = 0.05
 _KILL_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _KILL = """kill -s KILL -- -{group} 2>/dev/null
 left=40
 while kill -s 0 -- -{group} 2>/dev/null; do
+    alive=$(ps -A -o pgid= -o stat= | while read -r group state; do
+        [ "$group" = {group} ] && case $state in (Z*) ;; (*) echo "$state" ;; esac
+    done)
+    [ -z "$alive" ] && command -v ps >/dev/null && break
     left=$((left - 1)); [ $left -gt 0 ] || exit 1
     sleep 0.05
 done"""
-"""On the node: end a process group, and look that it is gone."""
+"""On the node: end a process group, and look that nothing of it is alive: a zombie is not. (The Mac's sh reads no case
+within `$( )` but with both brackets.)"""
 _Result = TypeVar("_Result")
 
 
@@ -189,7 +194,8 @@ class SshTransport:
         """All who wait for a connection wait for the same one, and share why there is none."""
 
         async def connect() -> None:
-            self._lines.append(Line(await dial(self._target, self._home, self._doors, self._rng), str(self._target)))
+            dialled = await dial(self._target, self._home, self._doors, self._rng)
+            self._lines.append(Line(dialled, str(self._target)))
 
         if self._dialling is None or self._dialling.done():
             self._dialling = self._do_behind(connect())
@@ -205,8 +211,8 @@ class SshTransport:
             raise
 
     async def _pause(self, attempt: int) -> None:
-        """The first time is an accident; from then on others are in the way."""
-        if attempt:
+        """The first time is an accident; from then on others are in the way; the last time nothing follows."""
+        if 0 < attempt < _TRIES - 1:
             await asyncio.sleep(self._rng.uniform(1, 2) * _PAUSE_S * 2**attempt)
 
     async def _with_files(self, path: PurePath, do: Callable[[asyncssh.SFTPClient], Awaitable[_Result]]) -> _Result:
@@ -217,6 +223,10 @@ class SshTransport:
         except remote.LOST as error:
             self._forget_files(sftp)
             raise lost(line.where, error.reason) from error
+        except (ConnectionError, asyncssh.DisconnectError) as error:
+            # Not an error of the file's, though some of these are OSErrors, too.
+            line.dialled.abort()
+            raise lost(line.where, str(error)) from error
         except asyncssh.Error as error:
             raise told(error, line.where) from error
 

@@ -1,0 +1,248 @@
+"""Commands on a node: what they are given arrives, what they say comes back, and they end with all their children."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from pathlib import PurePosixPath
+
+import pytest
+
+from engine.errors import InputError, NodeUnreachable
+from tests.ssh.bench import Bench, Sshd, until
+
+HOSTILE = [
+    "$(id)",
+    "`id`",
+    "a;id",
+    "a'b\"c",
+    "\\n\\",
+    "!x",
+    "-n",
+    "",
+    " ",
+    "*",
+    "~",
+    "%s",
+    "é\n\n",
+    "\udcff",
+    "a\tb",
+    "#",
+]
+BINARY = bytes(range(256)) * 4096
+LEAVES_CHILDREN = "sleep 600 & (sleep 600; :) & sleep 600; :"
+
+
+@pytest.fixture
+def nonce() -> str:
+    return uuid.uuid4().hex
+
+
+def marked(nonce: str, script: str) -> list[str]:
+    """A shell script whose processes are found by the nonce."""
+    return ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", script]
+
+
+async def gone(sshd: Sshd, nonce: str) -> None:
+    await until(lambda: not sshd.processes(FLIGHTDECK_NONCE=nonce))
+
+
+async def test_streams_code_directory_and_home(bench: Bench) -> None:
+    sshd = bench.sshd()
+    (sshd.home / "a dir").mkdir()
+    done = await bench.to(sshd).run(
+        ["/bin/sh", "-c", 'cat; pwd; echo "$1"; echo err >&2; exit 3', "sh", "~/x"],
+        timeout_s=10,
+        stdin=b"in\n",
+        directory=PurePosixPath("~/a dir"),
+    )
+    assert done.stdout.decode().split("\n") == ["in", f"{sshd.home}/a dir", f"{sshd.home}/x", ""]
+    assert (done.code, done.stderr) == (3, b"err\n")
+
+
+async def test_arguments_arrive_as_they_are(bench: Bench) -> None:
+    sshd = bench.sshd()
+    program = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
+    done = await bench.to(sshd).run([sys.executable, "-c", program, *HOSTILE], timeout_s=10)
+    expected = [argument.replace("~", str(sshd.home)) if argument == "~" else argument for argument in HOSTILE]
+    assert done.stdout.split(b"\0") == [argument.encode(errors="surrogateescape") for argument in expected]
+
+
+async def test_every_byte_goes_both_ways(bench: Bench) -> None:
+    done = await bench.to(bench.sshd()).run(["cat"], timeout_s=20, stdin=BINARY)
+    assert (done.code, done.stdout) == (0, BINARY)
+
+
+async def test_a_program_that_does_not_read_its_input(bench: Bench) -> None:
+    done = await bench.to(bench.sshd()).run(["true"], timeout_s=20, stdin=BINARY * 8)
+    assert done.code == 0
+
+
+async def test_a_signal_is_a_negative_code(bench: Bench) -> None:
+    done = await bench.to(bench.sshd()).run(["/bin/sh", "-c", "kill -SEGV $$"], timeout_s=10)
+    assert done.code == -11
+
+
+async def test_what_is_not_there_is_an_oserror(bench: Bench) -> None:
+    transport = bench.to(bench.sshd())
+    for argv, directory in ((["/no/python"], None), (["no-such-tool"], None), (["-n"], None), (["ls"], "/no/folder")):
+        with pytest.raises(FileNotFoundError):
+            await transport.run(argv, timeout_s=10, directory=PurePosixPath(directory) if directory else None)
+    with pytest.raises(FileNotFoundError):
+        await transport.open(["/no/python"])
+    with pytest.raises(InputError):
+        await transport.run(["echo", "a\0b"], timeout_s=10)
+    with pytest.raises(OSError, match="too long"):
+        await transport.run(["echo", "x" * 200_000], timeout_s=10)
+    assert (await transport.run(["echo", "x" * 100_000], timeout_s=10)).stdout == b"x" * 100_000 + b"\n"
+
+
+async def test_noise_of_the_login_shell_is_passed_over(bench: Bench) -> None:
+    sshd = bench.sshd()
+    (sshd.home / ".bashrc").write_text("printf 'Welcome! \\377 no newline'; echo warning >&2\n")
+    done = await bench.to(sshd).run(["/bin/sh", "-c", "printf ok; printf bad >&2; exit 1"], timeout_s=10)
+    assert (done.stdout, done.stderr) == (b"ok", b"bad")
+    quiet = await bench.to(sshd).run(["/bin/sh", "-c", "echo why; exit 1"], timeout_s=10)
+    assert quiet.last_words == "why"
+
+
+async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
+    sshd = bench.sshd()
+    (sshd.home / ".bashrc").write_text("echo 'This account is closed.' >&2; exit 7\n")
+    with pytest.raises(NodeUnreachable) as told:
+        await bench.to(sshd).run(["true"], timeout_s=10)
+    assert "This account is closed." in str(told.value)
+    assert (await bench.to(bench.sshd()).run(["true"], timeout_s=10)).code == 0
+
+
+async def test_the_time_limit_ends_the_program_and_all_its_children(bench: Bench, nonce: str) -> None:
+    sshd = bench.sshd()
+    began = time.monotonic()
+    done = await bench.to(sshd).run(marked(nonce, LEAVES_CHILDREN), timeout_s=0.3)
+    assert done.code is None
+    assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
+    assert time.monotonic() - began < 5
+
+
+async def test_a_program_deaf_to_signals_is_ended(bench: Bench, nonce: str) -> None:
+    sshd = bench.sshd()
+    deaf = "trap '' HUP TERM INT; while :; do sleep 600; done"
+    assert (await bench.to(sshd).run(marked(nonce, deaf), timeout_s=0.3)).code is None
+    assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
+
+
+async def test_a_cancelled_call_ends_the_program_and_all_its_children(bench: Bench, nonce: str) -> None:
+    sshd = bench.sshd()
+    running = asyncio.create_task(bench.to(sshd).run(marked(nonce, LEAVES_CHILDREN), timeout_s=600))
+    await until(lambda: len(sshd.processes(FLIGHTDECK_NONCE=nonce)) == 5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
+
+
+async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench: Bench, nonce: str) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    await transport.run(["true"], timeout_s=10)
+    for number in range(24):
+        running = asyncio.create_task(transport.run(marked(nonce, "sleep 600; :"), timeout_s=600))
+        await asyncio.sleep(number * 0.001)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await gone(sshd, nonce)
+    assert sshd.connections() == 1
+
+
+async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_be_used(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    for number in range(8):
+        running = asyncio.create_task(transport.run(["sleep", "600"], timeout_s=600))
+        await asyncio.sleep(number * 0.004)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (await transport.run(["true"], timeout_s=10)).code == 0
+    assert sshd.connections() == 1
+
+
+async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench: Bench, nonce: str) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    running = asyncio.create_task(transport.run(marked(nonce, "sleep 600; :"), timeout_s=600))
+    await until(lambda: sshd.processes(FLIGHTDECK_NONCE=nonce))
+    running.cancel()
+    await asyncio.sleep(0)
+    await transport.close()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
+
+
+async def test_more_commands_at_once_than_a_connection_has_sessions(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(40)))
+    assert [int(one.stdout) for one in done] == list(range(40))
+    assert sshd.connections() == 1
+
+
+async def test_an_sshd_that_gives_few_sessions_is_waited_for(bench: Bench) -> None:
+    sshd = bench.sshd(MaxSessions=2)
+    transport = bench.to(sshd)
+    done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(12)))
+    assert [int(one.stdout) for one in done] == list(range(12))
+    assert sshd.connections() == 1
+
+
+async def test_commands_files_and_programs_that_stay_over_an_sshd_that_gives_one_session(bench: Bench) -> None:
+    transport = bench.to(bench.sshd(MaxSessions=1))
+    await transport.put(PurePosixPath("~/file"), b"there")
+    channels = [await transport.open(["cat"]) for _ in range(2)]
+    assert (await transport.run(["cat", "~/file"], timeout_s=10)).stdout == b"there"
+    assert (await transport.run(["sleep", "60"], timeout_s=0.2)).code is None
+    for channel in channels:
+        assert await channel.close() == 0
+
+
+async def test_an_sshd_that_gives_no_session_at_all(bench: Bench) -> None:
+    transport = bench.to(bench.sshd(MaxSessions=0))
+    with pytest.raises(NodeUnreachable) as told:
+        await transport.run(["true"], timeout_s=10)
+    assert "MaxSessions" in str(told.value)
+
+
+async def test_programs_that_stay_do_not_keep_commands_waiting(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    channels = [await transport.open(["cat"]) for _ in range(12)]
+    assert (await transport.run(["true"], timeout_s=10)).code == 0
+    assert sshd.connections() == 2
+    assert await asyncio.gather(*(channel.close() for channel in channels)) == [0] * 12
+
+
+async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    script = ["/bin/sh", "-c", f"echo x >> {sshd.home}/started; sleep 600"]
+    running = asyncio.create_task(transport.run(script, timeout_s=600))
+    await until((sshd.home / "started").exists)
+    sshd.drop_connections()
+    with pytest.raises(NodeUnreachable) as told:
+        await running
+    assert "connection lost" in str(told.value)
+    assert (await transport.run(["cat", "~/started"], timeout_s=10)).stdout == b"x\n"
+
+
+async def test_a_connection_that_broke_while_idle_is_made_anew_by_the_next_call(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    for _ in range(3):
+        assert (await transport.run(["true"], timeout_s=10)).code == 0
+        assert await transport.read_from(PurePosixPath("~/.bashrc"), 0, 2) == b"cd"
+        sshd.drop_connections()
+    await asyncio.gather(*(transport.run(["true"], timeout_s=10) for _ in range(5)))

@@ -1,0 +1,150 @@
+"""Files on a node: read from an offset, put whole or not at all, private, also while others look."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from engine.errors import NodeUnreachable
+from engine.transport.base import Transport
+from engine.transport.local import LocalTransport
+from tests.ssh.bench import Bench, Sshd
+
+CONTENT = os.urandom(700_000)
+
+
+@pytest.fixture
+def sshd(bench: Bench) -> Sshd:
+    return bench.sshd()
+
+
+@pytest.fixture(params=["ssh", "local"])
+def transport(request: pytest.FixtureRequest, bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> Transport:
+    """Both ways, on the same home."""
+    if request.param == "ssh":
+        return bench.to(sshd)
+    monkeypatch.setenv("HOME", str(sshd.home))
+    return LocalTransport()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def read_all(transport: Transport, path: PurePosixPath) -> bytes:
+    data = b""
+    while block := await transport.read_from(path, len(data), 1 << 20):
+        data += block
+    return data
+
+
+async def test_a_file_is_put_whole_and_private_and_read_from_any_offset(transport: Transport, sshd: Sshd) -> None:
+    path = PurePosixPath("~/a file")
+    await transport.put(path, b"first")
+    await transport.put(path, CONTENT)
+    assert (sshd.home / "a file").read_bytes() == CONTENT
+    assert mode(sshd.home / "a file") == 0o600
+    assert await read_all(transport, path) == CONTENT
+    assert await transport.read_from(path, 5, 7) == CONTENT[5:12]
+    assert await transport.read_from(path, len(CONTENT) - 2, 100) == CONTENT[-2:]
+    assert await transport.read_from(path, len(CONTENT), 100) == b""
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc", "a file"]
+
+
+async def test_a_reader_sees_the_old_file_or_the_new_one(transport: Transport, sshd: Sshd) -> None:
+    path, seen = sshd.home / "spec", set[bytes]()
+    await transport.put(PurePosixPath("~/spec"), b"0" * 300_000)
+    writing = asyncio.gather(*(transport.put(PurePosixPath("~/spec"), b"%d" % n * 300_000) for n in range(1, 9)))
+    while not writing.done():
+        seen.add(path.read_bytes())
+        await asyncio.sleep(0)
+    assert {len(content) for content in seen} == {300_000}
+    assert all(len(set(content)) == 1 for content in seen)
+
+
+async def test_what_cannot_be_is_an_oserror_and_leaves_nothing(transport: Transport, sshd: Sshd) -> None:
+    (sshd.home / "folder").mkdir()
+    with pytest.raises(FileNotFoundError):
+        await transport.read_from(PurePosixPath("~/none"), 0, 10)
+    with pytest.raises(OSError):
+        await transport.read_from(PurePosixPath("~/folder"), 0, 10)
+    with pytest.raises(FileNotFoundError):
+        await transport.put(PurePosixPath("~/none/file"), b"x")
+    with pytest.raises(OSError):
+        await transport.put(PurePosixPath("~/folder"), b"x")
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc", "folder"]
+    assert list((sshd.home / "folder").iterdir()) == []
+
+
+async def test_a_tree_is_there_with_all_its_files_or_not_at_all(transport: Transport, sshd: Sshd) -> None:
+    files = {f"engine/worker/f{n}.py": b"%d" % n for n in range(60)} | {"start.sh": CONTENT}
+    await transport.put_tree(PurePosixPath("~/.flightdeck/bundles/abc"), files)
+    root = sshd.home / ".flightdeck" / "bundles" / "abc"
+    assert {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()} == files
+    folders = [root, root.parent, root.parent.parent, root / "engine", root / "engine" / "worker"]
+    assert {mode(folder) for folder in folders} == {0o700}
+    assert mode(root / "start.sh") == 0o600
+    with pytest.raises(OSError, match="there already"):
+        await transport.put_tree(PurePosixPath("~/.flightdeck/bundles/abc"), {"other": b""})
+    assert sorted(file.name for file in root.parent.iterdir()) == ["abc"]
+    assert not (root / "other").exists()
+
+
+async def test_of_two_who_put_the_same_tree_one_does(transport: Transport, sshd: Sshd) -> None:
+    tree = PurePosixPath("~/bundle")
+    both = await asyncio.gather(
+        *(transport.put_tree(tree, {"a": b"%d" % n, "b": b"%d" % n}) for n in range(2)), return_exceptions=True
+    )
+    assert [type(one) for one in both if one is not None] == [FileExistsError]
+    assert (sshd.home / "bundle/a").read_bytes() == (sshd.home / "bundle/b").read_bytes()
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc", "bundle"]
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "", "a\0b"])
+async def test_a_tree_has_no_files_elsewhere(transport: Transport, sshd: Sshd, name: str) -> None:
+    with pytest.raises(OSError, match="no name of a file"):
+        await transport.put_tree(PurePosixPath("~/bundle"), {"good": b"", name: b""})
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc"]
+    assert not (sshd.home.parent / "evil").exists()
+
+
+async def test_a_tree_of_which_a_file_fails_is_not_there(bench: Bench, sshd: Sshd) -> None:
+    transport = bench.to(sshd)
+    with pytest.raises(OSError):
+        await transport.put_tree(PurePosixPath("~/bundle"), {"a": b"", "a/b": b"", "c": CONTENT})
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc"]
+
+
+async def test_a_cancelled_tree_is_not_there(bench: Bench, sshd: Sshd) -> None:
+    transport = bench.to(sshd)
+    await transport.round_trip_s()
+    putting = asyncio.create_task(transport.put_tree(PurePosixPath("~/bundle"), {"a": CONTENT * 20}))
+    await asyncio.sleep(0.02)
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    assert sorted(file.name for file in sshd.home.iterdir()) == [".bashrc"]
+    assert (await transport.run(["true"], timeout_s=10)).code == 0
+
+
+async def test_a_connection_lost_while_a_file_is_put(bench: Bench, sshd: Sshd) -> None:
+    transport = bench.to(sshd)
+    await transport.put(PurePosixPath("~/spec"), b"old")
+    putting = asyncio.create_task(transport.put(PurePosixPath("~/spec"), CONTENT * 60))
+    await asyncio.sleep(0.03)
+    sshd.drop_connections()
+    with pytest.raises(NodeUnreachable):
+        await putting
+    assert (sshd.home / "spec").read_bytes() == b"old"
+    assert await transport.read_from(PurePosixPath("~/spec"), 0, 10) == b"old"
+
+
+async def test_an_exchange_takes_a_measurable_time_over_ssh_and_none_here(bench: Bench, sshd: Sshd) -> None:
+    seconds = await bench.to(sshd).round_trip_s()
+    assert seconds is not None
+    assert 0 < seconds < 1
+    assert await LocalTransport().round_trip_s() is None
