@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.launch.hostfile import ports_of
-from engine.launch.ports import holder
 from engine.launch.ssh_shim import words_of
 from engine.runs.plan_file import Plan
 from engine.security.redact import redact, redact_document
@@ -17,10 +17,14 @@ from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions
 from engine.supervision.culprit import Evidence, RankEvidence, Trigger, lacks_port
 from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.ranks import Rank
 from engine.worker.last_words import tail
 from engine.worker.memory_kills import memory_kills
+
+_ANSWER_LIMIT_S = 2.0
+_LOOK_EVERY_S = 0.02
 
 
 class Witnesses:
@@ -117,10 +121,21 @@ class Witnesses:
 
     def _with_port(self, rank: RankEvidence) -> RankEvidence:
         """Asked when our own ranks are gone, so that whoever holds the port is somebody else."""
-        if rank.remote or not lacks_port(rank):
+        if not lacks_port(rank):
             return rank
         ports = ports_of(rank.rank, self._attempt.wiring, self._attempt.starting_port)
-        for port in ports:
-            if (who := holder(port)) is not None:
-                return replace(rank, port=f"port {port} is in use by {who}")
-        return replace(rank, port=f"port {ports[0]} was in use; nobody holds it any more")
+        held = self._holders(self._links.to(rank.rank), ports)
+        if held is None:
+            return rank
+        if not held:
+            return replace(rank, port=f"port {ports[0]} was in use; nobody holds it any more")
+        port, who = next(iter(held.items()))
+        return replace(rank, port=f"port {port} is in use by {who}")
+
+    def _holders(self, link: NodeLink, ports: Sequence[int]) -> dict[int, str] | None:
+        """Who holds the ports; None when the host does not tell in time."""
+        link.ask_holders(ports)
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
+        while (held := link.holders()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return held

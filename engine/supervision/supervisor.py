@@ -206,7 +206,7 @@ class Supervisor:
         self._link(attempt)
         # Pids of before a restart of the machine are anybody's.
         launcher = None if rebooted else self._old_launcher(attempt)
-        if launcher is None and not await self._anybody_came():
+        if launcher is None and not rebooted and not await self._anybody_came():
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
             )
@@ -312,15 +312,16 @@ class Supervisor:
         )
 
     async def _anybody_came(self) -> bool:
-        """Whether a rank has ever started in an attempt, or is about to; also when a node does not tell."""
+        """Whether anything of the attempt is there: a rank, or its end, or one that is about to start. A node that does
+        not tell may have it."""
         assert self._links is not None
         deadline = time.monotonic() + _HEAR_LIMIT_S
         for link in self._links:
             await asyncio.to_thread(link.ask_left, kill=False)
         while time.monotonic() < deadline:
-            seen = [link.sight(rank, thorough=False) for link in self._links for rank in link.ranks]
+            seen = [link.sight(rank, thorough=True) for link in self._links for rank in link.ranks]
             left = [link.left() for link in self._links]
-            if any(left) or any(each.identity is not None or each.record is not None for each in seen):
+            if any(left) or any(each.record is not None for each in seen):
                 return True
             if all(each is not None for each in left):
                 return False

@@ -27,6 +27,7 @@ from typing import Any
 from . import processes
 from .frames import VERSION, Decoder, Message, encode
 from .last_words import last_words
+from .looks.ports import look as look_at_port
 from .memory_kills import memory_kills
 from .wire import BEAT, END, STOP, Identity, NodeFiles, read_exit, read_identity
 
@@ -193,6 +194,9 @@ class Agent:
                     rank.kill()
             case "list":
                 self._list(int(message["n"]), kill=message.get("kill") is True)
+            case "ports":
+                held = {str(port): who["holder"] for port in message["ports"] if (who := look_at_port("", int(port)))}
+                self._tell({"kind": "ports", "n": message["n"], "held": held})
             case "words":
                 words = asdict(last_words(self._files, int(message["rank"])))
                 self._tell({"kind": "words", "n": message["n"], "rank": message["rank"], "words": words})

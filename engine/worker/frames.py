@@ -11,6 +11,7 @@ head:
     list     n, kill: everything on this host with the nonce; with `kill`, each is killed after it was listed, and no
              rank of the attempt starts any more
     words    n, rank: the last words of a rank
+    ports    n, ports: who holds them
 
 From the agent:
 
@@ -22,6 +23,7 @@ From the agent:
     trouble  file, problem: it cannot be read
     listed   n, left [[pid, command]], sizes {file: bytes}
     words    n, rank, words
+    ports    n, held {port: who, in words}, of those that somebody holds
 """
 
 from __future__ import annotations

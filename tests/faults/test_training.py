@@ -101,8 +101,8 @@ def test_divergence_is_told_by_its_name(home: Path, demo: FlightConfig) -> None:
 def test_data_that_is_missing_is_the_trainers_own_line(home: Path, demo: FlightConfig, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    job = demo.job.model_copy(update={"data": str(empty)})
-    record = fly_config(home, demo.model_copy(update={"job": job})).ended()
+    nodes = tuple(node.model_copy(update={"data": str(empty)}) for node in demo.nodes)
+    record = fly_config(home, demo.model_copy(update={"nodes": nodes})).ended()
     assert (record.state, record.reason) == (RunState.FAILED, Reason.RANK_FAILED)
     assert record.cause is not None and "train.jsonl is missing" in record.cause
 

@@ -82,6 +82,7 @@ class AgentLink:
         self._question: Message | None = None
         """What is left there: not answered yet."""
         self._left: list[Process] | None = None
+        self._holders: dict[int, str] | None = None
 
     @property
     def state(self) -> LinkState:
@@ -113,6 +114,13 @@ class AgentLink:
 
     def left(self) -> list[Process] | None:
         return self._left
+
+    def ask_holders(self, ports: Sequence[int]) -> None:
+        self._holders = None
+        self._say({"kind": "ports", "n": 0, "ports": list(ports)})
+
+    def holders(self) -> dict[int, str] | None:
+        return self._holders
 
     def file(self, name: str) -> NodeFile:
         with self._files_lock:
@@ -252,6 +260,8 @@ class AgentLink:
                 self._see(message["rank"], record=record, vanished=record is None)
             case "words":
                 self._words[message["rank"]] = LastWords(**message["words"])
+            case "ports":
+                self._holders = {int(port): str(who) for port, who in message["held"].items()}
             case "trouble":
                 self._agent_files[message["file"]].fail(message["problem"])
             case "listed" if message["n"] == self._asked:

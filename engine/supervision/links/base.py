@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,6 +107,14 @@ class NodeLink(Protocol):
 
     def left(self) -> list[Process] | None:
         """The answer to the last `ask_left`; None until there is one."""
+        ...
+
+    def ask_holders(self, ports: Sequence[int]) -> None:
+        """Ask who holds these TCP ports there."""
+        ...
+
+    def holders(self) -> dict[int, str] | None:
+        """The answer to the last `ask_holders`, in words, of those that somebody holds; None until there is one."""
         ...
 
     def file(self, name: str) -> NodeFile:

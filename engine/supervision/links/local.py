@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from engine.launch.ports import holder
 from engine.runs.mirror import LocalFile, NodeFile
 from engine.supervision.links.base import HostFacts, LinkState, Sighting
 from engine.worker import processes
@@ -49,6 +50,7 @@ class LocalLink:
         self._boot_id = processes.boot_id()
         self._identities = {rank: identity for rank, identity in (known or {}).items() if rank in self.ranks}
         self._left: list[Process] | None = None
+        self._holders: dict[int, str] | None = None
         self._closing = threading.Event()
         self._beats: threading.Thread | None = None
 
@@ -112,6 +114,12 @@ class LocalLink:
 
     def left(self) -> list[Process] | None:
         return self._left
+
+    def ask_holders(self, ports: Sequence[int]) -> None:
+        self._holders = {port: who for port in ports if (who := holder(port)) is not None}
+
+    def holders(self) -> dict[int, str] | None:
+        return self._holders
 
     def file(self, name: str) -> NodeFile:
         return LocalFile(Path(self._files.directory) / name)

@@ -236,3 +236,61 @@ def test_every_end_has_a_verdict_that_says_why(
     assert (verdict.rank is None) == (verdict.host is None)
     if verdict.state is RunState.SUCCEEDED:
         assert all(each.record is not None and each.record.code == 0 for each in numbered)
+
+
+REMOTE = RankEvidence(1, "right", "/py", remote=True, lease_s=60.0)
+
+
+def test_a_node_that_does_not_answer_is_the_cause_and_its_peers_are_not() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=93.0, unreachable_why="No route to host")
+    verdict = judge(evidence(rank(0, 1, tail=LOST), away))
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host) == (
+        RunState.FAILED,
+        Reason.NODE_LOST,
+        1,
+        "right",
+    )
+    assert verdict.cause == ("right has not answered for 93 s (No route to host); its lease of 60 s has ended its rank")
+
+
+def test_a_fault_of_a_ranks_own_comes_before_a_node_that_is_away() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=5.0)
+    assert judge(evidence(rank(0, 3, tail="KeyError: 7"), away)).rank == 0
+
+
+def test_an_abort_without_a_node_is_an_abort() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=5.0)
+    verdict = judge(evidence(rank(0, sig=15, stopped_by="stop"), away, trigger=Trigger.ABORT))
+    assert (verdict.state, verdict.reason) == (RunState.ABORTED, Reason.USER_ABORT)
+
+
+def test_a_node_that_was_restarted_is_said_to_be() -> None:
+    verdict = judge(evidence(rank(0, 1, tail=LOST), replace(REMOTE, started=True, vanished=True, restarted=True)))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+    assert verdict.cause == "right was restarted while its rank was running"
+
+
+def test_a_lease_that_ended_a_rank_is_the_nodes_when_it_was_cut_off_and_the_supervisors_when_not() -> None:
+    ended = replace(rank(1, sig=15, stopped_by="lease"), remote=True, lease_s=8.0)
+    assert judge(evidence(rank(0, 1, tail=LOST), replace(ended, cut_off_s=9.0))).reason is Reason.NODE_LOST
+    assert judge(evidence(rank(0, 1, tail=LOST), replace(ended, cut_off_s=1.0))).reason is Reason.SUPERVISOR_LOST
+
+
+def test_what_ssh_said_is_the_cause_of_a_start_that_failed() -> None:
+    refused = replace(
+        REMOTE, launcher_code=255, launcher_words="ssh: connect to host right port 22: No route to host\n"
+    )
+    verdict = judge(evidence(RankEvidence(0, "left", "/py", remote=True, launcher_code=255), refused))
+    assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.LAUNCH_FAILED, 1, 255)
+    assert verdict.cause == "right could not be reached: ssh: connect to host right port 22: No route to host"
+
+
+def test_a_start_that_failed_without_a_word_is_still_named() -> None:
+    verdict = judge(evidence(rank(0, sig=15, stopped_by="end"), replace(REMOTE, launcher_code=255)))
+    assert (verdict.rank, verdict.cause) == (1, "right could not be reached: ssh said nothing")
+
+
+def test_clocks_that_differ_do_not_change_who_was_first() -> None:
+    first = replace(rank(0, 3, at=1000.0, tail="KeyError: 7"), clock_ahead_s=990.0)
+    later = rank(1, 4, at=11.0, tail="ValueError: no")
+    assert judge(evidence(first, later)).rank == 0
