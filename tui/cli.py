@@ -179,12 +179,24 @@ def _cluster(commands: Commands) -> None:
     nodes = _command(
         commands,
         "nodes",
-        "cluster.nodes",
-        "what every node has: chip, memory, disk, versions",
+        "nodes.nodes",
+        "what every node has: chip, memory, disk, versions, links",
         ("flightdeck nodes -c flightdeck.toml", "asks every node now; - is not measured"),
+        ("flightdeck nodes --trust SHA256:…", "accepts exactly that host key, where a node shows it"),
+        ("flightdeck nodes --json | jq .topology", "nodes, topology and wiring in one document"),
         adopts=False,
     )
     _config(nodes)
+    nodes.add_argument(
+        "--trust",
+        nargs="?",
+        const="",
+        action="append",
+        default=[],
+        metavar="FINGERPRINT",
+        help="accept the new host key of this fingerprint, compared on the node itself; may be repeated; "
+        "alone: ask for each new key, as without --json on a terminal",
+    )
     _command(
         commands,
         "doctor",

@@ -1,4 +1,4 @@
-"""nodes, preflight and doctor: what there is to run on, and whether it would work."""
+"""preflight and doctor: whether a run would work, and what this machine has."""
 
 from __future__ import annotations
 
@@ -6,49 +6,14 @@ import argparse
 import asyncio
 import os
 import sys
-from datetime import UTC, datetime
 
 from engine.config.models import FlightConfig
-from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.models import CheckResult, CheckStatus
 from engine.session import Engine
 from tui.commands.follow import print_check
 from tui.commands.terminal import Lines, colour_welcome, config_file, print_json
-from tui.formatting import NOT_MEASURED, age, size, table
 
 OK, FAILED = 0, 1
-
-
-def nodes(options: argparse.Namespace, engine: Engine) -> int:
-    """Probe every node of the configuration; 1 when one did not answer."""
-    facts = asyncio.run(engine.facts(engine.load_config(config_file(options))))
-    if options.json:
-        print_json([fact.model_dump(mode="json") for fact in facts])
-    else:
-        lines = Lines()
-        headers = ("RANK", "NODE", "HOST", "CHIP", "CORES", "MEMORY", "DISK FREE", "PYTHON", "MLX", "MLX-LM", "SEEN")
-        lines.say(table(headers, [_node_row(rank, fact) for rank, fact in enumerate(facts)]))
-        for fact in facts:
-            if fact.problem:
-                lines.say(f"{lines.ink(fact.node, 'red')}: {fact.problem}")
-    return FAILED if any(fact.problem for fact in facts) else OK
-
-
-def _node_row(rank: int, fact: NodeFacts) -> list[str]:
-    used, total = size(fact.memory_used_bytes), size(fact.memory_total_bytes)
-    seen = age(fact.probed_at, datetime.now(UTC))
-    return [
-        str(rank),
-        fact.node,
-        fact.host,
-        fact.chip or NOT_MEASURED,
-        str(fact.cores or NOT_MEASURED),
-        f"{used} of {total}" if fact.memory_total_bytes else NOT_MEASURED,
-        size(fact.disk_free_bytes),
-        fact.python or NOT_MEASURED,
-        fact.mlx or NOT_MEASURED,
-        fact.mlx_lm or NOT_MEASURED,
-        seen if seen == "now" else f"{seen} ago",
-    ]
 
 
 def preflight(options: argparse.Namespace, engine: Engine) -> int:
@@ -71,10 +36,13 @@ def preflight(options: argparse.Namespace, engine: Engine) -> int:
 
 async def _checks(engine: Engine, config: FlightConfig, skip: list[str], lines: Lines) -> list[CheckResult]:
     results: list[CheckResult] = []
-    async for result in engine.preflight(config, skip=skip):
-        if result.status not in (CheckStatus.PENDING, CheckStatus.RUNNING):
-            results.append(result)
-            print_check(lines, result)
+    try:
+        async for result in engine.preflight(config, skip=skip):
+            if result.status not in (CheckStatus.PENDING, CheckStatus.RUNNING):
+                results.append(result)
+                print_check(lines, result)
+    finally:
+        await engine.close()
     return results
 
 

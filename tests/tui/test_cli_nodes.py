@@ -1,0 +1,180 @@
+"""`flightdeck nodes`: a look at every node, and host keys that only a person accepts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.errors import InputError, LaunchError
+from engine.models import HostKeyChange, HostKeyOffer, NodeFacts, Topology
+from engine.planning.wiring import Wiring
+from engine.session import Engine
+from tests.tui.commands import flightdeck
+from tui.commands.nodes import nodes
+
+NEW = HostKeyOffer(target="ana@ultra", key="ssh-ed25519 AAAA", fingerprint="SHA256:new")
+
+
+def facts(node: str, **more: Any) -> NodeFacts:
+    known = {"mlx": "0.32.4", "mlx_lm": "0.32.2", "python": "3.11.9", "memory_total_bytes": 512_000_000_000}
+    values = more if "problem" in more else {**known, **more}
+    return NodeFacts(node=node, host=f"{node}.local", probed_at=datetime.now(UTC), **values)
+
+
+@dataclass
+class Cluster:
+    """An engine whose nodes answer as told, and take a key once it is accepted."""
+
+    found: list[NodeFacts]
+    unwired: str | None = None
+    accepted: list[str] = field(default_factory=list)
+    closed: int = 0
+
+    def load_config(self, path: Path) -> FlightConfig:
+        named = tuple(NodeConfig(name=f.node, ssh=f.host, python="python3", workdir="~") for f in self.found)
+        return FlightConfig(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
+
+    async def facts(self, config: FlightConfig) -> list[NodeFacts]:
+        return [
+            facts(f.node) if f.host_key is not None and f.host_key.fingerprint in self.accepted else f
+            for f in self.found
+        ]
+
+    async def accept_host_key(self, offer: HostKeyOffer) -> None:
+        self.accepted.append(offer.fingerprint)
+
+    def last_facts(self, config: FlightConfig) -> list[NodeFacts]:
+        return [
+            facts(f.node).model_copy(update={"probed_at": datetime.now(UTC) - timedelta(minutes=190)})
+            for f in self.found
+        ]
+
+    def topology(self, config: FlightConfig, found: list[NodeFacts]) -> Topology:
+        return Topology(nodes=tuple(f.node for f in found))
+
+    def wiring(self, config: FlightConfig, found: list[NodeFacts]) -> Wiring:
+        if self.unwired:
+            raise LaunchError(self.unwired)
+        return Wiring(backend="ring", hosts=(), reasons=("all share 10.0.0.0/24",))
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    def look(self, *trust: str, json: bool = False) -> int:
+        options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json)
+        return nodes(options, cast("Engine", self))
+
+
+@pytest.fixture
+def strange() -> Cluster:
+    """Of two nodes one shows a key that nobody has accepted."""
+    return Cluster([facts("max"), facts("ultra", problem="the host key is not known", problem_kind="key unknown",
+                                        host_key=NEW)])  # fmt: skip
+
+
+@pytest.fixture
+def person(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Someone at a terminal, who answers what is in the list."""
+    answers: list[str] = []
+    monkeypatch.setattr("tui.commands.nodes.is_person", lambda stream: True)
+    monkeypatch.setattr("builtins.input", lambda: answers.pop(0))
+    yield answers
+    assert answers == [], "everything was asked"
+
+
+def test_the_machine_alone_as_a_table_and_as_one_document(home: Path, tmp_path: Path) -> None:
+    here = "".join(f'[[node]]\nname = "{name}"\n' for name in ("a", "b"))
+    (tmp_path / "flightdeck.toml").write_text(here + '[job]\nname = "mine"\ncommand = ["true"]\n')
+    shown = flightdeck(home, "nodes", cwd=tmp_path)
+    assert (shown.code, shown.err) == (0, "")
+    assert [line.split()[:4] for line in shown.out.splitlines()[1:3]] == [
+        [str(rank), name, "ok", "127.0.0.1"] for rank, name in enumerate("ab")
+    ]
+    assert "backend: ring" in shown.out
+    document = json.loads(flightdeck(home, "nodes", "--json", cwd=tmp_path).out)
+    assert set(document) == {"nodes", "topology", "wiring", "wiring_problem"}
+    assert [node["node"] for node in document["nodes"]] == ["a", "b"]
+    assert (document["topology"]["shape"], document["wiring"]["backend"]) == ("single", "ring")
+
+
+def test_without_a_terminal_nothing_is_asked_and_the_command_is_named(
+    strange: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert strange.look() == 1
+    said = capsys.readouterr().out
+    assert "flightdeck nodes --trust SHA256:new" in said and "ssh-keygen -lf" in said
+    assert (strange.accepted, strange.closed) == ([], 1)
+
+
+def test_exactly_the_named_key_is_accepted(strange: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert strange.look("SHA256:other") == 1
+    assert "no node shows SHA256:other" in capsys.readouterr().err
+    assert strange.accepted == []
+    assert strange.look("SHA256:new") == 0
+    assert strange.accepted == ["SHA256:new"]
+    assert "accepted SHA256:new for ana@ultra" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1), ("n", 1), ("SHA256:new", 1)])
+def test_a_person_is_asked_and_only_yes_is_yes(
+    strange: Cluster, person: list[str], capsys: pytest.CaptureFixture[str], answer: str, code: int
+) -> None:
+    person.append(answer)
+    assert strange.look() == code
+    assert "accept SHA256:new for ana@ultra? [y/N]" in capsys.readouterr().err
+    assert strange.accepted == (["SHA256:new"] if code == 0 else [])
+
+
+def test_a_document_asks_nobody_unless_told_to(strange: Cluster, person: list[str]) -> None:
+    assert strange.look(json=True) == 1
+    person.append("yes")
+    assert strange.look("", json=True) == 0
+
+
+def test_to_be_asked_without_a_terminal_is_bad_usage(strange: Cluster) -> None:
+    with pytest.raises(InputError, match="there is no terminal"):
+        strange.look("")
+
+
+def test_a_changed_key_is_never_accepted_and_both_are_shown(
+    person: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = HostKeyChange(target="max", accepted="SHA256:old", found="SHA256:evil")
+    cluster = Cluster([facts("max", problem="the host key has changed", problem_kind="key changed", changed_key=change,
+                             fix="find out why")])  # fmt: skip
+    assert cluster.look("SHA256:evil") == 1
+    said = capsys.readouterr()
+    assert cluster.accepted == []
+    assert "SHA256:old" in said.out and "SHA256:evil" in said.out and "find out why" in said.out
+
+
+def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(
+        [facts("max", problem="cannot be reached: no route", problem_kind="unreachable", fix="is it on?")]
+    )
+    assert cluster.look() == 1
+    said = capsys.readouterr().out
+    row = said.splitlines()[1]
+    assert "unreachable, stale" in row and "0.32.4" in row and "3 h ago" in row
+    assert "max: cannot be reached: no route" in said and "fix: is it on?" in said
+
+
+def test_versions_that_differ_and_a_clock_that_is_off_stand_out(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster([facts("a"), facts("b"), facts("c", mlx="0.31.0", clock_skew_s=-7.5)])
+    assert cluster.look() == 0
+    said = capsys.readouterr().out
+    assert "!=0.31.0" in said and "c: mlx 0.31.0, elsewhere 0.32.4" in said and "-7.5 s off" in said
+
+
+def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster([facts("a"), facts("b")], unwired="a and b share no network")
+    assert cluster.look() == 1
+    assert "not wired: a and b share no network" in capsys.readouterr().out
