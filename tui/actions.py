@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from tui.mending import Key, mending
 from tui.state import VIEWS, DeckState
 
 Why = Callable[[DeckState], str | None]
@@ -66,6 +67,34 @@ def _plot(state: DeckState) -> str | None:
 
 
 def _enter(state: DeckState) -> str | None:
+    return None
+
+
+def _mend(state: DeckState) -> str | None:
+    if not state.ready:
+        return "the engine is still loading"
+    found = mending(state)
+    return found if isinstance(found, str) else None
+
+
+def _shell(state: DeckState) -> str | None:
+    if not state.ready:
+        return "the engine is still loading"
+    if state.config is None or state.node is None:
+        return "there is no configuration that says how the node is reached"
+    facts = state.selected_facts
+    if facts is not None and (facts.host_key or facts.changed_key):
+        return "its host key has to be accepted first" if facts.host_key else "its host key has changed"
+    return None
+
+
+def _demo(state: DeckState) -> str | None:
+    if not state.ready:
+        return "the engine is still loading"
+    if state.busy:
+        return f"{state.busy} is under way"
+    if state.running is not None:
+        return f"{state.running.id} has not ended: ctrl+x aborts it"
     return None
 
 
@@ -126,6 +155,12 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_abort),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_recheck),
+    Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run", why_not=_demo,
+           when=lambda state: state.config is None),
+    Action("mend", ("x",), "mend", "Mend what is selected: run the fix on its node, or compare a host key; asks first",
+           "nodes", panes=("nodes", "preflight"), why_not=_mend),
+    Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
+           panes=("nodes",), why_not=_shell),
     Action("view_nodes", ("1",), "nodes", "Nodes, full screen", "views"),
     Action("view_preflight", ("2",), "preflight", "Preflight, full screen", "views"),
     Action("view_calibration", ("3",), "calibration", "Calibration and shares, full screen", "views"),
@@ -143,8 +178,9 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_up", ("pageup", "ctrl+u"), "page up", "A page up", "move", palette=False),
     Action("top", ("g", "home"), "top", "To the top", "move", palette=False),
     Action("bottom", ("G", "end"), "bottom", "To the bottom", "move", palette=False),
-    Action("enter", ("enter",), "open", "Open what is selected; on a failed run, jump to the line that proves it",
-           "move", why_not=_enter, palette=False),
+    Action("enter", ("enter",), "open",
+           "Open what is selected; on a failed run, jump to the line that proves it", "move", why_not=_enter,
+           palette=False),
     Action("back", ("escape",), "back", "One step back; never quits", "move", palette=False),
     Action("search", ("slash",), "search", "Search the log", "logs", LOG_VIEWS, why_not=_log),
     Action("previous_match", ("N",), "previous", "Previous match of the search (n: next)", "logs", LOG_VIEWS,
@@ -175,6 +211,7 @@ BY_ID: Final = {action.id: action for action in ACTIONS}
 
 GROUPS: Final = {
     "run": "Run",
+    "nodes": "Nodes",
     "views": "Views",
     "move": "Move",
     "logs": "Logs",
@@ -183,9 +220,9 @@ GROUPS: Final = {
 }
 
 _BAR: Final[dict[str, tuple[str, ...]]] = {
-    "dashboard": ("launch", "abort", "recheck", "help", "palette", "quit"),
-    "nodes": ("recheck", "copy", "back", "launch", "help", "quit"),
-    "preflight": ("recheck", "copy", "back", "launch", "help", "quit"),
+    "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
+    "nodes": ("recheck", "mend", "shell", "copy", "back", "launch", "help", "quit"),
+    "preflight": ("recheck", "mend", "copy", "back", "launch", "help", "quit"),
     "calibration": ("copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
     "history": ("enter", "copy", "back", "launch", "help", "quit"),
@@ -218,6 +255,8 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
         return "quit (the run goes on)"
     if action.id == "recheck":
         return "re-check" if state.pane == "preflight" else "probe"
+    if action.id == "mend":
+        return "host key" if isinstance(mending(state), Key) else "run the fix"
     if action.id == "freeze" and state.frozen:
         return "thaw"
     return action.label
@@ -225,7 +264,8 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
 
 def hint(state: DeckState, separator: str, *names: str) -> str:
     """A pane border's hint: those of the named actions that can be done now."""
-    possible = [BY_ID[name] for name in names if BY_ID[name].why_not(state) is None]
+    named = [BY_ID[name] for name in names]
+    possible = [action for action in named if action.applies(state) and action.why_not(state) is None]
     return separator.join(f"{action.shown_key} {label(action, state)}" for action in possible)
 
 

@@ -5,35 +5,45 @@ Imports stay small here: the engine (pydantic, the store) is loaded by the bridg
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Coroutine
+import signal
+import subprocess
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
-from textual.app import App
+from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
+from textual.worker import Worker
 
 from tui import clipboard
 from tui.actions import Action
 from tui.bridge import POLL_S, Bridge
+from tui.engine_loop import BATCH_S, EngineLoop
 from tui.formatting import plural, shortened
 from tui.glyphs import Glyphs, utf8_terminal
+from tui.mending import Fix, Key, mending
 from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Trouble
 from tui.palette import Commands
-from tui.requests import abort, demo, launch, preflight, probe
-from tui.screens import confirm
+from tui.requests import abort, accept_host_key, demo, fix, launch, listen, preflight, probe
+from tui.screens import confirm, fixing
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import text_width
+from tui.screens.fixing import Command, Fixing
 from tui.screens.help import Help
+from tui.screens.host_key import ChangedKey, UnknownKey
 from tui.screens.stopping import Stopping
 from tui.screens.welcome import Welcome
 from tui.state import ENDED, DeckState
 
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
+    from engine.models import NodeFacts, NodeTelemetry
     from engine.session import Engine
 
 SLOW_POLL_S: Final = 0.5
@@ -41,6 +51,8 @@ SLOW_POLL_S: Final = 0.5
 TICK_S: Final = 1.0
 """How often ages are drawn anew."""
 NOTE_S: Final = 6.0
+LINGER_S: Final = 5.0
+"""Telemetry goes on for so long when nobody looks any more: views are changed faster than nodes are asked."""
 
 Clock = Callable[[], datetime]
 
@@ -87,6 +99,11 @@ class FlightDeckApp(App[int]):
             self.post_message,
             poll_s=SLOW_POLL_S if slow_link else POLL_S,
         )
+        self.engine_loop = EngineLoop()
+        self._listening: Worker[None] | None = None
+        self._listened_to: FlightConfig | None = None
+        self._wanted_at = 0.0
+        self._heard: dict[str, NodeTelemetry] = {}
         if slow_link:
             self.animation_level = "none"
         self.state = DeckState(now=clock(), glyphs=Glyphs(ascii=not utf8_terminal()))
@@ -110,6 +127,7 @@ class FlightDeckApp(App[int]):
 
     async def on_unmount(self) -> None:
         self.bridge.stop()
+        await self.engine_loop.stop(self.engine.close if self.engine is not None else None)
 
     def change(self, **changes: Any) -> None:
         """Replace parts of the state; what is on the screen is drawn once, however many changes come together."""
@@ -125,12 +143,42 @@ class FlightDeckApp(App[int]):
         if not self.screen_stack or not self.deck.is_mounted:
             return
         self.deck.show(self.state)
-        if isinstance(self.screen, Stopping):
+        if isinstance(self.screen, (Stopping, Fixing)):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
+        self._tend_telemetry()
         if not self.state.frozen:
             self.change(now=self.clock())
+
+    def _tend_telemetry(self) -> None:
+        """Telemetry is on while the nodes are on the screen or a run goes on, and not otherwise."""
+        config, engine = self.state.config, self.engine
+        if config is None or engine is None:
+            return
+        if self._listened_to is not config:
+            self.stop_listening()
+        if self.state.running is not None or self.deck.nodes_shown:
+            self._wanted_at = monotonic()
+            if self._listening is None:
+                every_s = SLOW_POLL_S if self.slow_link else BATCH_S
+                self._listening = self.run_worker(listen(self, config, every_s), group="telemetry")
+                self._listened_to = config
+        elif monotonic() - self._wanted_at > LINGER_S:
+            self.stop_listening()
+        self.change(listening=self._listening is not None)
+
+    def stop_listening(self) -> None:
+        """End telemetry, on the nodes too; it begins anew when it is wanted."""
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
+
+    def heard(self, newest: dict[str, NodeTelemetry]) -> None:
+        """The newest telemetry of each node."""
+        self._heard = newest
+        if not self.state.frozen:
+            self.change(telemetry=newest)
 
     def say(self, text: str, *, severity: str = "information") -> None:
         """One plain line in a corner, for a few seconds."""
@@ -144,7 +192,8 @@ class FlightDeckApp(App[int]):
         # What has been imported by now stays: left out of full collections, which held the loop for up to 61 ms.
         gc.collect()
         gc.freeze()
-        self.change(ready=True, config=config, not_checked=message.not_checked)
+        facts = {facts.node: facts for facts in message.facts}
+        self.change(ready=True, config=config, not_checked=message.not_checked, facts=facts)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -152,6 +201,7 @@ class FlightDeckApp(App[int]):
                 self.change(glyphs=Glyphs(ascii=True))
             self.set_class(self.state.glyphs.ascii, "-ascii")
             self._request(probe(self))
+            self._tend_telemetry()
         if self._start is not None:
             self._greeted = True
             self._request(launch(self, self._start))
@@ -256,12 +306,103 @@ class FlightDeckApp(App[int]):
     def do_recheck(self) -> None:
         self._request(preflight(self) if self.state.pane == "preflight" else probe(self))
 
+    def do_demo(self) -> None:
+        self._request(demo(self))
+
+    def do_mend(self) -> None:
+        """Ask about the fix or the host key of what is selected."""
+        found = mending(self.state)
+        if isinstance(found, Fix):
+            self._ask_fix(found)
+        elif isinstance(found, Key):
+            self._ask_key(found.facts)
+
+    def _ask_key(self, facts: NodeFacts) -> None:
+        assert self.engine is not None
+        width, offer = text_width(self.size.width), facts.host_key
+
+        def answered(go: bool | None) -> None:
+            if go and offer is not None:
+                self._request(accept_host_key(self, facts.node, offer))
+
+        if offer is not None:
+            self.push_screen(UnknownKey(facts.node, offer, width), answered)
+        elif facts.changed_key is not None:
+            self.push_screen(ChangedKey(facts.node, facts.changed_key, self.engine.home, width))
+
+    def _ask_fix(self, found: Fix) -> None:
+        config = self.state.config
+        assert config is not None
+        width = text_width(self.size.width)
+        hosts = {node.name: "this machine" if node.local else node.ssh for node in config.nodes}
+        again = "Probe again" if self.state.pane == "nodes" else "Check again"
+
+        def answered(go: bool | None) -> None:
+            if go:
+                commands = [Command(node, line, self.clock()) for node, line in found.commands.items()]
+                self.push_screen(Fixing(commands, self.state, width, again), done)
+                self._request(fix(self, config, commands))
+
+        def done(answer: str | None) -> None:
+            if answer == "again":
+                self.do_recheck()
+
+        self.push_screen(fixing.ask(found.check, found.commands, hosts, width), answered)
+
+    def fixing(self) -> None:
+        """A command has come to something."""
+        if isinstance(self.screen, Fixing):
+            self.screen.show(self.state)
+
+    def fixed(self, commands: Sequence[Command]) -> None:
+        """All have ended: what they printed is kept, and said where nobody looks any more."""
+        said = [f"on {c.node}: {c.line}\n{c.told}\n" + "\n".join(c.output) for c in commands]
+        path = self._save("\n\n".join(said), "fix")
+        told = "; ".join(f"{command.node}: {command.told}" for command in commands)
+        kept = f" (output in {path})" if path is not None else ""
+        if not isinstance(self.screen, Fixing):
+            self.say(f"fix: {told}{kept}", severity="information" if all(c.good for c in commands) else "error")
+
+    def do_shell(self) -> None:
+        """Hand the terminal to a shell on the selected node until that ends."""
+        config, node = self.state.config, self.state.node
+        assert self.engine is not None and config is not None and node is not None
+        try:
+            argv = self.engine.shell_argv(config, node)
+            with self._handed_over():
+                print(f"a shell on {node}; leave it (exit, ctrl+d) to come back to Flight Deck", flush=True)
+                code = subprocess.call(argv)
+        except SuspendNotSupported:
+            self.say(f"this terminal cannot be handed over; in another one: {' '.join(argv)}", severity="warning")
+        except Exception as error:  # InputError, or no such program: said, and the console stays
+            self.say(f"shell: {error}", severity="error")
+        else:
+            if code:
+                self.say(f"the shell on {node} ended with {code}", severity="warning")
+        self.refresh(layout=True)
+
+    @contextlib.contextmanager
+    def _handed_over(self) -> Iterator[None]:
+        """The terminal is another program's: nothing is read or heard meanwhile, and its ctrl+c is not ours."""
+        with self.suspend():
+            self.bridge.pause()
+            self.stop_listening()
+            # A handler and not SIG_IGN, which the program would inherit.
+            before = signal.signal(signal.SIGINT, lambda *_: None)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, before)
+                self.bridge.resume()
+
     def do_freeze(self) -> None:
         frozen = not self.state.frozen
         self.change(frozen=frozen)
         self.deck.logs.freeze(frozen)
         if not frozen and self._latest is not None:
             self.on_snapshot_taken(self._latest)
+        if not frozen:
+            self.heard(self._heard)
 
     def do_copy(self) -> None:
         text = self.deck.pane(self.state.pane).copy_text()

@@ -19,7 +19,7 @@ from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Tro
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
-    from engine.models import RunRecord
+    from engine.models import NodeFacts, RunRecord
     from engine.session import Engine, RunWatch
 
 POLL_S: Final = 0.1
@@ -52,6 +52,7 @@ class Bridge:
         self._read: str | None = None
         self._wake = threading.Event()
         self._ended = False
+        self._paused = False
         self._said: str | None = None
         self._thread = threading.Thread(target=self._run, name="bridge", daemon=True)
 
@@ -61,6 +62,14 @@ class Bridge:
     def follow(self, run: str | None) -> None:
         """Show this run from now on (None: no run)."""
         self._wanted = run
+        self._wake.set()
+
+    def pause(self) -> None:
+        """Read nothing until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
         self._wake.set()
 
     def look(self) -> None:
@@ -89,6 +98,10 @@ class Bridge:
         runs: tuple[RunRecord, ...] | None = None
         runs_due = 0.0
         while not self._ended:
+            if self._paused:
+                self._wake.wait(ENDED_POLL_S)
+                self._wake.clear()
+                continue
             if self._wanted != followed:
                 followed, watch, snapshot = self._wanted, None, None
             try:
@@ -126,8 +139,16 @@ class Bridge:
         except Exception as trouble:
             self._post(EngineFailed(_words(trouble), USAGE))
             return None
-        self._post(EngineReady(engine, config, tuple(engine.checks_not_yet())))
+        self._post(EngineReady(engine, config, tuple(engine.checks_not_yet()), self._last_facts(engine, config)))
         return engine
+
+    def _last_facts(self, engine: Engine, config: FlightConfig | None) -> tuple[NodeFacts, ...]:
+        """What the store still knows of the nodes; shown with its age until they answer."""
+        try:
+            return tuple(engine.last_facts(config)) if config is not None else ()
+        except Exception as trouble:
+            self._say(_words(trouble))
+            return ()
 
     def _adopt(self, engine: Engine) -> None:
         try:

@@ -118,6 +118,10 @@ class Glyphs:
         return "^" if self.ascii else "↑"
 
     @property
+    def degrees(self) -> str:
+        return " C" if self.ascii else " °C"
+
+    @property
     def none(self) -> str:
         """Stands for a fact that nobody measured."""
         return "-" if self.ascii else "–"

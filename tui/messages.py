@@ -9,7 +9,7 @@ from textual.message import Message
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
-    from engine.models import RunRecord
+    from engine.models import NodeFacts, RunRecord
     from engine.session import Engine
 
 
@@ -21,13 +21,20 @@ class _Newest(Message):
 
 
 class EngineReady(Message):
-    """The engine is loaded; with the configuration, where there is one."""
+    """The engine is loaded; with the configuration, where there is one, and what is known of its nodes."""
 
-    def __init__(self, engine: Engine, config: FlightConfig | None, not_checked: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: FlightConfig | None,
+        not_checked: tuple[str, ...],
+        facts: tuple[NodeFacts, ...] = (),
+    ) -> None:
         super().__init__()
         self.engine = engine
         self.config = config
         self.not_checked = not_checked
+        self.facts = facts
 
 
 class EngineFailed(Message):

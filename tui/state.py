@@ -5,6 +5,7 @@ A frozen value, replaced as a whole; so a pane is a function of it, and a test c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
@@ -15,7 +16,8 @@ from tui.glyphs import Glyphs
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
-    from engine.models import CheckResult, NodeFacts, RunRecord
+    from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
+    from engine.planning.wiring import Wiring
 
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
 """The dashboard and the full views, in the order of their number keys (0 has none)."""
@@ -24,6 +26,8 @@ ENDED: Final = frozenset({"succeeded", "failed", "aborted", "lost"})
 
 FACTS_LIMIT_S: Final = 300.0
 """A node's facts are shown stale when they are older than this."""
+TELEMETRY_LIMIT_S: Final = 15.0
+"""So is what a node uses, which it says every 2 s."""
 RANK_LIMIT_S: Final = 15.0
 """A training rank is shown stale when it has said nothing for longer than this."""
 
@@ -39,8 +43,25 @@ class DeckState:
     config: FlightConfig | None = None
     fault: str | None = None
     """Why there is no usable configuration, or what could not be done last; one line each."""
-    facts: tuple[NodeFacts, ...] = ()
+    facts: Mapping[str, NodeFacts] = field(default_factory=dict)
+    """By node, as last seen: at the start what an earlier console has seen, as old as it says."""
     probing: bool = False
+    asked: frozenset[str] = frozenset()
+    """Nodes that the probe under way has had no answer of yet."""
+    telemetry: Mapping[str, NodeTelemetry] = field(default_factory=dict)
+    """By node: what it uses, as it last said."""
+    listening: bool = False
+    """Telemetry is on."""
+    topology: Topology | None = None
+    wiring: Wiring | None = None
+    unwired: str | None = None
+    """Why there is no wiring, one line."""
+    node: str | None = None
+    """The node under the cursor."""
+    detail: bool = False
+    """Its details have the whole pane."""
+    check: str | None = None
+    """The preflight check under the cursor."""
     checks: tuple[CheckResult, ...] = ()
     """Of a preflight started from here, without a launch."""
     not_checked: tuple[str, ...] = ()
@@ -80,6 +101,29 @@ class DeckState:
         if self.checks:
             return self.checks
         return self.snapshot.checks if self.snapshot is not None else ()
+
+    @property
+    def selected_facts(self) -> NodeFacts | None:
+        """Of the node under the cursor."""
+        return self.facts.get(self.node) if self.node is not None else None
+
+    @property
+    def selected_check(self) -> CheckResult | None:
+        """The check under the cursor of the preflight pane."""
+        return next((check for check in self.shown_checks if check.name == self.check), None)
+
+    @property
+    def backend(self) -> str | None:
+        """How the ranks are, or would be, joined."""
+        if self.snapshot is not None:
+            return self.snapshot.record.backend
+        if self.wiring is not None:
+            return self.wiring.backend
+        if self.config is None:
+            return None
+        if self.config.cluster.backend != "auto":
+            return self.config.cluster.backend
+        return "ring" if all(node.local for node in self.config.nodes) else "backend auto"
 
     def failures(self) -> int:
         """Failed checks of a preflight started from here: those block a launch."""

@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Input, OptionList
+from textual.widgets import Input
 
 from tui.actions import Action, action_for, keys
 from tui.state import VIEWS, DeckState
@@ -98,6 +98,11 @@ class DeckScreen(Screen[None]):
         return self.deck.state
 
     @property
+    def nodes_shown(self) -> bool:
+        """The nodes are on the screen."""
+        return self.pane("nodes").display
+
+    @property
     def narrow(self) -> bool:
         return self.size.width < NARROW[0] or self.size.height < NARROW[1]
 
@@ -154,7 +159,7 @@ class DeckScreen(Screen[None]):
     def go(self, view: str, pane: str | None = None) -> None:
         """Show a view, with the keys in its own pane unless another is named."""
         self.maximised_pane = None
-        self.deck.change(view=view)
+        self.deck.change(view=view, detail=False)
         self.place_panes()
         self.focus_pane(pane or ("run" if view in ("run", "dashboard") else view))
         self.call_after_refresh(lambda: self.show(self.state))
@@ -171,7 +176,7 @@ class DeckScreen(Screen[None]):
     def on_key_bar_pressed(self, event: KeyBar.Pressed) -> None:
         self.deck.perform(event.action)
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+    def on_row_list_chosen(self) -> None:
         self.do_enter()
 
     def do(self, action: Action) -> bool:
@@ -255,7 +260,7 @@ class DeckScreen(Screen[None]):
         self._move("bottom")
 
     def do_enter(self) -> None:
-        """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view."""
+        """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view or a node."""
         pane = self.state.pane
         snapshot = self.state.snapshot
         if pane == "history":
@@ -267,6 +272,8 @@ class DeckScreen(Screen[None]):
             self.logs.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
         elif pane == "logs":
             self.do_maximise()
+        elif pane == "nodes" and self.state.view == "nodes" and self.state.node is not None:
+            self.deck.change(detail=True)
         elif self.state.view != pane and pane in VIEWS:
             self.go(pane)
 
@@ -276,6 +283,8 @@ class DeckScreen(Screen[None]):
             return
         if self.maximised_pane is not None:
             self.do_maximise()
+        elif self.state.detail:
+            self.deck.change(detail=False)
         elif self.state.view != "dashboard":
             self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
         elif self.state.snapshot is not None and not self.state.active:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -19,6 +19,7 @@ from tui.widgets.row_list import RowList
 
 if TYPE_CHECKING:
     from engine.models import CheckResult
+    from tui.app import FlightDeckApp
 
 WORDS: Final = {name: "ok" if name == "pass" else name for name in CHECKS}
 
@@ -28,7 +29,8 @@ class ChecksPane(Pane):
 
     NAME = "preflight"
     NUMBER = "2"
-    HINTS = ("enter", "recheck")
+    HINTS = ("enter", "mend", "recheck")
+    UNSEEN = frozenset({"telemetry", "asked", "node", "listening", "facts", "topology", "detail"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +43,8 @@ class ChecksPane(Pane):
         with VerticalScroll(classes="detail", can_focus=False):
             yield Static("", id="checks-detail", markup=False)
 
-    def on_option_list_option_highlighted(self) -> None:
-        self._detail()
+    def on_row_list_moved(self, event: RowList.Moved) -> None:
+        cast("FlightDeckApp", self.app).change(check=event.rows.selected)
 
     def title(self, state: DeckState) -> str:
         return f"preflight{state.glyphs.separator}{verdict(state)}"
@@ -148,7 +150,9 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
             pair("", "y copies it", width, style=MUTED),
         ]
     if len(check.fixes) > 1:
-        lines += [pair(f"fix {node}", command, width) for node, command in check.fixes.items()]
+        lines += [pair(f"on {node}", command, width) for node, command in check.fixes.items()]
+    if any(not command.startswith("flightdeck ") for command in check.fixes.values()):
+        lines.append(pair("", "x runs it there, after you confirm", width, style=MUTED))
     if check.status == "fail" and not check.fix_command:
         lines += [Content(""), Content("no command mends this: a person must act")]
     return Content("\n").join(lines)

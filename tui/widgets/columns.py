@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -54,6 +54,55 @@ def lay_out(columns: Sequence[Column], width: int) -> tuple[Content, list[Conten
     count = len(columns[0].cells) if columns else 0
     rows = [_line([_content(column.cells[row]) for column in kept], kept, widths, width) for row in range(count)]
     return header, rows
+
+
+@dataclass(frozen=True)
+class Head:
+    """A column of a `Table`: its title and how dear it is, as for `Column`."""
+
+    title: str
+    priority: int = 5
+    right: bool = False
+
+
+class Table:
+    """A table that is laid out again and again: a row whose cells are the same objects and whose columns are as wide as
+    before is the same line as before. Of 64 rows one that changes costs one."""
+
+    def __init__(self) -> None:
+        self._widths: dict[str, tuple[Sequence[Content], list[int]]] = {}
+        self._lines: dict[str, tuple[Sequence[Content], object, Content]] = {}
+
+    def lay_out(
+        self, heads: Sequence[Head], rows: Mapping[str, Sequence[Content]], width: int
+    ) -> tuple[Content, list[tuple[str, Content]]]:
+        """The header line, and (id, line) of each row, every line at most `width` cells."""
+        measured = [self._measured(row, cells) for row, cells in rows.items()]
+        widest = [max((len(head.title), *(w[i] for w in measured))) for i, head in enumerate(heads)]
+        kept = list(range(len(heads)))
+        while len(kept) > 1 and sum(widest[i] for i in kept) + GAP * (len(kept) - 1) > width:
+            droppable = [i for i in kept if heads[i].priority < 9]
+            if not droppable:
+                break
+            kept.remove(min(droppable, key=lambda i: (heads[i].priority, -i)))
+        columns = [Column(heads[i].title, (), heads[i].priority, heads[i].right) for i in kept]
+        widths = [widest[i] for i in kept]
+        form = (tuple(kept), tuple(widths), width)
+        header = _line([Content.styled(column.title, MUTED) for column in columns], columns, widths, width)
+        lines = []
+        for row, cells in rows.items():
+            known = self._lines.get(row)
+            if known is None or known[0] is not cells or known[1] != form:
+                line = _line([cells[i] for i in kept], columns, widths, width)
+                known = self._lines[row] = (cells, form, line)
+            lines.append((row, known[2]))
+        return header, lines
+
+    def _measured(self, row: str, cells: Sequence[Content]) -> list[int]:
+        known = self._widths.get(row)
+        if known is None or known[0] is not cells:
+            known = self._widths[row] = (cells, [cell.cell_length for cell in cells])
+        return known[1]
 
 
 def _needed(columns: Sequence[Column]) -> int:

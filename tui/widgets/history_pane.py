@@ -34,13 +34,17 @@ class HistoryPane(Pane):
         with VerticalScroll(classes="detail", can_focus=False):
             yield Static("", id="history-detail", markup=False)
 
-    def on_option_list_option_highlighted(self) -> None:
+    def on_row_list_moved(self) -> None:
         self._detail()
 
     @property
     def selected(self) -> str | None:
         """Id of the run under the cursor."""
         return self.query_one(RowList).selected
+
+    @property
+    def opens(self) -> bool:
+        return True
 
     def title(self, state: DeckState) -> str:
         return "history" if state.runs is None else f"history{state.glyphs.separator}{plural(len(state.runs), 'run')}"

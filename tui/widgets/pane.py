@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import ClassVar
 
 from textual.containers import Vertical
@@ -22,15 +23,23 @@ class Pane(Vertical):
     NUMBER: ClassVar[str] = ""
     HINTS: ClassVar[tuple[str, ...]] = ()
     """Actions named on the lower border."""
+    UNSEEN: ClassVar[frozenset[str]] = frozenset({"telemetry", "asked", "node", "listening"})
+    """Parts of the state that the pane does not show: when nothing else has changed it is not drawn again."""
 
     def __init__(self) -> None:
         super().__init__(id=self.NAME)
         self.state = DeckState()
+        self._behind = True
 
     def show(self, state: DeckState) -> None:
         """Take the state; drawn at once when the pane can be seen."""
-        self.state = state
-        if self.display and self.size.width:
+        before, self.state = self.state, state
+        if not (self.display and self.size.width):
+            self._behind = True
+            return
+        changed = changes(before, state)
+        if self._behind or not changed or not changed <= self.UNSEEN:
+            self._behind = False
             self.refresh_pane()
 
     def refresh_pane(self) -> None:
@@ -39,7 +48,7 @@ class Pane(Vertical):
         separator = self.state.glyphs.separator
         self.border_title = Content(f"{self.NUMBER} {self.title(self.state)}".strip())
         focused = self.state.pane == self.NAME
-        hints = [name for name in self.HINTS if name != "enter" or not self.full or self.NAME == "history"]
+        hints = [name for name in self.HINTS if name != "enter" or self.opens]
         self.border_subtitle = Content(hint(self.state, separator, *hints)) if focused else None
         self.draw(self.state)
 
@@ -47,6 +56,11 @@ class Pane(Vertical):
     def full(self) -> bool:
         """The pane has the screen (nearly) to itself: it shows details."""
         return self.state.view == self.NAME
+
+    @property
+    def opens(self) -> bool:
+        """Whether `enter` leads further from here."""
+        return not self.full
 
     @property
     def room(self) -> int:
@@ -72,7 +86,10 @@ class Pane(Vertical):
         detail = next((part for part in self.query(".detail") if part.display and part.max_scroll_y), None)
         if rows is not None and not (detail is not None and name.startswith("page")):
             return rows.move(name)
-        scrolled = detail or self
+        return self.scroll_text(detail or self, name)
+
+    def scroll_text(self, scrolled: Widget, name: str) -> bool:
+        """Scroll a text; False when all of it is in sight."""
         if not scrolled.max_scroll_y:
             return False
         scroll = {
@@ -96,3 +113,8 @@ class Pane(Vertical):
 
     def on_resize(self, event: Resize) -> None:
         self.call_after_refresh(self.refresh_pane)
+
+
+def changes(before: DeckState, now: DeckState) -> set[str]:
+    """The parts of the state that are another object than before."""
+    return {part.name for part in fields(DeckState) if getattr(before, part.name) is not getattr(now, part.name)}

@@ -1,4 +1,4 @@
-"""The views as tabs, for terminals too small for the panes side by side."""
+"""The views and the logs as tabs, for terminals too small for the panes side by side."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from tui.state import VIEWS, DeckState
 
 
 class TabStrip(Static):
-    """One line: every view with its number key, the current one lit."""
+    """One line: every view with its number key, the logs behind the run; the current one lit."""
 
     def __init__(self) -> None:
         super().__init__("", id="tabs", markup=False)
 
     def show(self, state: DeckState) -> None:
-        current = "run" if state.view == "dashboard" else state.view
+        view = "run" if state.view == "dashboard" else state.view
+        current = "logs" if view == "run" and state.pane == "logs" else view
         parts: list[Content] = []
-        for number, view in enumerate(VIEWS[1:], start=1):
-            style = "bold reverse" if view == current else MUTED
-            parts.append(Content.styled(f" {number} {view} ", style))
+        for number, name in enumerate(VIEWS[1:], start=1):
+            parts.append(_tab(f"{number} {name}", lit=name == current))
+            if name == "run":
+                parts.append(_tab("logs", lit=current == "logs"))
         self.update(Content(" ").join(parts))
+
+
+def _tab(text: str, *, lit: bool) -> Content:
+    return Content.styled(f" {text} ", "bold reverse" if lit else MUTED)

@@ -1,0 +1,305 @@
+"""One node in full: what is wrong with it and what mends that, then everything known of it in groups with their ages,
+and how the nodes are joined."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from textual.content import Content
+
+from tui.formatting import size
+from tui.glyphs import MUTED, STALE, WARN
+from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+from tui.widgets import node_state
+from tui.widgets.pairs import pair
+from tui.widgets.topology import draw, ring, verdict
+
+if TYPE_CHECKING:
+    from engine.events import RankStatus
+    from engine.models import Interface, NodeFacts, NodeTelemetry, ThunderboltPort
+
+WIDE: Final = 132
+"""From this width on the node and the topology stand side by side."""
+GUTTER: Final = 3
+REASONS: Final = 8
+"""Addresses of more ranks than this are counted, not listed."""
+
+Pairs = list[tuple[str, str | None]]
+
+
+def detail(state: DeckState, node: str, width: int) -> Content:
+    """All that is known of one node, what is not, and how the nodes are joined."""
+    if width < WIDE:
+        return Content("\n").join([*_node(state, node, width), Content(""), *joined(state, width)])
+    left = (width - GUTTER) * 48 // 100
+    right = width - GUTTER - left
+    return _beside(_lines(_node(state, node, left)), _lines(joined(state, right)), left)
+
+
+def joined(state: DeckState, width: int) -> list[Content]:
+    """The topology drawn, and the wiring with its reasons."""
+    topology, nodes = state.topology, node_state.node_names(state)
+    lines = [Content.styled("topology", "bold")]
+    drawn = draw(topology, width, state.glyphs) if topology is not None else []
+    if topology is not None and not all(node.local for node in (state.config.nodes if state.config else ())):
+        lines += [pair(label, text, width) for label, text in verdict(topology, state.glyphs)]
+    if drawn:
+        lines += [Content(""), *map(Content, drawn)]
+    elif nodes:
+        lines += [Content(line) for line in ring(nodes, state.backend or "?", width, state.glyphs)]
+    return [*lines, Content(""), *_wiring(state, width)]
+
+
+def _wiring(state: DeckState, width: int) -> list[Content]:
+    lines = [Content.styled("wiring", "bold")]
+    if state.wiring is None:
+        why = state.unwired or ("waiting for every node's facts" if state.probing else "not known before a probe")
+        return [*lines, pair("backend", why, width, style="$error" if state.unwired else MUTED)]
+    wiring = state.wiring
+    lines.append(pair("backend", wiring.backend, width, style="bold"))
+    lines += [pair("because" if not number else "", reason, width) for number, reason in enumerate(wiring.reasons)]
+    lines += [pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in wiring.warnings]
+    names = node_state.node_names(state)
+    for rank, (name, host) in enumerate(zip(names[:REASONS], wiring.hosts, strict=False)):
+        devices = [word for part in host.rdma or () if part for word in ((part,) if isinstance(part, str) else part)]
+        told = state.glyphs.separator.join([", ".join(host.ips) or "any address", *devices])
+        lines.append(pair(f"rank {rank}", f"{name}  {told}", width))
+    if len(names) > REASONS:
+        lines.append(pair("", f"and {len(names) - REASONS} more", width, style=MUTED))
+    return lines
+
+
+def _node(state: DeckState, node: str, width: int) -> list[Content]:
+    facts, rank = state.facts.get(node), node_state.ranks_by_node(state).get(node)
+    versions = node_state.reference(state)
+    glyph, word = node_state.condition(state, node, rank, versions)
+    lines: list[Content] = [Content.assemble((node, "bold"), "  ", state.glyphs.state(glyph, word))]
+    if (link := node_state.away(state, rank)) is not None:
+        told = f"{link.condition} since {state.ago(link.since)}" + (f": {link.why}" if link.why else "")
+        lines.append(pair("supervisor", told, width, style="$error"))
+    if facts is None:
+        lines.append(Content.styled("not probed yet: r probes", MUTED))
+        return [*lines, *_rank(state, rank, width)]
+    if facts.problem:
+        lines += _problem(facts, width)
+    lines += [
+        pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in node_state.warnings(facts, versions)
+    ]
+    unknown: list[str] = []
+    lines += _rank(state, rank, width)
+    lines += _now(state, state.telemetry.get(node), width)
+    lines += _facts(state, facts, width, unknown)
+    if unknown and not facts.problem:
+        lines.append(pair("not measured", ", ".join(unknown), width, style=MUTED))
+    return lines
+
+
+def _problem(facts: NodeFacts, width: int) -> list[Content]:
+    lines = [pair("problem", facts.problem or "", width, style="$error")]
+    if facts.host_key is not None:
+        lines += [
+            pair("it shows", facts.host_key.fingerprint, width),
+            pair("", "x compares it with the node's own, and accepts it", width, style=MUTED),
+        ]
+    elif facts.changed_key is not None:
+        lines += [
+            pair("accepted is", facts.changed_key.accepted, width),
+            pair("it shows", facts.changed_key.found, width),
+            pair("", "x says what can be done; it is never accepted from here", width, style=MUTED),
+        ]
+    elif facts.fix:
+        lines.append(pair("fix", facts.fix, width, style="bold"))
+    return lines
+
+
+def _rank(state: DeckState, rank: RankStatus | None, width: int) -> list[Content]:
+    if rank is None:
+        return []
+    separator = state.glyphs.separator
+    seen = f"{separator}last heard {state.ago(rank.seen_at)}" if rank.seen_at else ""
+    lines = [Content(""), pair("rank", f"{rank.rank}{separator}{rank.phase}{seen}", width)]
+    lines.append(pair("step", f"{rank.iteration:,}" if rank.iteration is not None else "none yet", width))
+    return lines
+
+
+def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Content]:
+    """Telemetry; what is past its limit is said to be stale and not repeated."""
+    if values is None:
+        return []
+    stale = state.age_s(values.at) > TELEMETRY_LIMIT_S
+    lines = [Content(""), _title(state, f"now{state.glyphs.separator}{state.ago(values.at)}", stale=stale)]
+    if values.problem is not None:
+        return [*lines, pair("", values.problem, width, style="$warning")]
+    if stale:
+        return [*lines, pair("", "telemetry has stopped: what it said last is not shown as if it were so", width)]
+    heat = [
+        f"{name} {value:.0f}{state.glyphs.degrees}"
+        for name, value in (("CPU", values.cpu_temperature_c), ("GPU", values.gpu_temperature_c))
+        if value is not None
+    ]
+    clock = f" at {values.gpu_mhz:,.0f} MHz" if values.gpu_mhz is not None else ""
+    watts = [f"{values.power_w:.0f} W"] if values.power_w is not None else []
+    watts += [f"GPU {values.gpu_power_w:.1f} W"] if values.gpu_power_w is not None else []
+    used = [
+        f"rank {use.rank} {size(use.rss_bytes)}"
+        for use in values.ranks
+        if state.snapshot is None or use.run_id == state.snapshot.record.id
+    ]
+    pairs: Pairs = [
+        ("cpu", f"{values.cpu_use:.0%}" if values.cpu_use is not None else None),
+        ("gpu", f"{values.gpu_use:.0%}{clock}" if values.gpu_use is not None else None),
+        ("memory", size(values.memory_used_bytes) + " used" if values.memory_used_bytes is not None else None),
+        ("swap", size(values.swap_used_bytes) + " used" if values.swap_used_bytes is not None else None),
+        ("power", ", ".join(watts) or None),
+        ("temperature", ", ".join(heat) or None),
+        ("thermal", values.thermal),
+        ("rss", ", ".join(used) or None),
+        ("read from", values.source),
+    ]
+    return [*lines, *(pair(label, text, width) for label, text in pairs if text is not None)]
+
+
+def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -> list[Content]:
+    """The probe's facts in groups; the labels of those that nobody measured go to `unknown`."""
+    stale = state.age_s(facts.probed_at) > FACTS_LIMIT_S
+    age = state.ago(facts.probed_at)
+    groups: list[tuple[str, Pairs]] = [
+        ("machine", _machine(state, facts)),
+        ("memory and disk", _room(state, facts)),
+        ("software", _software(facts)),
+        ("network", _network(facts)),
+        ("thunderbolt", [(_port(port), _other_end(state, facts.node, port)) for port in facts.thunderbolt]),
+        ("rdma", _rdma(facts)),
+    ]
+    lines: list[Content] = []
+    for title, pairs in groups:
+        known = [(label, text) for label, text in pairs if text is not None]
+        if not facts.problem:
+            unknown += [label for label, text in pairs if text is None]
+        if known:
+            lines += [Content(""), _title(state, f"{title}{state.glyphs.separator}{age}", stale=stale)]
+            lines += [pair(label, text, width) for label, text in known]
+    return lines
+
+
+def _title(state: DeckState, text: str, *, stale: bool) -> Content:
+    name, _, age = text.partition(state.glyphs.separator)
+    mark = state.glyphs.state(STALE, f"stale, {age}") if stale else Content.styled(age, MUTED)
+    return Content.assemble((name, "bold"), "  ", mark)
+
+
+def _machine(state: DeckState, facts: NodeFacts) -> Pairs:
+    cores = f"{facts.cores}" if facts.cores is not None else None
+    if cores and facts.performance_cores:
+        cores += f", {facts.performance_cores} of them performance cores"
+    named = f" ({facts.hostname})" if facts.hostname and facts.hostname not in facts.host else ""
+    low = {True: "on", False: "off"}.get(facts.low_power_mode) if facts.low_power_mode is not None else None
+    return [
+        ("host", facts.host + named),
+        ("user", f"{facts.user}, home {facts.home}" if facts.user and facts.home else facts.user),
+        ("model", facts.model),
+        ("chip", facts.chip),
+        ("cpu cores", cores),
+        ("gpu cores", str(facts.gpu_cores) if facts.gpu_cores is not None else None),
+        ("system", facts.os),
+        ("power source", facts.power_source),
+        ("Low Power", low),
+        ("thermal", facts.thermal),
+    ]
+
+
+def _room(state: DeckState, facts: NodeFacts) -> Pairs:
+    memory = (
+        node_state.of_total(facts.memory_used_bytes, facts.memory_total_bytes) if facts.memory_total_bytes else None
+    )
+    disk = None
+    if facts.disk_free_bytes is not None:
+        disk = size(facts.disk_free_bytes) + " free"
+        disk += f" of {size(facts.disk_total_bytes)}" if facts.disk_total_bytes is not None else ""
+    return [
+        ("memory", f"{memory} used" if memory and facts.memory_used_bytes is not None else memory),
+        ("GPU limit", size(facts.gpu_limit_bytes) if facts.gpu_limit_bytes is not None else None),
+        ("swap", f"{size(facts.swap_used_bytes)} used" if facts.swap_used_bytes is not None else None),
+        ("disk", disk),
+    ]
+
+
+def _software(facts: NodeFacts) -> Pairs:
+    return [
+        ("python", facts.python),
+        ("mlx", facts.mlx),
+        ("mlx-lm", facts.mlx_lm),
+        ("device", facts.gpu),
+        ("backends", ", ".join(facts.backends) or None),
+    ]
+
+
+def _network(facts: NodeFacts) -> Pairs:
+    skew = f"{facts.clock_skew_s:+.3f} s against this machine" if facts.clock_skew_s is not None else None
+    shown = [interface for interface in facts.interfaces if interface.ipv4 or interface.active or interface.bridge]
+    return [
+        ("round trip", node_state.milliseconds(facts.round_trip_s)),
+        ("clock", skew),
+        *((interface.name, _interface(interface)) for interface in shown),
+    ]
+
+
+def _interface(interface: Interface) -> str:
+    parts = [", ".join(interface.ipv4) or "no IPv4"]
+    if interface.active is False:
+        parts.append("down")
+    if interface.bridge:
+        parts.append(f"in {interface.bridge}")
+    if interface.port_name:
+        parts.append(f"({interface.port_name})")
+    return " ".join(parts)
+
+
+def _port(port: ThunderboltPort) -> str:
+    return " ".join(part for part in (port.receptacle, port.device) if part) or "port"
+
+
+def _other_end(state: DeckState, node: str, port: ThunderboltPort) -> str:
+    """Who is at the other end: a node with its interface, a stranger, or no computer."""
+    speed = f", {port.speed}" if port.speed else ""
+    if port.peer_uuid is None:
+        return "no computer at the other end"
+    for cable in state.topology.cables if state.topology is not None else ():
+        for here, device, there, other in (
+            (cable.a, cable.a_device, cable.b, cable.b_device),
+            (cable.b, cable.b_device, cable.a, cable.a_device),
+        ):
+            if here == node and device == port.device and device is not None:
+                return f"{there} {other or ''}".strip() + speed
+    return f"{port.peer_name or 'a computer'}, no node of this cluster{speed}"
+
+
+def _rdma(facts: NodeFacts) -> Pairs:
+    if facts.rdma_enabled is None and not facts.rdma_devices:
+        return [("rdma", None)]
+    rows: Pairs = []
+    if facts.rdma_enabled is not None:
+        rows.append(("rdma", "on" if facts.rdma_enabled else "off"))
+    for device in facts.rdma_devices:
+        state = (device.port_state or "state not told").removeprefix("PORT_").lower()
+        address = {True: "", False: ", no IPv4 in its GID table: no queue pair comes up", None: ""}[device.ipv4_gid]
+        rows.append((device.name, state + address))
+    return rows
+
+
+def _lines(parts: list[Content]) -> list[Content]:
+    return [line for part in parts for line in part.split("\n", allow_blank=True)]
+
+
+def _beside(left: list[Content], right: list[Content], width: int) -> Content:
+    """Two columns; the left one `width` cells wide."""
+    blank = Content("")
+    rows = max(len(left), len(right))
+    left, right = left + [blank] * (rows - len(left)), right + [blank] * (rows - len(right))
+    return Content("\n").join(
+        Content.assemble(one.pad_right(max(0, width - one.cell_length)), " " * GUTTER, other)
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+__all__ = ["detail", "joined"]
