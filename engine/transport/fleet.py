@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from pathlib import Path
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.security.hosts import SshTarget
-from engine.transport.base import Transport
+from engine.transport.base import Channel, Completed, Transport
 from engine.transport.local import LocalTransport
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class Fleet:
         """`home` is the state directory: accepted host keys lie there."""
         self.home = home
         self._ways: dict[str, Transport] = {}
-        self._doors: Doors | None = None
+        self._doors = _Doors()
         for node in nodes:
             self.reach(node.ssh)
 
@@ -37,7 +39,7 @@ class Fleet:
         """The way to `[user@]host[:port]`. Raises InputError for what is none."""
         if host not in self._ways:
             target = SshTarget.parse(host)
-            self._ways[host] = LocalTransport() if target.local else self._over_ssh(target)
+            self._ways[host] = LocalTransport() if target.local else _OverSsh(target, self.home, self._doors)
         return self._ways[host]
 
     def answer(self, host: str, way: Transport) -> None:
@@ -50,7 +52,7 @@ class Fleet:
         target = SshTarget.parse(host)
         if target.local:
             raise InputError(f"{host} has no host key", why="this machine is reached without ssh")
-        await self._over_ssh(target).accept(fingerprint)
+        await _OverSsh(target, self.home, self._doors).accept(fingerprint)
 
     async def close(self) -> None:
         """Close every connection; returns when they are closed."""
@@ -66,9 +68,67 @@ class Fleet:
     ) -> None:
         await self.close()
 
-    def _over_ssh(self, target: SshTarget) -> SshTransport:
-        # Here, since asyncssh takes 0.3 s to import: a cluster of this machine alone never needs it.
+
+class _Doors:
+    """The Doors of a fleet, made when asyncssh is there."""
+
+    def __init__(self) -> None:
+        self._made: Doors | None = None
+
+    async def transport(self, target: SshTarget, home: Path) -> SshTransport:
+        # asyncssh takes 0.3 s to import: a cluster of this machine alone never needs it, and a console that asks its
+        # nodes goes on painting meanwhile.
+        if "engine.transport.ssh" not in sys.modules:
+            await asyncio.to_thread(importlib.import_module, "engine.transport.ssh")
         from engine.transport.ssh import Doors, SshTransport
 
-        self._doors = self._doors or Doors()
-        return SshTransport(target, self.home, doors=self._doors)
+        self._made = self._made or Doors()
+        return SshTransport(target, home, doors=self._made)
+
+
+class _OverSsh:
+    """The Transport over SSH, which imports asyncssh at its first use."""
+
+    def __init__(self, target: SshTarget, home: Path, doors: _Doors) -> None:
+        self._target = target
+        self._home = home
+        self._doors = doors
+        self._made: SshTransport | None = None
+        self._making = asyncio.Lock()
+
+    @property
+    def target(self) -> SshTarget:
+        return self._target
+
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        return await (await self._way()).run(argv, timeout_s=timeout_s, stdin=stdin, directory=directory)
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        return await (await self._way()).open(argv, directory=directory)
+
+    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
+        return await (await self._way()).read_from(path, offset, size)
+
+    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
+        await (await self._way()).put(path, content, mode=mode)
+
+    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
+        await (await self._way()).put_tree(path, files)
+
+    async def round_trip_s(self) -> float | None:
+        return await (await self._way()).round_trip_s()
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()
+
+    async def accept(self, fingerprint: str) -> None:
+        await (await self._way()).accept(fingerprint)
+
+    async def _way(self) -> SshTransport:
+        async with self._making:
+            if self._made is None:
+                self._made = await self._doors.transport(self._target, self._home)
+        return self._made

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shlex
 from pathlib import Path
 
+from engine.errors import InputError
 from engine.security.hosts import SshTarget
 from engine.transport.known_hosts import CONFIG_VARIABLE, own_known_hosts
 from engine.worker.wire import write_atomic
@@ -12,12 +16,17 @@ from engine.worker.wire import write_atomic
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S = 5
 KEEPALIVES = 3
+_KNOWN_HOSTS = re.compile(r"^[ \t]*UserKnownHostsFile(?:[ \t]*=[ \t]*|[ \t]+)(.+)$", re.IGNORECASE | re.MULTILINE)
+_GLOB = re.compile(r"[][*?\\]")
+_ESCAPED = r"\\\\\g<0>"
+"""ssh reads the backslash of an Include twice: as that of a word, and as that of a pattern."""
 
 
 def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> None:
     """Write the ssh_config for `ssh -F`. The first word on a thing wins in ssh_config: ours, then the user's.
 
-    `unattended` asks for nothing: no password, no passphrase. Raises OSError.
+    `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
+    besides. Raises InputError for paths that no ssh_config can hold, OSError.
     """
     write_atomic(path, openssh_config(home, unattended=unattended))
 
@@ -25,8 +34,9 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
 def openssh_config(home: Path, *, unattended: bool = True) -> str:
     """The text of that ssh_config."""
     given = os.environ.get(CONFIG_VARIABLE)
-    theirs = [str(Path(given).expanduser())] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"]
-    known = _known_hosts_of(theirs) or ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    theirs = [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
+    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    known = dict.fromkeys([str(own_known_hosts(home)).replace("%", "%%"), *_known_hosts_of(theirs), *usual])
     lines = ["# Written by Flight Deck: its own words first, then the user's configuration."]
     lines += [
         "Match all",
@@ -37,11 +47,19 @@ def openssh_config(home: Path, *, unattended: bool = True) -> str:
         "    UpdateHostKeys no",
         "    ForwardAgent no",
         "    ForwardX11 no",
-        f"    UserKnownHostsFile {' '.join(_word(name) for name in (str(own_known_hosts(home)), *known))}",
+        f"    UserKnownHostsFile {' '.join(map(_word, known))}",
     ]
     if unattended:
-        lines += ["    BatchMode yes"]
-    lines += [f"Include {_word(name)}" for name in theirs]
+        # A RemoteCommand of the user's is in the way of any other, a shared master connection has its own keepalive,
+        # and a forwarded port is taken when several ranks go to one host.
+        lines += [
+            "    BatchMode yes",
+            "    RemoteCommand none",
+            "    ControlMaster no",
+            "    ControlPath none",
+            "    ClearAllForwardings yes",
+        ]
+    lines += [f"Include {_word(_GLOB.sub(_ESCAPED, str(file)))}" for file in theirs]
     return "\n".join(lines) + "\n"
 
 
@@ -52,19 +70,23 @@ def shell_argv(target: SshTarget, config: Path) -> list[str]:
     return ["ssh", "-t", "-F", str(config), "--", target.openssh]
 
 
-def _known_hosts_of(configs: list[str]) -> list[str]:
-    """UserKnownHostsFile as the first of these files says it for all hosts: ours would otherwise hide it."""
-    for name in configs:
+def _known_hosts_of(configs: list[Path]) -> list[str]:
+    """Every UserKnownHostsFile that these files name, for whatever host: ours would otherwise hide them."""
+    names = []
+    for file in configs:
         try:
-            lines = Path(name).expanduser().read_text(errors="replace").splitlines()
+            text = file.read_text(errors="replace")
         except OSError:
             continue
-        for line in lines:
-            key, _, value = line.strip().partition(" ")
-            if key.lower() == "userknownhostsfile" and value.strip():
-                return [word.strip('"') for word in value.split()]
-    return []
+        for said in _KNOWN_HOSTS.findall(text):
+            # A torn quotation is ssh's to complain of.
+            with contextlib.suppress(ValueError):
+                names += [name for name in shlex.split(said) if name.lower() != "none"]
+    return names
 
 
 def _word(name: str) -> str:
-    return f'"{name}"' if " " in name else name
+    """A word of ssh_config. Raises InputError for what none can hold."""
+    if any(character in name for character in '"\n\r\0') or "${" in name:
+        raise InputError(f"{name[:200]!r} cannot stand in an ssh_config", todo="choose another path")
+    return f'"{name}"' if " " in name or "#" in name else name

@@ -69,8 +69,9 @@ class RecordedChannel(_Part):
 
     argv: list[str]
     blocks: list[RecordedBlock] = []
+    ended: bool = False
+    """Whether it closed its stdout behind the last block; else it is silent from then on, until it is closed."""
     code: int | None = None
-    """How it ended; None holds it open behind its last block, until it is closed."""
 
 
 class Recording(_Part):
@@ -155,7 +156,7 @@ class ReplayChannel:
 
     def __init__(self, recorded: RecordedChannel, pace: float) -> None:
         self._blocks = list(recorded.blocks)
-        self._code = recorded.code
+        self._ended, self._code = recorded.ended, recorded.code
         self._pace = pace
         self._said = b""
         self._closed = asyncio.Event()
@@ -171,7 +172,7 @@ class ReplayChannel:
             if await self._closes_within(self._blocks[0].delay_s * self._pace):
                 return b""
             self._said = self._blocks.pop(0).data
-        elif not self._said and self._code is None:
+        elif not self._said and not self._ended:
             await self._closed.wait()
         data, self._said = self._said[:size], self._said[size:]
         return data
@@ -258,13 +259,15 @@ class _RecordedReading:
     async def read(self, size: int) -> bytes:
         data = await self._channel.read(size)
         now = self._clock()
+        self._recorded.ended = not data
         if data:
             self._recorded.blocks.append(RecordedBlock(data=data, delay_s=now - self._last))
         self._last = now
         return data
 
     async def close(self) -> int | None:
-        return await self._channel.close()
+        self._recorded.code = await self._channel.close()
+        return self._recorded.code
 
     @property
     def last_words(self) -> str:
