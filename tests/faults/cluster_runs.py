@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.worker.wire import NodeFiles
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import DATA, MODEL, install_demo
 from tests.cluster.node import Node
-from tests.faults.flying import HURRIED, Run, plan_config, ring
+from tests.faults.flying import HURRIED, PLANNED, Run, plan_config, ring
 
 
 @dataclass
@@ -113,14 +112,8 @@ def plan_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[s
     planned = plan_config(home, config, skip=skip)
     nodes = [cluster[node.name] for node in config.nodes]
     run = ClusterRun(planned.dir, planned.plan, Path(config.nodes[0].workdir), nodes=nodes)
-    replace_planned(planned, run)
-    return run
-
-
-def replace_planned(planned: Run, run: Run) -> None:
-    from tests.faults.flying import PLANNED
-
     PLANNED[PLANNED.index(planned)] = run
+    return run
 
 
 def fly_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[str, ...] | None = None) -> ClusterRun:
@@ -128,7 +121,3 @@ def fly_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[st
     run = plan_on(cluster, home, config, skip=skip)
     spawn.start(run.dir)
     return run
-
-
-def now() -> datetime:
-    return datetime.now(UTC)

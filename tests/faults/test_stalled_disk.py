@@ -60,6 +60,7 @@ def goes_on_through_stalls(run: Run) -> None:
         assert run.record.state is RunState.SUCCEEDED, run.troubles()
 
 
+@pytest.mark.slow
 def test_ranks_of_this_machine_outlive_a_stalled_disk(home: Path, tmp_path: Path) -> None:
     goes_on_through_stalls(plan_run(home, tmp_path, script=ring(), recovery=LEASE))
 
