@@ -34,7 +34,8 @@ class FlightDeckError(Exception):
             line += f": {self.why}"
         if self.todo:
             line += f" ({self.todo})"
-        return line.replace("\n", " ")
+        # Some of the words are a node's: none of them may steer the terminal that this is printed on.
+        return "".join(sign if sign.isprintable() else " " for sign in line)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Transport(Protocol):
     ) -> Completed:
         """Run a command, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then, or when the
         call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it cannot be
-        started."""
+        started, NodeUnreachable also for one on another machine that says more than anybody can take in."""
         ...
 
     async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:

@@ -117,6 +117,24 @@ async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
     assert (await bench.to(bench.sshd()).run(["true"], timeout_s=10)).code == 0
 
 
+async def test_a_login_shell_cannot_steer_the_terminal_by_its_last_words(bench: Bench) -> None:
+    sshd = bench.sshd()
+    (sshd.home / ".bashrc").write_text("printf '\\033]0;owned\\007Closed.\\n' >&2; exit 7\n")
+    with pytest.raises(NodeUnreachable) as told:
+        await bench.to(sshd).run(["true"], timeout_s=10)
+    assert told.value.why == "Closed."
+
+
+async def test_a_program_that_never_stops_talking_is_ended(
+    bench: Bench, nonce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
+    sshd = bench.sshd()
+    with pytest.raises(NodeUnreachable, match="env says more than 1,048,576 bytes"):
+        await bench.to(sshd).run(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "yes"], timeout_s=60)
+    assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
+
+
 async def test_the_time_limit_ends_the_program_and_all_its_children(bench: Bench, nonce: str) -> None:
     sshd = bench.sshd()
     began = time.monotonic()

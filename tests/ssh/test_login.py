@@ -7,6 +7,7 @@ import getpass
 import os
 import re
 import socket
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,25 @@ async def test_a_node_that_takes_the_connection_and_says_nothing(bench: Bench, m
     assert "no answer within" in str(error)
 
 
+async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> None:
+    """Anybody at that address can say why it hangs up, long before a host key is shown."""
+    reason = "\033]0;owned\a\033[31mbye\rnot now\nnor later\u009b2J\u202e".encode()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-hostile\r\n")
+        await reader.readline()
+        disconnect = b"\x01" + struct.pack(">II", 2, len(reason)) + reason + struct.pack(">I", 0)
+        padding = bytes(16 - (len(disconnect) + 5) % 8)
+        writer.write(struct.pack(">IB", len(disconnect) + len(padding) + 1, len(padding)) + disconnect + padding)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, LOOPBACK, 0) as server:
+        error = await told(bench.to(f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"))
+    assert error.why == "not now nor later"
+    assert str(error).isprintable()
+
+
 async def test_all_who_wait_for_one_node_share_its_one_connection(bench: Bench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
@@ -264,3 +284,19 @@ def test_hostile_hosts_are_refused_before_there_is_a_way(host: str) -> None:
         SshTarget.parse(host)
     with pytest.raises(InputError):
         Fleet((), Path("/nonexistent")).reach(host)
+
+
+async def test_what_a_hostile_server_says_of_why_is_plain_and_short(bench: Bench) -> None:
+    class Hostile(asyncssh.SSHServer):
+        def begin_auth(self, username: str) -> bool:
+            raise asyncssh.DisconnectError(2, "\x1b]0;owned\x07\x1b[2J\nana: all is well\u202e " + "x" * 30_000)
+
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    server = await asyncssh.create_server(Hostile, LOOPBACK, 0, server_host_keys=[key])
+    async with server:
+        port = server.get_port()
+        bench.know(f"[{LOOPBACK}]:{port} {public(key)}\n")
+        said = str(await told(bench.to(f"{LOOPBACK}:{port}")))
+    assert said.startswith(f"{LOOPBACK}:{port}: cannot be reached: ")
+    assert said.isprintable()
+    assert len(said) < 400

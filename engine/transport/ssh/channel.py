@@ -18,8 +18,9 @@ from pathlib import PurePath
 import asyncssh
 
 from engine.errors import NodeUnreachable
+from engine.security.sanitise import plain
 from engine.transport.base import Completed, for_any_shell, quoted
-from engine.transport.ssh.faults import FAULTS, lost, told
+from engine.transport.ssh.faults import FAULTS, WORDS, lost, told
 
 _BEGIN = """CDPATH= cd -- "$1" 2>/dev/null || { printf '\\n%s dir\\n' "$flightdeck_mark"; exit 125; }
 shift
@@ -38,6 +39,8 @@ _LEAVES_S = 1.0
 _DIES_S = 5.0
 _NOISE_LIMIT = 1 << 20
 _STDERR_LIMIT = 1 << 20
+_STDOUT_LIMIT = 1 << 25
+"""Of a command that is waited for: answers are some kilobytes, and a node must not fill this machine's memory."""
 
 
 class Command:
@@ -110,12 +113,16 @@ class SshChannel:
         self._group = int(answer)
 
     async def complete(self, stdin: bytes) -> Completed:
-        """Give it all of its stdin, and take all that it says. Raises NodeUnreachable."""
+        """Give it all of its stdin, and take all that it says. Raises NodeUnreachable, also when that is too much."""
         writing = asyncio.create_task(self._feed(stdin), name=f"stdin of {self._command.program}")
-        blocks = [self._unread]
+        blocks, size = [self._unread], len(self._unread)
         try:
             while block := await self._process.stdout.read(1 << 18):
                 blocks.append(block)
+                size += len(block)
+                if size > _STDOUT_LIMIT:
+                    why = f"{self._command.program} says more than {_STDOUT_LIMIT:,} bytes"
+                    raise NodeUnreachable("no answer can be read", where=self._where, why=why, todo="run it there")
             await self._process.wait_closed()
             await self._listening
         except FAULTS as error:
@@ -220,7 +227,7 @@ class SshChannel:
     def _gone(self, error: Exception | None = None) -> NodeUnreachable:
         if self._connection.is_closed():
             return lost(self._where, _reason(error))
-        return NodeUnreachable("the program has left", where=self._where, why=self.last_words)
+        return NodeUnreachable("the program has left", where=self._where, why=plain(self.last_words, WORDS))
 
     async def _never_began(self) -> Exception:
         with contextlib.suppress(TimeoutError):
@@ -230,7 +237,7 @@ class SshChannel:
         return NodeUnreachable(
             "no command can be run",
             where=self._where,
-            why=self.last_words or f"its login shell ends with {self._code}",
+            why=plain(self.last_words, WORDS) or f"its login shell ends with {self._code}",
             todo="the login shell of the user there must run /bin/sh",
         )
 

@@ -16,9 +16,10 @@ import asyncssh
 
 from engine.errors import InputError, NodeUnreachable
 from engine.security.hosts import SshTarget
+from engine.security.sanitise import plain
 from engine.transport.known_hosts import known_hosts_files, ssh_configs
 from engine.transport.openssh import CONNECT_TIMEOUT_S, KEEPALIVE_S, KEEPALIVES
-from engine.transport.ssh.faults import DROPPED, FAULTS, told
+from engine.transport.ssh.faults import DROPPED, FAULTS, WORDS, told
 from engine.transport.ssh.host_keys import PLAIN, Witness, problem, read_known_hosts
 from engine.transport.ssh.identities import Identities, identities
 
@@ -183,7 +184,10 @@ async def _through(
             raise problem(where, target, witness, error) from error
         except asyncssh.ChannelOpenError as error:
             raise NodeUnreachable(
-                "cannot be reached from its jump host", where=where, why=error.reason, todo="see ProxyJump"
+                "cannot be reached from its jump host",
+                where=where,
+                why=plain(error.reason, WORDS),
+                todo="see ProxyJump",
             ) from error
         except (asyncssh.KeyExchangeFailed, *DROPPED) as error:
             if witness.greeted and (shown := await _shown(setup, way)) is not None and shown.strange:

@@ -10,12 +10,15 @@ import socket
 import asyncssh
 
 from engine.errors import LoginRefused, NodeUnreachable
+from engine.security.sanitise import plain
 from engine.transport.openssh import CONNECT_TIMEOUT_S
 
 FAULTS = (asyncssh.Error, OSError, ValueError)
 """Whatever asyncssh raises when something outside is wrong; TimeoutError is an OSError."""
 DROPPED = (ConnectionResetError, BrokenPipeError, asyncssh.ConnectionLost)
 """How an sshd looks that has too many strangers at its door (MaxStartups)."""
+WORDS = 200
+"""Characters that the other side is let say of why: whoever answers there says it before it has shown who it is."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
@@ -26,7 +29,7 @@ def told(error: Exception, where: str, *, tried: str = "") -> NodeUnreachable:
     if isinstance(error, asyncssh.PermissionDenied) or "authentication failures" in str(error):
         return login_refused(where, tried, many="authentication failures" in str(error))
     why, todo = _words(error)
-    return NodeUnreachable("cannot be reached", where=where, why=why, todo=todo)
+    return NodeUnreachable("cannot be reached", where=where, why=plain(why, WORDS), todo=todo)
 
 
 def login_refused(where: str, tried: str, *, many: bool = False) -> LoginRefused:
@@ -41,7 +44,7 @@ def login_refused(where: str, tried: str, *, many: bool = False) -> LoginRefused
 
 def lost(where: str, why: str) -> NodeUnreachable:
     """An open connection that is there no more."""
-    return NodeUnreachable("connection lost", where=where, why=why)
+    return NodeUnreachable("connection lost", where=where, why=plain(why, WORDS))
 
 
 def silent(where: str) -> NodeUnreachable:
