@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import termios
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ OK, FAILED = 0, 1
 ASK: Final = ""
 """--trust without a fingerprint: ask, whatever else is on stdout."""
 _WIDTH: Final = 78
-_HEADERS: Final = tuple(
-    "rank node state host chip gpu memory disk rdma python mlx mlx-lm clock ping seen system".upper().split()
+_HEADERS: Final = (
+    *("RANK", "NODE", "STATE", "HOST", "CHIP", "GPU", "MEMORY", "DISK FREE"),
+    *("RDMA", "PYTHON", "MLX", "MLX-LM", "CLOCK", "PING", "SEEN", "SYSTEM"),
 )
 
 
@@ -94,12 +96,19 @@ def _agreed(offer: HostKeyOffer, told: Lines) -> bool:
     kind = offer.key.partition(" ")[0]
     told.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
     told.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
+    forget_typed()
     told.stream.write(f"accept {offer.fingerprint} for {offer.target}? [y/N] ")
     told.stream.flush()
     try:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def forget_typed() -> None:
+    """What was typed before the question is no answer to it: nobody has compared a fingerprint not yet shown."""
+    with suppress(OSError, ValueError, termios.error):
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 def _print(lines: Lines, config: FlightConfig, engine: Engine, seen: Seen) -> None:
@@ -159,7 +168,9 @@ def _print_node(lines: Lines, fact: NodeFacts, versions: dict[str, str]) -> None
         for warning in node_state.warnings(fact, versions):
             lines.say(f"{lines.ink(fact.node, 'yellow')}: {warning}")
         return
-    lines.say(f"{lines.ink(fact.node, 'red')}: {fact.problem}")
+    # Both fingerprints stand below one another: so they can be compared.
+    said = fact.problem.partition(":")[0] if fact.changed_key is not None else fact.problem
+    lines.say(f"{lines.ink(fact.node, 'red')}: {said}")
     if fact.changed_key is not None:
         lines.say(f"  accepted  {fact.changed_key.accepted}")
         lines.say(f"  it shows  {fact.changed_key.found}")
