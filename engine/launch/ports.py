@@ -69,7 +69,8 @@ async def _free(fleet: Ways, node: NodeConfig, firsts: Sequence[int], offsets: S
         return {first for first in firsts if all(bindable("", first + offset) for offset in offsets)}
     question = json.dumps({"firsts": list(firsts), "offsets": list(offsets)})
     answer = await ask(fleet.to(node), node, SCRIPT, question, "free")
-    return set(answer["free"])
+    free = answer["free"]
+    return {first for first in firsts if first in free} if isinstance(free, list) else set()
 
 
 def holder(port: int) -> str | None:

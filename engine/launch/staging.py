@@ -16,8 +16,10 @@ from engine.errors import LaunchError
 from engine.launch.asking import ask, at_once
 from engine.launch.bundle import SOURCE, stage_bundle
 from engine.launch.place import Place
-from engine.launch.staging_script import PACKAGE, bundle_hash, python_files
+from engine.launch.staging_script import PACKAGE, ROOT, bundle_hash, python_files
 from engine.runs.layout import node_root
+from engine.security.identifiers import shown
+from engine.security.paths import path_fault
 from engine.security.sanitise import sanitise
 from engine.transport.base import Transport
 
@@ -84,7 +86,14 @@ async def _look(transport: Transport, node: NodeConfig, expected: str) -> dict[s
             why=sanitise(f"{answer.get('path')}: {answer['problem']}".encode(errors="replace"), 300),
             todo="make room or mend the permissions there",
         )
-    return answer
+    home = answer.get("home")
+    if not isinstance(home, str) or path_fault(home) or not home.startswith("/") or ".." in home.split("/"):
+        raise LaunchError(
+            f"the home on {node.name} cannot be used", where=node.ssh, why=f"it is said to be {shown(home)}"
+        )
+    # Where the rest lies follows from that: a node is not asked where on it we are to write.
+    root = PurePosixPath(home) / ROOT
+    return {**answer, "root": str(root), "bundle": str(root / "bundles" / expected)}
 
 
 async def _put(transport: Transport, bundle: PurePosixPath) -> OSError | None:
@@ -101,8 +110,8 @@ async def _put(transport: Transport, bundle: PurePosixPath) -> OSError | None:
 
 def _not_staged(node: NodeConfig, refused: OSError | None, answer: dict[str, Any]) -> LaunchError:
     """SFTP says no more of a full disk than "Failure", so that what is free tells."""
-    free_bytes = int(answer.get("free_bytes", _ENOUGH_BYTES))
-    if free_bytes < _ENOUGH_BYTES:
+    free_bytes = answer.get("free_bytes")
+    if isinstance(free_bytes, int) and free_bytes < _ENOUGH_BYTES:
         why, todo = f"{free_bytes // 1000} kB are free on its disk", "make room there"
     else:
         why = (refused.strerror or str(refused)) if refused is not None else "what arrived is not what was sent"

@@ -3,7 +3,7 @@ that nothing that was staged earlier says of itself that it is whole.
 
     python - SHA256
 
-Makes the node root and prints one JSON object: `home`, `root`, `bundle`, `whole`, `free_bytes`; or `problem`, `path`.
+Makes the node root and prints one JSON object: `home`, `whole`, `free_bytes`; or `problem`, `path`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 PACKAGE = "worker"
+ROOT = ".flightdeck"
+"""The node root, below the home of the node's user."""
 
 
 def bundle_hash(package: Path) -> str:
@@ -60,13 +62,13 @@ def is_whole(bundle: Path, expected: str) -> bool:
 
 def main(expected: str) -> None:
     home = Path("~").expanduser()
-    root = home / ".flightdeck"
+    root = home / ROOT
     bundle = root / "bundles" / expected
-    answer = {"home": str(home), "root": str(root), "bundle": str(bundle)}
     try:
         private(root)
         private(root / "bundles")
-        print(json.dumps({**answer, "whole": is_whole(bundle, expected), "free_bytes": shutil.disk_usage(root).free}))
+        whole = is_whole(bundle, expected)
+        print(json.dumps({"home": str(home), "whole": whole, "free_bytes": shutil.disk_usage(root).free}))
     except OSError as error:
         print(json.dumps({"problem": error.strerror or str(error), "path": error.filename or str(root)}))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import pytest
@@ -133,6 +134,18 @@ async def test_a_python_that_is_not_there_is_named_with_its_node(cluster: Cluste
     with pytest.raises(LaunchError, match="~/nowhere/python cannot be run on ana0") as raised:
         await prepare(fleet, [node.model_copy(update={"python": "~/nowhere/python"})])
     assert "set python in its [[node]]" in raised.value.todo
+
+
+@pytest.mark.parametrize("home", ["../../..", "/Users/../etc", "/a\nb\x1b[2J", "", None, 7, ["/Users/ana"]])
+async def test_a_node_that_lies_about_its_home_is_refused(home: object, cluster: Cluster, fleet: Fleet) -> None:
+    """And it is not asked where on it we are to write."""
+    (node,) = on(cluster, "ana")
+    lie = json.dumps({"home": home, "root": "/etc", "bundle": "/etc/evil", "whole": False})
+    liar = f"#!/bin/sh\ncat <<'LIE'\n{lie}\nLIE\n"
+    await fleet.to(node).put(PurePosixPath("~/liar"), liar.encode(), mode=0o700)
+    with pytest.raises(LaunchError, match="the home on ana0 cannot be used") as raised:
+        await prepare(fleet, [node.model_copy(update={"python": "~/liar"})])
+    assert str(raised.value).isprintable()
 
 
 async def test_a_shell_that_talks_is_passed_over(cluster: Cluster, fleet: Fleet) -> None:
