@@ -156,7 +156,9 @@ def environment_fault(name: str, value: object) -> str | None:
     """What is accepted in place of a variable for the ranks; None when it can be set."""
     if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
         return "a variable's name; those that begin with MLX_ or FLIGHTDECK_ are set for it"
-    return "a text without NUL" if isinstance(value, str) and "\0" in value else None
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= sign <= "\udfff" for sign in value)):
+        return "a text without NUL, of whole characters"
+    return None
 
 
 def _name(command: object, model: object) -> str:

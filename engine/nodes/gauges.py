@@ -38,7 +38,7 @@ def cpu_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> floa
     if before is None or now is None:
         return None
     busy, whole = now[0] - before[0], now[1] - before[1]
-    return min(1.0, busy / whole) if whole > 0 and busy >= 0 else None
+    return busy / whole if 0 <= busy <= whole != 0 else None
 
 
 def linux_swap_used(meminfo: str) -> int | None:

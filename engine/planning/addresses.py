@@ -193,6 +193,14 @@ def _nothing_shared(
     own: Mapping[str, Sequence[_Address]],
     named: Mapping[str, Sequence[ipaddress.IPv4Address]],
 ) -> LaunchError:
+    ips = {host: {address.ip for address in addresses} for host, addresses in own.items()}
+    same = [node for node in nodes if ips[node.ssh] and list(ips.values()).count(ips[node.ssh]) > 1]
+    if same:
+        return LaunchError(
+            f"{', '.join(node.name for node in same)} have the same addresses",
+            why=f"one machine is reached as {' and as '.join(dict.fromkeys(node.ssh for node in same))}",
+            todo="ranks on one machine have the same ssh, letter by letter",
+        )
     told = []
     for node in nodes:
         networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]

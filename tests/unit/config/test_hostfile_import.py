@@ -101,6 +101,7 @@ HOSTILE: list[tuple[str, str | bytes | dict[str, Any] | list[Any], str, str]] = 
     ("another backend", {"backend": "mpi", "hosts": [{"ssh": "h"}]}, "backend", "ring, jaccl, jaccl-ring, nccl"),
     ("a backend that is a list", {"backend": [], "hosts": [{"ssh": "h"}]}, "backend", "ring"),
     ("our variables", {"envs": ["MLX_RANK=3"], "hosts": [{"ssh": "h"}]}, "envs[0]", "are set for it"),
+    ("half a character", {"envs": ["A=\ud800"], "hosts": [{"ssh": "h"}]}, "envs[0]", "whole characters"),
     ("no variable", {"envs": ["A"], "hosts": [{"ssh": "h"}]}, "envs[0]", "NAME=value"),
     ("variables in a table", {"envs": {"A": "b"}, "hosts": [{"ssh": "h"}]}, "envs", "a list"),
 ]

@@ -87,6 +87,9 @@ def test_use_is_what_the_counters_moved_by() -> None:
     assert gauges.cpu_use(first, second) == 0.5
     assert gauges.cpu_use(None, second) is None
     assert gauges.cpu_use(second, first) is None
+    assert (
+        gauges.cpu_use(gauges.mac_cpu_ticks([0, 0, 10**400, 0]), gauges.mac_cpu_ticks([10**400 + 1, 0, 0, 0])) is None
+    )
     assert gauges.cpu_use(gauges.mac_cpu_ticks([10, 10, 80, 0]), gauges.mac_cpu_ticks([30, 15, 150, 5])) == 0.3
 
 

@@ -217,6 +217,12 @@ def test_no_shared_network_names_each_nodes_networks() -> None:
     assert 'ips = ["…"] in its [[node]]' in text
 
 
+def test_a_machine_that_is_named_in_two_ways_is_told_from_two() -> None:
+    a, b, c = (linux(name, f"eth0 10.0.0.{ip}/24") for name, ip in (("a", 1), ("b", 1), ("c", 2)))
+    with pytest.raises(LaunchError, match=r"a, b have the same addresses.*reached as a\.local and as b\.local"):
+        wired(config(node("a"), node("b"), node("c")), a, b, c)
+
+
 def test_a_node_that_did_not_answer_is_named_unless_its_address_is_given() -> None:
     a, b = linux("a", "eth0 10.0.0.1/24"), linux("b", problem="no answer on port 22")
     with pytest.raises(LaunchError, match="b: no address is known: b: no answer on port 22"):
