@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
@@ -156,7 +157,7 @@ def _read_from(path: Path, offset: int, size: int) -> bytes:
 
 
 def _put(path: Path, content: bytes, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         _write(temporary, content, mode)
         temporary.replace(path)

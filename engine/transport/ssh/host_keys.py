@@ -100,7 +100,7 @@ def problem(where: str, target: str, witness: Witness, error: asyncssh.HostKeyNo
         target=target,
         key=" ".join(witness.offered.export_public_key().decode().split()[:2]),
         fingerprint=found,
-        todo=f"compare {found} with the node's own, then accept it in the console or by `flightdeck nodes`",
+        todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {found}",
     )
     offered.name = witness.name
     return offered
