@@ -31,8 +31,8 @@ async def probe(app: FlightDeckApp) -> None:
     try:
         async with aclosing(app.engine_loop.each(lambda: engine.probing(config))) as answers:
             async for facts in answers:
-                known = {**app.state.facts, facts.node: facts}
-                app.change(facts=known, asked=app.state.asked - {facts.node}, now=app.clock())
+                seen = {**app.state.facts, facts.node: facts}
+                app.change(facts=seen, asked=app.state.asked - {facts.node}, now=app.clock())
         facts_now = [known for node in config.nodes if (known := app.state.facts.get(node.name)) is not None]
         topology, wiring, unwired = await app.engine_loop.call(lambda: _join(engine, config, facts_now))
         app.change(topology=topology, wiring=wiring, unwired=unwired)

@@ -3,8 +3,9 @@ fixed moment. What it says has the shapes of a real two-rank demo run."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,10 +14,24 @@ from typing import Any, cast
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, RunNotFound
 from engine.events import Diagnosis, Mark, RankStatus, RunSnapshot, Series, StopProgress
-from engine.models import CheckResult, CheckStatus, NodeFacts, Reason, RunRecord, RunState
+from engine.models import (
+    CheckResult,
+    CheckStatus,
+    HostKeyOffer,
+    NodeFacts,
+    NodeTelemetry,
+    Reason,
+    RunRecord,
+    RunState,
+    Topology,
+)
+from engine.nodes.topology import topology
+from engine.planning.wire import wire
+from engine.planning.wiring import Wiring
 from engine.runs.layout import RunDir
 from engine.runs.mirror import Mirror
 from engine.session import Engine
+from engine.transport.base import Completed
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
 
@@ -248,8 +263,22 @@ class FakeEngine:
     results: list[CheckResult] = field(default_factory=lambda: list(CHECKS))
     refusal: FlightDeckError | None = None
     """What a launch is refused with."""
+    stored: list[NodeFacts] = field(default_factory=list)
+    """What the store knows of the nodes from earlier."""
+    held: set[str] = field(default_factory=set)
+    """Nodes that do not answer a probe yet."""
+    values: list[NodeTelemetry] = field(default_factory=list)
+    """What telemetry says, over and over: nothing after the last."""
+    completed: Completed = field(default_factory=lambda: Completed(0, b"", b""))
+    """How a command on a node ends."""
+    shell: list[str] = field(default_factory=lambda: ["true"])
     launched: list[FlightConfig] = field(default_factory=list)
     aborted: list[tuple[str, bool]] = field(default_factory=list)
+    accepted: list[HostKeyOffer] = field(default_factory=list)
+    commands: list[tuple[str, str]] = field(default_factory=list)
+    listeners: int = 0
+    """Telemetry that is on."""
+    closed: bool = False
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -292,8 +321,46 @@ class FakeEngine:
     def adopt_orphans(self) -> list[str]:
         return []
 
-    async def facts(self, config: FlightConfig) -> list[NodeFacts]:
-        return self.found
+    async def close(self) -> None:
+        self.closed = True
+
+    def last_facts(self, config: FlightConfig) -> list[NodeFacts]:
+        return self.stored
+
+    async def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
+        for facts in list(self.found):
+            while facts.node in self.held:
+                await asyncio.sleep(0.005)
+            yield facts
+
+    def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
+        return topology(facts)
+
+    def wiring(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Wiring:
+        return wire(config, facts, topology(facts))
+
+    async def telemetry(self, config: FlightConfig) -> AsyncIterator[NodeTelemetry]:
+        self.listeners += 1
+        try:
+            for value in self.values:
+                yield value
+            await asyncio.Event().wait()
+        finally:
+            self.listeners -= 1
+
+    async def accept_host_key(self, offer: HostKeyOffer) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.accepted.append(offer)
+
+    async def run_on(self, config: FlightConfig, node: str, command: str) -> Completed:
+        self.commands.append((node, command))
+        while node in self.held:
+            await asyncio.sleep(0.005)
+        return self.completed
+
+    def shell_argv(self, config: FlightConfig, node: str) -> list[str]:
+        return self.shell
 
     async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
         for result in self.results:

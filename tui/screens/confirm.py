@@ -12,7 +12,7 @@ from tui.screens.dialog import Dialog
 from tui.state import DeckState
 from tui.widgets.pairs import pair
 from tui.widgets.rank_lines import own_program
-from tui.widgets.run_story import newest_checkpoint, what
+from tui.widgets.run_story import hosts, newest_checkpoint, what
 
 
 class Confirm(Dialog[bool]):
@@ -39,10 +39,12 @@ def launch(state: DeckState, width: int) -> Confirm:
     config = state.config
     first = "preflight: every check runs again before a rank starts; a failed one stops the launch"
     ranks = plural(len(config.nodes), "rank")
+    launcher = "mlx.launch starts" if config.cluster.launcher == "mlx.launch" else "Flight Deck itself starts"
     lines = [
         *(pair(label, text, width) for label, text in what(config, state)),
+        pair("hosts", hosts(config), width),
         pair("first", first, width),
-        pair("then", f"mlx.launch starts {ranks}, and the run outlives this console", width),
+        pair("then", f"{launcher} {ranks}, and the run outlives this console", width),
         pair("stop it", "ctrl+x, at any time", width),
     ]
     return Confirm(f"launch {config.job.name}?", lines, "Launch")

@@ -121,12 +121,22 @@ def _clock(state: DeckState, stop: StopProgress, stage: str) -> str:
     return f"  {grace - passed:.0f} s left"
 
 
+def _unproved(state: DeckState) -> list[str]:
+    """Nodes that have not proved the stop, while the run's record does not say so yet."""
+    assert state.snapshot is not None
+    stop, ranks = state.snapshot.stop, state.snapshot.ranks
+    left = [process.split(" ", 1)[0] for process in stop.left] if stop is not None else []
+    gone = [rank.node for rank in ranks if rank.link is not None and rank.link.condition != "connected"]
+    silent = [rank.node for rank in ranks if stop is None or rank.rank not in stop.acknowledged]
+    return list(dict.fromkeys(left or gone or silent))
+
+
 def _verdict(state: DeckState) -> list[Content]:
     assert state.snapshot is not None
     record, stop = state.snapshot.record, state.snapshot.stop
     if record.unconfirmed or (stop is not None and stop.stage == "unconfirmed"):
-        nodes = ", ".join(record.unconfirmed) or "a node"
-        text = f"stop unconfirmed on {nodes}: the lease ends what is left there"
+        nodes = ", ".join(record.unconfirmed or _unproved(state)) or "a node"
+        text = f"stop unconfirmed on {nodes}: the supervisor goes on trying, and the lease ends what is left there"
         return [Content.assemble(state.glyphs.state(FAIL, text))]
     if record.state == "aborted":
         return [state.glyphs.state(STOPPED, "aborted: no process of the run is left")]

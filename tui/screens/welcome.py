@@ -1,4 +1,4 @@
-"""What is shown when there is no flightdeck.toml: what this is, the demo, and the shortest configuration."""
+"""What is shown when there is no flightdeck.toml: the demo, what writes a configuration, and the shortest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Welcome(Dialog[str]):
             Content.assemble(("The demo ", "bold"), "really trains a tiny model on two local ranks, in a minute;"),
             Content("it needs no network, GPU or SSH server."),
             Content(""),
-            Content.assemble(("Your own run ", "bold"), "needs a flightdeck.toml like this:"),
+            Content.assemble(("Your own Macs: ", "bold"), "leave this (Quit) and type one of"),
+            Content.styled("  flightdeck init ana@ultra.local bea@max.local", "bold"),
+            Content.styled("  flightdeck init      lists what ~/.ssh/config and Bonjour know", MUTED),
+            Content("it writes a flightdeck.toml. One for this machine alone is as short as:"),
             Content(""),
             *[Content.styled("  " + line, MUTED) for line in EXAMPLE.splitlines()],
         ]

@@ -63,6 +63,8 @@ class Head:
     title: str
     priority: int = 5
     right: bool = False
+    optional: bool = False
+    """Left out while no row has anything in it."""
 
 
 class Table:
@@ -74,12 +76,16 @@ class Table:
         self._lines: dict[str, tuple[Sequence[Content], object, Content]] = {}
 
     def lay_out(
-        self, heads: Sequence[Head], rows: Mapping[str, Sequence[Content]], width: int
+        self, heads: Sequence[Head], rows: Mapping[str, Sequence[Content]], width: int, *, none: str = ""
     ) -> tuple[Content, list[tuple[str, Content]]]:
-        """The header line, and (id, line) of each row, every line at most `width` cells."""
+        """The header line, and (id, line) of each row, every line at most `width` cells; `none` is an empty cell."""
         measured = [self._measured(row, cells) for row, cells in rows.items()]
         widest = [max((len(head.title), *(w[i] for w in measured))) for i, head in enumerate(heads)]
-        kept = list(range(len(heads)))
+        kept = [
+            i
+            for i, head in enumerate(heads)
+            if not head.optional or any(cells[i].plain not in ("", none) for cells in rows.values())
+        ]
         while len(kept) > 1 and sum(widest[i] for i in kept) + GAP * (len(kept) - 1) > width:
             droppable = [i for i in kept if heads[i].priority < 9]
             if not droppable:

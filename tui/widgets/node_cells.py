@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -21,29 +22,30 @@ Cells = tuple[Content, ...]
 HEADS: Final = (
     Head("node", 9),
     Head("state", 9),
-    Head("chip", 3),
-    Head("gpu cores", 2, right=True),
+    Head("chip", 3, optional=True),
+    Head("gpu cores", 2, right=True, optional=True),
     Head("memory", 7),
-    Head("gpu", 5, right=True),
-    Head("power", 3, right=True),
-    Head("temp", 2, right=True),
-    Head("system", 1),
-    Head("thunderbolt", 2),
-    Head("rdma", 6),
-    Head("python", 2),
+    Head("gpu", 5, right=True, optional=True),
+    Head("power", 3, right=True, optional=True),
+    Head("temp", 2, right=True, optional=True),
+    Head("system", 1, optional=True),
+    Head("thunderbolt", 2, optional=True),
+    Head("rdma", 6, optional=True),
+    Head("python", 2, optional=True),
     Head("mlx", 6),
-    Head("mlx-lm", 4),
-    Head("disk free", 2, right=True),
-    Head("clock", 3, right=True),
-    Head("round trip", 2, right=True),
-    Head("rank", 6, right=True),
-    Head("step", 5, right=True),
-    Head("rss", 4, right=True),
+    Head("mlx-lm", 4, optional=True),
+    Head("disk free", 2, right=True, optional=True),
+    Head("clock", 3, right=True, optional=True),
+    Head("round trip", 2, right=True, optional=True),
+    Head("rank", 6, right=True, optional=True),
+    Head("step", 5, right=True, optional=True),
+    Head("rss", 4, right=True, optional=True),
     Head("age", 8, right=True),
-    Head("live", 4, right=True),
+    Head("live", 4, right=True, optional=True),
 )
 BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock", "live"})
 """Left out on the dashboard, where the pane is narrow."""
+_DEAR: Final = 8
 
 
 class NodeRows:
@@ -84,9 +86,11 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     )
 
 
-def heads(*, full: bool) -> tuple[Head, ...]:
-    """The columns of the full view, or of the dashboard's pane."""
-    return HEADS if full else tuple(head for head in HEADS if head.title not in BRIEF)
+def heads(state: DeckState, *, full: bool) -> tuple[Head, ...]:
+    """The columns of the full view, or of the dashboard's pane; versions that differ are shown before all else."""
+    differ = {field.replace("_", "-") for field in node_state.differing(state)}
+    found = (replace(head, priority=_DEAR) if head.title in differ else head for head in HEADS)
+    return tuple(head for head in found if full or head.title not in BRIEF or head.priority == _DEAR)
 
 
 def _cells(state: DeckState, node: str, rank: RankStatus | None, versions: dict[str, str]) -> Cells:

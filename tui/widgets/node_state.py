@@ -43,6 +43,12 @@ def reference(state: DeckState) -> dict[str, str]:
     return found
 
 
+def differing(state: DeckState) -> set[str]:
+    """Fields of VERSIONS in which the nodes are not the same."""
+    found = {field: {value for facts in state.facts.values() if (value := getattr(facts, field))} for field in VERSIONS}
+    return {field for field, values in found.items() if len(values) > 1}
+
+
 def live(state: DeckState, node: str) -> NodeTelemetry | None:
     """The node's telemetry while it may be believed."""
     values = state.telemetry.get(node)

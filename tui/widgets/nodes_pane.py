@@ -21,8 +21,6 @@ from tui.widgets.row_list import RowList
 if TYPE_CHECKING:
     from tui.app import FlightDeckApp
 
-__all__ = ["NodesPane", "node_names"]
-
 
 class NodesPane(Pane):
     """The nodes of the configuration, else those of the shown run."""
@@ -74,8 +72,8 @@ class NodesPane(Pane):
             self.query_one("#nodes-detail", Static).update("")
             return
         if not alone:
-            shown = heads(full=self.full)
-            line, lines = self._table.lay_out(shown, self._cells.of(state, nodes, shown), self.room)
+            shown, none = heads(state, full=self.full), state.glyphs.none
+            line, lines = self._table.lay_out(shown, self._cells.of(state, nodes, shown), self.room, none=none)
             head.update(line)
             rows.set_rows(lines)
         if self.full and state.node in nodes:
@@ -102,7 +100,7 @@ class NodesPane(Pane):
         return detail(self.state, self.state.node, 100).plain if self.state.node else self.text()
 
     def text(self) -> str:
-        nodes, shown = node_names(self.state), heads(full=True)
+        nodes, shown = node_names(self.state), heads(self.state, full=True)
         head, rows = Table().lay_out(shown, NodeRows().of(self.state, nodes, shown), 400)
         table = [line.plain.rstrip() for line in (head, *(line for _, line in rows))]
         return "\n\n".join(["\n".join(table), *(detail(self.state, node, 100).plain for node in nodes)])

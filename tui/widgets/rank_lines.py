@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from tui.formatting import age, loss, rate, size
-from tui.glyphs import FAIL, MUTED, PENDING, PHASES, RUNNING, STALE, STOPPED, Glyph, rank_style
+from tui.glyphs import FAIL, MUTED, PENDING, PHASES, RUNNING, STALE, STOPPED, UNKNOWN, Glyph, rank_style
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import Column, lay_out
+from tui.widgets.node_state import away
 
 if TYPE_CHECKING:
     from engine.events import RankStatus, RunSnapshot
@@ -28,6 +29,8 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
         return RUNNING, "started"
     if rank.phase == "waiting" and not state.active:
         return PENDING, "not started"
+    if (link := away(state, rank)) is not None and rank.phase != "ended":
+        return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
     working = state.active and rank.phase in ("training", "validating", "saving")
     if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
         return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"

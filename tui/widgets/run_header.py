@@ -8,10 +8,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tui.formatting import age, duration, loss, plural, rate
-from tui.glyphs import MUTED, STALE, STATES, UNKNOWN
+from tui.glyphs import FAIL, MUTED, STALE, STATES, UNKNOWN
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import justify
-from tui.widgets.nodes_pane import node_names
+from tui.widgets.node_state import away, node_names
 
 if TYPE_CHECKING:
     from engine.events import RunSnapshot
@@ -49,12 +49,12 @@ def _length(left: Content, parts: list[tuple[int, Content]], right: Content) -> 
 
 def _place(state: DeckState, *, counted: bool = True) -> Content:
     record, config = state.snapshot.record if state.snapshot else None, state.config
-    name = config.cluster.name if config else (record.name if record else "MLX Flight Deck")
-    parts = []
-    if record is not None:
-        parts.append(record.backend)
-    elif config is not None:
-        parts.append("ring" if config.cluster.backend == "auto" else config.cluster.backend)
+    if config is not None and "name" in config.cluster.model_fields_set:
+        name = config.cluster.name
+    else:
+        # A cluster that nobody has named is called by what it trains.
+        name = config.job.name if config else (record.name if record else "MLX Flight Deck")
+    parts = [state.backend] if state.backend is not None else []
     if counted and (nodes := node_names(state)):
         parts.append(plural(len(nodes), "node"))
     separator = state.glyphs.separator
@@ -104,6 +104,11 @@ def _warnings(state: DeckState) -> Content:
         return Content("")
     if not snapshot.supervised:
         return state.glyphs.state(UNKNOWN, "supervisor gone")
+    gone = [(link, rank) for rank in snapshot.ranks if (link := away(state, rank)) is not None]
+    if gone:
+        link, rank = min(gone, key=lambda pair: pair[0].since)
+        more = f" +{len(gone) - 1}" if len(gone) > 1 else ""
+        return state.glyphs.state(FAIL, f"{rank.node} {link.condition} {age(link.since, state.now)}{more}")
     silent = [
         (state.age_s(rank.seen_at), rank)
         for rank in snapshot.ranks

@@ -97,9 +97,8 @@ class RunPane(Pane, can_focus=True):
     def copy_text(self) -> str:
         """The fix when the run failed (that is what one pastes), else everything."""
         snapshot = self.state.snapshot
-        if snapshot is not None and snapshot.diagnosis is not None and snapshot.diagnosis.fix:
-            return snapshot.diagnosis.fix
-        return self.text()
+        found = snapshot.diagnosis.fix if snapshot is not None and snapshot.diagnosis is not None else None
+        return found or (snapshot.record.fix if snapshot is not None else None) or self.text()
 
 
 def _waiting(state: DeckState) -> Content:
@@ -109,7 +108,7 @@ def _waiting(state: DeckState) -> Content:
     words = {
         "planned": "waiting for its supervisor",
         "preflight": "preflight checks run first (pane 2)",
-        "launching": "mlx.launch starts the ranks",
+        "launching": "the launcher starts the ranks",
         "running": "the ranks load the model; the first loss comes with the first report",
     }
     if own_program(state.snapshot):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
 from tui.formatting import duration, plural
-from tui.glyphs import MUTED, STATES
+from tui.glyphs import MUTED, STATES, UNKNOWN
 from tui.state import DeckState
+from tui.widgets.node_state import away
 from tui.widgets.pairs import pair
 from tui.widgets.shares_pane import shares
 
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
+
+
+NAMED: Final = 8
+"""Nodes that are named one by one; of more the rest is counted."""
 
 
 def plan(state: DeckState, width: int, *, short: bool = False) -> list[Content]:
@@ -64,11 +69,21 @@ def what(config: FlightConfig, state: DeckState) -> list[tuple[str, str]]:
         kind = {"full": "full fine-tuning"}.get(job.fine_tune_type, job.fine_tune_type)
         rows.append(("training", separator.join([kind, *sizes])))
     parts = shares(state) or []
-    names = [f"{node.name} {part:.0%}" for node, part in zip(config.nodes, parts, strict=False)]
-    backend = "ring" if config.cluster.backend == "auto" else config.cluster.backend
+    names = [f"{node.name} {part:.0%}" for node, part in zip(config.nodes[:NAMED], parts, strict=False)]
+    if len(config.nodes) > NAMED:
+        names.append(f"and {len(config.nodes) - NAMED} more")
+    backend = state.backend or "ring"
     rows.append(("on", separator.join([plural(len(config.nodes), "rank"), backend, ", ".join(names)])))
     rows.append(("why", _why_shares(config)))
     return rows
+
+
+def hosts(config: FlightConfig) -> str:
+    """Where the ranks run, as ssh reaches it."""
+    named = ["this machine" if node.local else node.ssh for node in config.nodes]
+    distinct = list(dict.fromkeys(named))
+    more = f" and {len(distinct) - NAMED} more" if len(distinct) > NAMED else ""
+    return ", ".join(distinct[:NAMED]) + more
 
 
 def _why_shares(config: FlightConfig) -> str:
@@ -105,7 +120,9 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
         return [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
     diagnosis = snapshot.diagnosis
     if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
-        return [] if snapshot.supervised or snapshot.record.ended_at else _unsupervised(state)
+        if not snapshot.supervised and not snapshot.record.ended_at:
+            return _unsupervised(state)
+        return _away(state, snapshot, width)
     word = " ".join(part for part in (record.state, record.reason and f"({record.reason})") if part)
     place = _place(snapshot)
     lines = [Content.assemble(glyphs.state(STATES[record.state], word), (f"  {place}" if place else "", "bold"))]
@@ -125,6 +142,22 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
     if diagnosis is not None and diagnosis.offset is not None:
         lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
+    return lines
+
+
+def _away(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """Nodes that the run's supervisor cannot reach: since when, why, and what comes of it."""
+    lines: list[Content] = []
+    for rank in snapshot.ranks:
+        link = away(state, rank)
+        if link is not None and len(lines) < NAMED:
+            told = f"{link.condition} since {state.ago(link.since)}" + (f": {link.why}" if link.why else "")
+            mark = state.glyphs.state(UNKNOWN, rank.node)
+            lines.append(Content.assemble(mark, f"  rank {rank.rank} ", (told, "$warning")).truncate(width))
+    if lines:
+        lease = f"{state.config.recovery.lease_s:g} s" if state.config is not None else "its time"
+        text = f"a rank trains on while its node is away; its lease ends it after {lease}"
+        lines.append(pair("", text, width, style=MUTED))
     return lines
 
 

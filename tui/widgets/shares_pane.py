@@ -10,7 +10,7 @@ from textual.widgets import Static
 from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
-from tui.widgets.nodes_pane import node_names
+from tui.widgets.node_state import node_names
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 
