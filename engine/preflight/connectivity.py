@@ -1,19 +1,25 @@
-"""ssh_connectivity: every node answers, with the host key that was accepted, as the user that is meant.
+"""ssh_connectivity: every node answers, with the host key that was accepted, as the user that is meant, and takes what
+a launch puts there.
 
-Of the clocks it says how far apart they are: logs of nodes an hour apart cannot be read side by side.
+It also says how far apart the clocks are, since logs of nodes an hour apart cannot be read side by side, and what an
+earlier run has left running.
 """
 
 from __future__ import annotations
 
 from engine.config.models import FlightConfig, NodeConfig
-from engine.errors import HostKeyUnknown
-from engine.models import CheckResult, CheckStatus, NodeFacts
-from engine.preflight.check import Check, ranks_of, verdict
+from engine.errors import FlightDeckError, HostKeyUnknown, LaunchError
+from engine.models import CheckResult, NodeFacts
+from engine.preflight.answers import Stale
+from engine.preflight.check import Check, Findings
 from engine.preflight.scene import Scene
 
 NAME = "ssh_connectivity"
 SKEW_LIMIT_S = 2.0
+TRUST = "flightdeck nodes --trust"
+"""Shows the keys that nobody has accepted yet, and accepts them once a person has said so."""
 _LIMIT_S = 45.0
+_LOOK_LIMIT_S = 20.0
 
 
 def _all_local(config: FlightConfig) -> str | None:
@@ -23,39 +29,40 @@ def _all_local(config: FlightConfig) -> str | None:
 async def look(scene: Scene) -> CheckResult:
     reached = await scene.on_all(lambda node: _reach(scene, node))
     facts = await scene.facts()
-    evidence: dict[str, str] = {}
-    faults: dict[str, str] = {}
-    fixes: dict[str, str] = {}
-    skewed: list[str] = []
-    blames: tuple[int, str] | None = None
-    for rank, node in ranks_of(scene.config):
+    found = Findings(NAME, scene.config)
+    untrusted = False
+    for node in scene.config.nodes:
         answer = reached[node.name]
-        if isinstance(answer, str):
-            evidence[node.name] = answer + _skew(facts[node.name])
-            if _is_off(facts[node.name]):
-                skewed.append(node.name)
+        if isinstance(answer, FlightDeckError):
+            found.fault(node, str(answer))
+            untrusted |= isinstance(answer, HostKeyUnknown)
             continue
-        faults[node.name] = evidence[node.name] = str(answer)
-        blames = blames or (rank, node.name)
-        if isinstance(answer, HostKeyUnknown):
-            fixes[node.name] = f"flightdeck nodes --trust {answer.fingerprint}"
-    if faults:
-        summary = "; ".join(dict.fromkeys(faults.values()))
-        return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    if skewed:
-        summary = f"the clock of {', '.join(skewed)} is more than {SKEW_LIMIT_S:g} s off this machine's"
-        return verdict(NAME, CheckStatus.WARN, summary, evidence=evidence)
+        words, stale = answer
+        found.evidence[node.name] = words + _skew(facts[node.name])
+        if stale.stale:
+            pids = " ".join(str(pid) for group in stale.stale for pid in group.pids)
+            left = f"an earlier run has left pid {pids} ({stale.stale[0].command})"
+            found.evidence[node.name] += f", {left}"
+            found.warning(node, left, f"kill -9 {pids}")
+        elif _is_off(facts[node.name]):
+            found.warning(node, f"its clock is more than {SKEW_LIMIT_S:g} s off this machine's")
     count = len(scene.config.nodes)
-    return verdict(NAME, CheckStatus.PASS, f"{count} node{'s' * (count != 1)} answer", evidence=evidence)
+    return found.verdict(f"{count} node{'s' * (count != 1)} answer", fix_command=TRUST if untrusted else None)
 
 
-async def _reach(scene: Scene, node: NodeConfig) -> str:
-    transport = scene.transport(node)
+async def _reach(scene: Scene, node: NodeConfig) -> tuple[str, Stale]:
+    """What a node has answered, and what is left there of earlier runs."""
+    taken = await scene.transport(node).round_trip_s()
+    try:
+        stale = await scene.look(node, "stale", said=Stale, timeout_s=_LOOK_LIMIT_S)
+    except LaunchError:
+        if (await scene.interpreters())[node.name].python is not None:
+            raise
+        # It is versions_match that has words and a fix for this.
+        stale = Stale(stale=[])
     if node.local:
-        return "this machine"
-    await transport.run(["true"], timeout_s=_LIMIT_S)
-    taken = await transport.round_trip_s()
-    return "answers" if taken is None else f"answers in {taken * 1e3:.1f} ms"
+        return "this machine", stale
+    return "answers" if taken is None else f"answers in {taken * 1e3:.1f} ms", stale
 
 
 def _is_off(facts: NodeFacts) -> bool:

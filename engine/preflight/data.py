@@ -10,15 +10,15 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
-from typing import Any
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
-from engine.models import CheckResult, CheckStatus
+from engine.models import CheckResult
 from engine.preflight import connectivity
-from engine.preflight.check import Check, ranks_of, trains, verdict
+from engine.preflight.answers import Jsonl, JsonlFile
+from engine.preflight.check import Check, Findings, trains
+from engine.preflight.fixes import copies
 from engine.preflight.scene import Scene
-from engine.security.sanitise import plain
 from engine.transport.base import quoted
 
 NAME = "data_matches"
@@ -49,66 +49,63 @@ class DataFile:
 async def look(scene: Scene) -> CheckResult:
     config = scene.config
     settings = config.job.mlx_lm
-    wanted = {node.name: PurePosixPath(node.data or config.job.data or "") for node in config.nodes}
+    wanted = {node.name: scene.path(node, node.data or config.job.data or "") for node in config.nodes}
     names = ["train", *(["test"] if settings.get("test") else [])]
     if int(settings.get("val_batches", 25)) != 0:
         names.insert(1, "valid")
     keys = {name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()}
 
     async def read(node: NodeConfig) -> list[DataFile]:
-        files = [str(wanted[node.name] / f"{name}.jsonl") for name in names]
-        said = await scene.look(node, "jsonl", json.dumps(keys), *files, timeout_s=_READ_LIMIT_S)
-        # In the order of the question: the answer names files as the node expands them.
-        return [_interpret(path, found, settings) for path, found in zip(files, said.values(), strict=True)]
+        files = [f"{wanted[node.name]}/{name}.jsonl" for name in names]
+        said = await scene.look(node, "jsonl", json.dumps(keys), *files, said=Jsonl, timeout_s=_READ_LIMIT_S)
+        mask_prompt = bool(settings.get("mask_prompt"))
+        return [
+            interpret(PurePosixPath(path), file, mask_prompt=mask_prompt)
+            for path, file in zip(files, said.files, strict=True)
+        ]
 
     answers = await scene.on_all(read)
-    found = {
-        name: [DataFile(wanted[name] / "train.jsonl", fault=str(answer))]
-        if isinstance(answer, FlightDeckError)
-        else answer
-        for name, answer in answers.items()
-    }
-    return judge(config, wanted, found)
+    return judge(config, wanted, answers)
 
 
-def judge(config: FlightConfig, wanted: Mapping[str, PurePath], found: Mapping[str, list[DataFile]]) -> CheckResult:
+def judge(
+    config: FlightConfig, wanted: Mapping[str, str], answers: Mapping[str, list[DataFile] | FlightDeckError]
+) -> CheckResult:
     """The verdict over all nodes; a missing valid.jsonl only warns, as mlx-lm then trains without validation."""
-    failed: dict[str, str] = {}
-    warned: dict[str, str] = {}
-    fixes: dict[str, str] = {}
-    blames: tuple[int, str] | None = None
-    for rank, node in ranks_of(config):
-        files = found[node.name]
+    found = Findings(NAME, config)
+    whole: dict[str, list[DataFile]] = {}
+    for node in config.nodes:
+        files = answers[node.name]
+        if isinstance(files, FlightDeckError):
+            found.evidence[node.name] = f"{wanted[node.name]}: {files}"
+            found.fault(node, str(files))
+            continue
+        found.evidence[node.name] = f"{wanted[node.name]}: {'; '.join(file.words() for file in files)}"
         hard, soft, mends = _faults(files, int(config.job.mlx_lm.get("batch_size", 1)))
+        fix = " && ".join(mends) or None
         if hard:
-            failed[node.name] = "; ".join(hard)
-            blames = blames or (rank, node.name)
-        elif soft:
-            warned[node.name] = "; ".join(soft)
-        if mends:
-            fixes[node.name] = " && ".join(mends)
-    evidence = {
-        name: f"{directory}: {'; '.join(file.words() for file in found[name])}" for name, directory in wanted.items()
-    }
-    if failed:
-        summary = "; ".join(dict.fromkeys(failed.values()))
-        return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    first = found[config.nodes[0].name]
-    for rank, node in ranks_of(config):
-        theirs = found[node.name]
-        if [file.sha256 for file in theirs] != [file.sha256 for file in first]:
-            summary = f"{node.name} holds other data than {config.nodes[0].name}: {_differing(first, theirs)}"
-            fixes = {}
-            if node.local and config.nodes[0].local:
-                fixes = {node.name: f"cp {quoted(first[0].path.parent)}/*.jsonl {quoted(wanted[node.name])}/"}
-            else:
-                summary += f"; copy {wanted[config.nodes[0].name]} of {config.nodes[0].name} to it"
-            return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=(rank, node.name))
-    if warned:
-        summary = "; ".join(dict.fromkeys(warned.values()))
-        return verdict(NAME, CheckStatus.WARN, summary, evidence=evidence, fixes=fixes)
-    summary = ", ".join(f"{file.path.stem} {file.examples:,}" for file in first)
-    return verdict(NAME, CheckStatus.PASS, f"{summary} examples, {first[0].form}", evidence=evidence)
+            found.fault(node, "; ".join(hard), fix)
+        else:
+            whole[node.name] = files
+            if soft:
+                found.warning(node, "; ".join(soft), fix)
+    if not whole:
+        return found.verdict("")
+    first = next(node for node in config.nodes if node.name in whole)
+    _compare(config, found, whole, first)
+    lacking = [node for node in config.nodes if node.name in found.faults and isinstance(answers[node.name], list)]
+    summary = ", ".join(f"{file.path.stem} {file.examples:,}" for file in whole[first.name])
+    return found.verdict(f"{summary} examples, {whole[first.name][0].form}", fix_command=copies(first, lacking, wanted))
+
+
+def _compare(config: FlightConfig, found: Findings, whole: Mapping[str, list[DataFile]], first: NodeConfig) -> None:
+    """Every node whose files are good is compared with the first of them."""
+    ours = whole[first.name]
+    for node in config.nodes:
+        theirs = whole.get(node.name, ours)
+        if [file.sha256 for file in theirs] != [file.sha256 for file in ours]:
+            found.fixes.pop(node.name, None)
+            found.fault(node, f"{node.name} holds other data than {first.name}: {_differing(ours, theirs)}")
 
 
 def _faults(files: list[DataFile], batch_size: int) -> tuple[list[str], list[str], list[str]]:
@@ -143,28 +140,23 @@ def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
     return ", ".join(f"{other.path.name} {other.lines:,} lines against {one.lines:,}" for one, other in pairs)
 
 
-def _interpret(path: str, said: dict[str, Any], settings: Mapping[str, Any]) -> DataFile:
-    if "problem" in said:
-        return DataFile(PurePosixPath(path), fault=plain(said["problem"]), absent=bool(said["absent"]))
-    return interpret(PurePosixPath(path), said, mask_prompt=bool(settings.get("mask_prompt")))
-
-
-def interpret(path: PurePath, said: dict[str, Any], *, mask_prompt: bool) -> DataFile:
+def interpret(path: PurePath, said: JsonlFile, *, mask_prompt: bool) -> DataFile:
     """What `worker.looks.jsonl` said of one file, its faults in words, and a command that takes bad lines out."""
-    lines, examples, form, faults = said["lines"], said["examples"], said["form"], said["faults"]
+    if said.problem is not None:
+        return DataFile(path, fault=said.problem, absent=said.absent)
     fault = fix = None
-    if examples == 0:
+    if said.examples == 0:
         fault = f"{path} is empty"
-    elif faults:
-        number, why = faults[0]
-        more = said["fault_count"] - 1
-        fault = f"{path}: line {number} {plain(why)}" + (f", and {more:,} more lines" if more else "")
-        if form is not None and said["fault_count"] == len(faults) < examples:
-            doomed = ";".join(f"{number}d" for number, _ in faults)
+    elif said.faults:
+        number, why = said.faults[0]
+        more = said.fault_count - 1
+        fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
+        if said.form is not None and said.fault_count == len(said.faults) < said.examples:
+            doomed = ";".join(f"{number}d" for number, _ in said.faults)
             fix = f"sed -i.bak {shlex.quote(doomed)} {quoted(path)}"
-    elif mask_prompt and form == "text":
+    elif mask_prompt and said.form == "text":
         fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
-    return DataFile(path, lines, examples, said["sha256"], form, fault, fix, absent=examples == 0)
+    return DataFile(path, said.lines, said.examples, said.sha256, said.form, fault, fix, absent=said.examples == 0)
 
 
 CHECK = Check(

@@ -13,16 +13,17 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError
-from engine.launch.hostfile import write_hostfile
+from engine.errors import FlightDeckError
+from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.planning.wiring import Wiring
 from engine.preflight import connectivity
-from engine.preflight.check import Check, ranks_of, verdict
-from engine.preflight.scene import Scene
-from engine.security.sanitise import plain
+from engine.preflight.answers import Listening, Problems
+from engine.preflight.check import Check, Findings, ranks_of, verdict
+from engine.preflight.scene import Scene, heard, look_argv
 from engine.transport.base import Channel
 from engine.transport.local import LocalTransport
 
@@ -30,6 +31,7 @@ NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
 _LIMIT_S = 20.0
 _LISTEN_S = 15.0
+T = TypeVar("T")
 
 _ASK = """
 import json, sys
@@ -59,34 +61,20 @@ async def look(scene: Scene) -> CheckResult:
 
 async def _addresses(scene: Scene, wiring: Wiring) -> CheckResult:
     ips = {node.name: list(wiring.hosts[rank].ips) for rank, node in ranks_of(scene.config)}
-    problems = {name: found for name, each in ips.items() if (found := _form_problem(each))}
-
-    async def own(node: NodeConfig) -> str | None:
-        said = (await scene.look(node, "addresses", "own", *ips[node.name], timeout_s=_LIMIT_S))["own"]
-        return next((plain(problem) for problem in said.values() if problem), None)
-
-    if not problems:
-        answers = await scene.on_all(own)
-        problems = {name: str(answer) for name, answer in answers.items() if answer}
-    reached: dict[str, str] = {}
-    if not problems and scene.remote:
-        problems, reached = await _reach(scene, ips)
-    evidence: dict[str, str] = {}
-    blames: tuple[int, str] | None = None
+    found = Findings(NAME, scene.config)
     for rank, node in ranks_of(scene.config):
-        evidence[node.name] = problems.get(node.name) or f"rank {rank}: {', '.join(ips[node.name])}" + reached.get(
-            node.name, ""
-        )
-        if node.name in problems:
-            blames = blames or (rank, node.name)
-    if problems:
-        summary = "; ".join(f"{node}: {fault}" for node, fault in problems.items())
-        if not reached:
-            summary += "; give the node's own address as `ips` in its [[node]]"
-        return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, blames=blames)
+        if (fault := _form_problem(ips[node.name])) is not None:
+            found.fault(node, fault)
+        else:
+            found.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
+    if not found.faults:
+        await _own(scene, ips, found)
+    if found.faults:
+        return found.verdict("", advice="give the node's own address as `ips` in its [[node]]")
+    if scene.remote:
+        await _reach(scene, neighbours(wiring), ips, found)
     ranks = len(scene.config.nodes)
-    words = f"MLX reads {ranks} rank{'s' * (ranks != 1)}, {wiring.backend}"
-    return verdict(NAME, CheckStatus.PASS, words, evidence=evidence)
+    return found.verdict(f"MLX reads {ranks} rank{'s' * (ranks != 1)}, {wiring.backend}")
 
 
 def _form_problem(ips: list[str]) -> str | None:
@@ -101,31 +89,54 @@ def _form_problem(ips: list[str]) -> str | None:
     return None
 
 
-async def _reach(scene: Scene, ips: Mapping[str, list[str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Real connections from every rank to the next on the ring's addresses: (node → what is wrong, node → words)."""
-    listening: dict[str, dict[str, int]] = {}
+def neighbours(wiring: Wiring) -> dict[int, int]:
+    """Which rank each rank makes a connection to: the next one of the ring, with other backends rank 0, where all
+    meet."""
+    ranks = len(wiring.hosts)
+    if wiring.backend == RING:
+        return {rank: (rank + 1) % ranks for rank in range(ranks) if ranks > 1}
+    return dict.fromkeys(range(1, ranks), 0)
+
+
+async def _own(scene: Scene, ips: Mapping[str, list[str]], found: Findings) -> None:
+    """Whether each node has its addresses."""
+
+    async def ask(node: NodeConfig) -> list[str | None]:
+        if not ips[node.name]:
+            return []
+        said = await scene.look(node, "addresses", "own", *ips[node.name], said=Problems, timeout_s=_LIMIT_S)
+        return said.problems
+
+    for node, said in _by_node(scene, await scene.on_all(ask)):
+        problem = str(said) if isinstance(said, FlightDeckError) else next(filter(None, said), None)
+        if problem is not None:
+            found.evidence[node.name] += f", but {problem}"
+            found.fault(node, problem)
+
+
+async def _reach(scene: Scene, towards: Mapping[int, int], ips: Mapping[str, list[str]], found: Findings) -> None:
+    """Real connections between the addresses of the ranks, on ports of the moment."""
+    nodes = scene.config.nodes
+    listening: dict[str, list[str]] = {}
     channels: list[Channel] = []
 
     async def listen(node: NodeConfig) -> None:
+        if nodes.index(node) not in towards.values():
+            return
         place = await scene.place_of(node)
-        argv = [place.expanded(node.python), "-m", "worker.looks.addresses", "listen", str(_LISTEN_S), *ips[node.name]]
+        argv = look_argv(place, node, "addresses", "listen", str(_LISTEN_S), *ips[node.name])
         channel = await scene.transport(node).open(argv, directory=PurePosixPath(place.bundle))
         channels.append(channel)
-        line = b""
-        while b"\n" not in line:
-            if not (block := await channel.read(4096)):
-                raise LaunchError("nobody can listen there", where=node.name, why=channel.last_words)
-            line += block
-        listening[node.name] = json.loads(line)["listening"]
-
-    nodes = scene.config.nodes
+        ports = (await heard(channel, node.name, Listening, _LIMIT_S)).listening
+        listening[node.name] = [f"{ip}:{port}" for ip, port in zip(ips[node.name], ports, strict=True)]
 
     async def reach(node: NodeConfig) -> str | None:
-        following = nodes[(nodes.index(node) + 1) % len(nodes)]
-        endpoints = [f"{ip}:{port}" for ip, port in listening[following.name].items()]
-        said = (await scene.look(node, "addresses", "reach", *endpoints, timeout_s=_LIMIT_S))["reach"]
-        bad = [f"{endpoint.rsplit(':', 1)[0]} ({plain(why)})" for endpoint, why in said.items() if why]
-        return f"does not reach {following.name} on {', '.join(bad)}" if bad else None
+        if (rank := nodes.index(node)) not in towards:
+            return None
+        other = nodes[towards[rank]].name
+        said = await scene.look(node, "addresses", "reach", *listening[other], said=Problems, timeout_s=_LIMIT_S)
+        bad = [f"{ip} ({why})" for ip, why in zip(ips[other], said.problems, strict=True) if why]
+        return f"does not reach {other} on {', '.join(bad)}" if bad else None
 
     try:
         answers: Mapping[str, str | FlightDeckError | None] = await scene.on_all(listen)
@@ -133,8 +144,16 @@ async def _reach(scene: Scene, ips: Mapping[str, list[str]]) -> tuple[dict[str, 
             answers = await scene.on_all(reach)
     finally:
         await asyncio.gather(*(channel.close() for channel in channels), return_exceptions=True)
-    problems = {name: str(answer) for name, answer in answers.items() if answer}
-    return problems, {node.name: ", reaches the next rank" for node in nodes}
+    for node, said in _by_node(scene, answers):
+        if said is not None:
+            found.evidence[node.name] += f", {said}"
+            found.fault(node, f"{node.name} {said}" if isinstance(said, str) else str(said))
+        elif nodes.index(node) in towards:
+            found.evidence[node.name] += f", reaches {nodes[towards[nodes.index(node)]].name}"
+
+
+def _by_node(scene: Scene, answers: Mapping[str, T]) -> list[tuple[NodeConfig, T]]:
+    return [(node, answers[node.name]) for node in scene.config.nodes]
 
 
 CHECK = Check(

@@ -14,7 +14,8 @@ from engine.errors import LaunchError
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
 from engine.preflight.check import verdict
-from engine.preflight.versions import MLX_MINIMUM, ask, dotted, install_command, new_enough
+from engine.preflight.interpreter import ask, with_mlx_lm
+from engine.preflight.versions import MLX_MINIMUM, dotted, install_command, new_enough
 from engine.transport.local import LocalTransport
 
 _ROOM_BYTES = 1_000_000_000
@@ -40,7 +41,8 @@ async def _begin(look: Callable[[], Awaitable[CheckResult]]) -> CheckResult:
 
 
 async def _mlx() -> CheckResult:
-    seen = await ask(LocalTransport(), sys.executable)
+    here = LocalTransport()
+    seen = await with_mlx_lm(here, sys.executable, await ask(here, sys.executable))
     if seen.problem or not new_enough(seen.mlx, MLX_MINIMUM):
         summary = seen.problem or f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}"
         fix = install_command(sys.executable, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})

@@ -6,7 +6,7 @@ for what it is.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
@@ -15,45 +15,46 @@ from engine.launch.ports import fresh_ports
 from engine.models import CheckResult, CheckStatus
 from engine.planning.wiring import Wiring
 from engine.preflight import connectivity
-from engine.preflight.check import Check, ranks_of, verdict
+from engine.preflight.answers import Holder, Ports
+from engine.preflight.check import Check, Findings, ranks_of, verdict
 from engine.preflight.scene import Scene
-from engine.security.sanitise import plain
 
 NAME = "ports_free"
 _LIMIT_S = 20.0
 
 
 async def look(scene: Scene) -> CheckResult:
-    wiring = await scene.wiring()
+    try:
+        wiring = await scene.wiring()
+    except LaunchError:
+        return verdict(NAME, CheckStatus.SKIP, "not known which: hostfile_valid says why")
     first = scene.config.cluster.starting_port
     if first is None:
         return await _fresh(scene, wiring)
     wanted = {node.name: _endpoints(rank, wiring, first) for rank, node in ranks_of(scene.config)}
 
-    async def ask(node: NodeConfig) -> dict[str, Any]:
+    async def ask(node: NodeConfig) -> list[Holder | None]:
         endpoints = wanted[node.name]
-        return (await scene.look(node, "ports", *endpoints, timeout_s=_LIMIT_S))["ports"] if endpoints else {}
+        if not endpoints:
+            return []
+        return (await scene.look(node, "ports", *endpoints, said=Ports, timeout_s=_LIMIT_S)).ports
 
-    found = await scene.on_all(ask)
-    evidence: dict[str, str] = {}
-    fixes: dict[str, str] = {}
-    faults: list[str] = []
-    blames: tuple[int, str] | None = None
-    for rank, node in ranks_of(scene.config):
-        said = found[node.name]
-        problems, pids = _held(said)
-        evidence[node.name] = "; ".join(problems) or ", ".join(f"{endpoint} is free" for endpoint in wanted[node.name])
-        if not problems:
+    answers = await scene.on_all(ask)
+    found = Findings(NAME, scene.config)
+    for node in scene.config.nodes:
+        said = answers[node.name]
+        if isinstance(said, FlightDeckError):
+            found.fault(node, str(said))
             continue
-        faults += [f"{problem} on {node.name}" for problem in problems]
-        blames = blames or (rank, node.name)
-        if pids:
-            fixes[node.name] = f"kill {' '.join(map(str, pids))}"
-    if faults:
-        summary = "; ".join(faults) + "; or leave starting_port out of [cluster]: fresh ports are then taken"
-        return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
+        held = {endpoint: who for endpoint, who in zip(wanted[node.name], said, strict=True) if who is not None}
+        pids = [str(who.pid) for who in held.values() if who.pid is not None]
+        if held:
+            found.fault(node, _held(node, held), f"kill {' '.join(dict.fromkeys(pids))}" if pids else None)
+        else:
+            found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in wanted[node.name])
     last = first + port_count(wiring) - 1
-    return verdict(NAME, CheckStatus.PASS, f"{first} to {last} are free", evidence=evidence)
+    advice = "or leave starting_port out of [cluster]: fresh ports are then taken"
+    return found.verdict(f"{first} to {last} are free", advice=advice)
 
 
 def _endpoints(rank: int, wiring: Wiring, first: int) -> list[str]:
@@ -61,19 +62,13 @@ def _endpoints(rank: int, wiring: Wiring, first: int) -> list[str]:
     return [f"{ip}:{port}" for ip, port in zip(wiring.hosts[rank].ips, ports, strict=False)]
 
 
-def _held(said: dict[str, Any] | FlightDeckError) -> tuple[list[str], list[int]]:
-    """What is wrong with a node's ports in words, and whose processes hold them."""
-    if isinstance(said, FlightDeckError):
-        return [str(said)], []
-    problems, pids = [], []
-    for endpoint, holder in said.items():
-        if holder is None:
-            continue
-        orphan = ", a rank of a Flight Deck run, perhaps an orphan" if holder["orphan"] else ""
-        problems.append(f"{plain(endpoint)} is held by {plain(holder['holder'])}{orphan}")
-        if isinstance(holder["pid"], int):
-            pids.append(holder["pid"])
-    return problems, pids
+def _held(node: NodeConfig, held: Mapping[str, Holder]) -> str:
+    """Which ports of a node are held, and by whom."""
+    orphan = ", a rank of a Flight Deck run, perhaps an orphan"
+    return "; ".join(
+        f"{endpoint} on {node.name} is held by {who.holder}{orphan if who.orphan else ''}"
+        for endpoint, who in held.items()
+    )
 
 
 async def _fresh(scene: Scene, wiring: Wiring) -> CheckResult:

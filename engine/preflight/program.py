@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
-from engine.models import CheckResult, CheckStatus
+from engine.models import CheckResult
 from engine.preflight import connectivity
-from engine.preflight.check import Check, ranks_of, verdict
+from engine.preflight.answers import Program
+from engine.preflight.check import Check, Findings
 from engine.preflight.scene import Scene
-from engine.security.sanitise import plain
+from engine.transport.base import quoted
 
 NAME = "program_present"
 _LIMIT_S = 30.0
@@ -23,28 +22,26 @@ def _no_command(config: FlightConfig) -> str | None:
 async def look(scene: Scene) -> CheckResult:
     command = scene.config.job.command or ()
 
-    async def locate(node: NodeConfig) -> dict[str, Any]:
-        return await scene.look(node, "program", node.workdir, node.python, *command, timeout_s=_LIMIT_S)
+    async def locate(node: NodeConfig) -> Program:
+        return await scene.look(node, "program", node.workdir, node.python, *command, said=Program, timeout_s=_LIMIT_S)
 
-    found = await scene.on_all(locate)
-    faults: dict[str, str] = {}
-    fixes: dict[str, str] = {}
-    evidence: dict[str, str] = {}
-    blames: tuple[int, str] | None = None
-    for rank, node in ranks_of(scene.config):
-        said = found[node.name]
-        fault = str(said) if isinstance(said, FlightDeckError) else said["fault"]
-        if fault:
-            faults[node.name] = evidence[node.name] = plain(fault)
-            blames = blames or (rank, node.name)
-            if not isinstance(said, FlightDeckError) and said["fix"]:
-                fixes[node.name] = plain(said["fix"])
-        elif not isinstance(said, FlightDeckError):
-            evidence[node.name] = plain(said["program"])
-    if faults:
-        summary = "; ".join(dict.fromkeys(faults.values()))
-        return verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence, fixes=fixes, blames=blames)
-    return verdict(NAME, CheckStatus.PASS, " ".join(command), evidence=evidence)
+    answers = await scene.on_all(locate)
+    found = Findings(NAME, scene.config)
+    for node in scene.config.nodes:
+        said = answers[node.name]
+        if isinstance(said, FlightDeckError):
+            found.fault(node, str(said))
+        elif said.fault is not None:
+            found.fault(node, said.fault, _fix(said))
+        else:
+            found.evidence[node.name] = said.program or ""
+    return found.verdict(" ".join(command))
+
+
+def _fix(said: Program) -> str | None:
+    if said.make is not None:
+        return f"mkdir -p {quoted(said.make)}"
+    return f"chmod +x {quoted(said.permit)}" if said.permit is not None else None
 
 
 CHECK = Check(

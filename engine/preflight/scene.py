@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import PurePosixPath
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, Generic, TypeVar
 
+from pydantic import ValidationError
+
 from engine.config.models import FlightConfig, NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.config.places import on_node
+from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.launch.asking import at_once
 from engine.launch.place import Place
-from engine.launch.staging import prepare
+from engine.launch.staging import hosts_of, prepare
 from engine.models import NodeFacts, Topology
 from engine.nodes.probe import probe_all
 from engine.nodes.topology import topology
 from engine.planning.wire import wire
 from engine.planning.wiring import Wiring
-from engine.security.sanitise import sanitise
-from engine.transport.base import Transport
+from engine.preflight.answers import Answer
+from engine.preflight.interpreter import Interpreter, ask
+from engine.security.sanitise import plain
+from engine.transport.base import Channel, Transport
 from engine.transport.fleet import Fleet
 
+_ANSWER_BYTES = 1 << 20
 T = TypeVar("T")
+Said = TypeVar("Said", bound=Answer)
 
 
 class _Once(Generic[T]):
-    """An answer that is worked out once, whoever asks first; a caller who gives up does not spoil it for the others."""
+    """An answer that is worked out once, whoever asks first; a caller who gives up does not spoil it for the others.
+    An error is as good an answer, and told to each."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
@@ -33,7 +44,7 @@ class _Once(Generic[T]):
 
     async def __call__(self) -> T:
         if self._task is None:
-            self._task = asyncio.ensure_future(self._run())
+            self._task = asyncio.create_task(self._run())
         return await asyncio.shield(self._task)
 
     async def _run(self) -> T:
@@ -57,7 +68,10 @@ class Scene:
         self.wiring = _Once(self._wiring)
         """Raises LaunchError, naming what is in the way."""
         self.places = _Once(self._places)
-        """One Place per distinct host. Raises LaunchError, NodeUnreachable."""
+        """One Place per distinct host. Raises the first host's LaunchError or NodeUnreachable."""
+        self.interpreters = _Once(self._interpreters)
+        """Node name → Interpreter, mlx-lm not asked for."""
+        self._hosts = {host: _Once(partial(self._place, ranks)) for host, ranks in hosts_of(config.nodes).items()}
 
     @property
     def remote(self) -> bool:
@@ -68,28 +82,29 @@ class Scene:
         return self.fleet.to(node)
 
     async def place_of(self, node: NodeConfig) -> Place:
-        return next(place for place in await self.places() if place.target == node.ssh)
+        """Where the worker is on the host of `node`, whatever other hosts lack. Raises LaunchError, NodeUnreachable."""
+        return await self._hosts[node.ssh]()
 
-    async def look(self, node: NodeConfig, name: str, *arguments: str, timeout_s: float) -> dict[str, Any]:
+    def path(self, node: NodeConfig, text: str) -> str:
+        """A path of [job] as `node` has it, the same as for its rank; it may begin with `~/`."""
+        base = self.config.file.parent if self.config.file is not None else Path("/")
+        return on_node(text, node, base)
+
+    async def look(self, node: NodeConfig, name: str, *arguments: str, said: type[Said], timeout_s: float) -> Said:
         """What `worker.looks.<name>` says on `node`, with the node's own python. Paths may begin with `~/`.
         Raises LaunchError when it says nothing that can be read, NodeUnreachable."""
         place = await self.place_of(node)
-        python = place.expanded(node.python)
-        argv = [python, "-m", f"worker.looks.{name}", *(place.expanded(argument) for argument in arguments)]
+        argv = look_argv(place, node, name, *arguments)
         try:
             done = await self.transport(node).run(argv, timeout_s=timeout_s, directory=PurePosixPath(place.bundle))
         except OSError as error:
-            raise LaunchError(f"{python} cannot be run", where=node.name, why=error.strerror or str(error)) from error
+            raise LaunchError(f"{argv[0]} cannot be run", where=node.name, why=error.strerror or str(error)) from error
         if done.code is None:
             raise LaunchError(f"no answer within {timeout_s:g} s", where=node.name)
         for line in reversed(done.stdout.splitlines()):
-            try:
-                said = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(said, dict):
-                return said
-        words = sanitise(done.last_words.encode(), 200)
+            if (answer := read(line, said)) is not None:
+                return answer
+        words = plain(done.last_words, 200)
         raise LaunchError(f"looking there ended with {done.code}", where=node.name, why=words)
 
     async def on_all(self, ask: Callable[[NodeConfig], Awaitable[T]]) -> dict[str, T | FlightDeckError]:
@@ -107,7 +122,8 @@ class Scene:
 
     async def close(self) -> None:
         """End what is still being found out."""
-        for once in (self.facts, self.topology, self.wiring, self.places):
+        found: tuple[_Once[Any], ...] = (self.wiring, self.topology, self.facts, self.interpreters, self.places)
+        for once in (*found, *self._hosts.values()):
             await once.end()
 
     async def _facts(self) -> dict[str, NodeFacts]:
@@ -119,5 +135,51 @@ class Scene:
     async def _wiring(self) -> Wiring:
         return wire(self.config, list((await self.facts()).values()), await self.topology())
 
+    async def _place(self, ranks: tuple[int, ...]) -> Place:
+        (place,) = await prepare(self.fleet, [self.config.nodes[rank] for rank in ranks])
+        return replace(place, ranks=ranks)
+
     async def _places(self) -> tuple[Place, ...]:
-        return await prepare(self.fleet, self.config.nodes)
+        return tuple(await at_once(place() for place in self._hosts.values()))
+
+    async def _interpreters(self) -> dict[str, Interpreter]:
+        # Several ranks of a host may share an interpreter: it is asked once.
+        asked = {(node.ssh, node.python): node for node in self.config.nodes}
+        answers = await asyncio.gather(*(self._interpreter(node) for node in asked.values()))
+        found = dict(zip(asked, answers, strict=True))
+        return {node.name: found[node.ssh, node.python] for node in self.config.nodes}
+
+    async def _interpreter(self, node: NodeConfig) -> Interpreter:
+        try:
+            return await ask(self.transport(node), node.python)
+        except NodeUnreachable as error:
+            return Interpreter(problem=str(error))
+
+
+def look_argv(place: Place, node: NodeConfig, name: str, *arguments: str) -> list[str]:
+    """What runs `worker.looks.<name>` in the folder of the place's bundle."""
+    python, *expanded = (place.expanded(text) for text in (node.python, *arguments))
+    return [python, "-m", f"worker.looks.{name}", *expanded]
+
+
+def read(line: bytes, said: type[Said]) -> Said | None:
+    """One line of a look as its answer; None for a line of something else, a login shell's say."""
+    try:
+        return said.model_validate(json.loads(line))
+    except (ValueError, RecursionError, ValidationError):
+        return None
+
+
+async def heard(channel: Channel, where: str, said: type[Said], timeout_s: float) -> Said:
+    """The next answer of a look that goes on. Raises LaunchError when it ends without one, NodeUnreachable."""
+    words = b""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while block := await channel.read(4096):
+                words = (words + block)[-_ANSWER_BYTES:]
+                for line in words.split(b"\n")[:-1]:
+                    if (answer := read(line, said)) is not None:
+                        return answer
+    except TimeoutError:
+        raise LaunchError(f"no answer within {timeout_s:g} s", where=where) from None
+    raise LaunchError("looking there has ended", where=where, why=plain(channel.last_words, 200))

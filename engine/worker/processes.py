@@ -94,6 +94,15 @@ def with_variables(variables: dict[str, str]) -> list[Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
+def with_any_nonce() -> dict[str, list[Process]]:
+    """The processes of every attempt on this machine, by its nonce, seen as by `with_nonce`."""
+    found: dict[str, list[Process]] = {}
+    for process, nonce in _linux_nonces() if _LINUX else _ps_nonces():
+        if process.pid != os.getpid():
+            found.setdefault(nonce, []).append(process)
+    return found
+
+
 def kill_group(pgid: int, sig: int) -> bool:
     """Send `sig` to process group `pgid`; False when nobody is left in it to take the signal."""
     if pgid <= 1:
@@ -128,19 +137,36 @@ def _linux_start(pid: int) -> str | None:
 def _linux_with(variables: dict[str, str]) -> Iterator[Process]:
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     network = _network("self")
+    for entry, environment in _linux_environments():
+        if wanted.issubset(environment) and (process := _linux_process(entry, network)) is not None:
+            yield process
+
+
+def _linux_nonces() -> Iterator[tuple[Process, str]]:
+    assignment = f"{NONCE_VARIABLE}=".encode()
+    network = _network("self")
+    for entry, environment in _linux_environments():
+        nonce = next((each for each in environment if each.startswith(assignment)), None)
+        if nonce is not None and (process := _linux_process(entry, network)) is not None:
+            yield process, nonce.removeprefix(assignment).decode(errors="replace")
+
+
+def _linux_environments() -> Iterator[tuple[Path, list[bytes]]]:
     for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
-        try:
-            if not wanted.issubset((entry / "environ").read_bytes().split(b"\0")):
-                continue
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        # What a container of this machine runs, with a network of its own, is another machine's.
-        if _linux_start(pid) is not None and _network(entry.name) == network:
-            yield Process(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield entry, (entry / "environ").read_bytes().split(b"\0")
+
+
+def _linux_process(entry: Path, network: str | None) -> Process | None:
+    try:
+        command = (entry / "cmdline").read_bytes()
+    except OSError:
+        return None
+    # What a container of this machine runs, with a network of its own, is another machine's.
+    if _linux_start(int(entry.name)) is None or _network(entry.name) != network:
+        return None
+    return Process(int(entry.name), command.replace(b"\0", b" ").decode(errors="replace").strip())
 
 
 def _network(pid: str) -> str | None:
@@ -153,12 +179,23 @@ def _network(pid: str) -> str | None:
 
 def _ps_with(variables: dict[str, str]) -> Iterator[Process]:
     wanted = [re.compile(rf" {re.escape(f'{name}={value}')}(?= |$)") for name, value in variables.items()]
+    for process, words in _ps():
+        if all(pattern.search(words) for pattern in wanted):
+            yield process
+
+
+def _ps_nonces() -> Iterator[tuple[Process, str]]:
+    for process, words in _ps():
+        if nonce := re.search(rf" {NONCE_VARIABLE}=(\S+)", words):
+            yield process, nonce[1]
+
+
+def _ps() -> Iterator[tuple[Process, str]]:
+    """Each process, and its command with its environment, a blank before each word."""
     for line in _tool("ps", "-axEww", "-o", "pid=,stat=,command=").splitlines():
         words = line.split(None, 2)
-        if len(words) != 3 or words[1].startswith("Z"):
-            continue
-        if all(pattern.search(" " + words[2]) for pattern in wanted):
-            yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0])
+        if len(words) == 3 and not words[1].startswith("Z"):
+            yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0]), " " + words[2]
 
 
 def _tool(*command: str) -> str:

@@ -1,8 +1,9 @@
 """Whether this node has its addresses, and whether it reaches the others on theirs.
 
-`python -m worker.looks.addresses own IP…` prints `own`: IP → null, or why no rank could listen there.
-`python -m worker.looks.addresses listen SECONDS IP…` prints `listening`: IP → port, and accepts for that long.
-`python -m worker.looks.addresses reach IP:PORT…` prints `reach`: IP:PORT → null, or why it cannot be reached.
+`python -m worker.looks.addresses own IP…` prints `problems`: null, or why no rank could listen there.
+`python -m worker.looks.addresses listen SECONDS IP…` prints `listening`, a port on each, and accepts for that long.
+`python -m worker.looks.addresses reach IP:PORT…` prints `problems`: null, or why it cannot be reached.
+All in the order of the question.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import select
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 _CONNECT_LIMIT_S = 3.0
 _LOCAL_NETWORK = 65
@@ -47,8 +49,7 @@ def reach(ip: str, port: int) -> str | None:
 def listen(seconds: float, addresses: list[str]) -> None:
     """Listen on a free port of each address, say which, and accept until the time is over or stdin ends."""
     sockets = [socket.create_server((ip, 0)) for ip in addresses]
-    ports = {ip: listener.getsockname()[1] for ip, listener in zip(addresses, sockets)}  # noqa: B905
-    print(json.dumps({"listening": ports}), flush=True)
+    print(json.dumps({"listening": [listener.getsockname()[1] for listener in sockets]}), flush=True)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         ready, _, _ = select.select([*sockets, sys.stdin], [], [], left)
@@ -59,15 +60,25 @@ def listen(seconds: float, addresses: list[str]) -> None:
                 listener.accept()[0].close()
 
 
+def reach_all(endpoints: list[str]) -> list[str | None]:
+    """`reach` for each IP:PORT, all at once: one that does not answer takes its time."""
+    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
+        return list(pool.map(lambda endpoint: reach(*_split(endpoint)), endpoints))
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    ip, _, port = endpoint.rpartition(":")
+    return ip, int(port)
+
+
 def main(arguments: list[str]) -> None:
-    match arguments[0]:
-        case "own":
-            print(json.dumps({"own": {ip: own(ip) for ip in arguments[1:]}}))
-        case "listen":
-            listen(float(arguments[1]), arguments[2:])
-        case "reach":
-            pairs = [(endpoint, *endpoint.rsplit(":", 1)) for endpoint in arguments[1:]]
-            print(json.dumps({"reach": {endpoint: reach(ip, int(port)) for endpoint, ip, port in pairs}}))
+    verb, *rest = arguments
+    if verb == "own":
+        print(json.dumps({"problems": [own(ip) for ip in rest]}))
+    elif verb == "listen":
+        listen(float(rest[0]), rest[1:])
+    elif verb == "reach":
+        print(json.dumps({"problems": reach_all(rest)}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Reads JSONL files as mlx-lm would and says what it found.
 
 `python -m worker.looks.jsonl KEYS FILE…`, KEYS being `{"prompt": …, "completion": …, "chat": …, "text": …}`, prints
-one JSON object: file → `lines`, `examples` (lines that are not blank: the trainer passes over those), `bytes`,
-`sha256`, `form`, and `faults` as `[[line number from 1, what is wrong], …]`, at most 50, of `fault_count`; or, of a
-file that cannot be read, `problem` and whether it is `absent`.
+`files`, in the order of the question, each `lines`, `examples` (lines that are not blank: the trainer passes over
+those), `sha256`, `form`, and `faults` as `[[line number from 1, what is wrong], …]`, at most 50, of `fault_count`; or,
+of one that cannot be read, `problem` and whether it is `absent`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .near import near
+from .parent import end_with_parent
 
 FAULT_LIMIT = 50
 
@@ -58,12 +59,12 @@ def read(path: Path, keys: dict[str, str]) -> dict[str, Any]:
     """Every line of `path`."""
     digest = hashlib.sha256()
     faults: list[tuple[int, str]] = []
-    lines = examples = size = fault_count = 0
+    lines = examples = fault_count = 0
     form: str | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             digest.update(line)
-            lines, size = number, size + len(line)
+            lines = number
             if not line.strip():
                 continue
             examples += 1
@@ -87,7 +88,6 @@ def read(path: Path, keys: dict[str, str]) -> dict[str, Any]:
     return {
         "lines": lines,
         "examples": examples,
-        "bytes": size,
         "sha256": digest.hexdigest(),
         "form": form,
         "faults": faults,
@@ -108,4 +108,5 @@ def look(path: Path, keys: dict[str, str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({file: look(Path(file), json.loads(sys.argv[1])) for file in sys.argv[2:]}))
+    end_with_parent()
+    print(json.dumps({"files": [look(Path(file), json.loads(sys.argv[1])) for file in sys.argv[2:]]}))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .near import near
+from .parent import end_with_parent
 
 CONFIGURATION = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -69,8 +70,13 @@ def _shard_faults(directory: Path, present: set[str]) -> list[str]:
 def _sha256(path: Path) -> str:
     if path.stat().st_size > HASHED_LIMIT:
         return f"{path.stat().st_size} bytes"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":
+    end_with_parent()
     print(json.dumps(read(Path(sys.argv[1]))))

@@ -1,7 +1,7 @@
 """Asks who holds the ports that ranks are to listen on: `python -m worker.looks.ports IP:PORT…`.
 
-Prints `ports`: IP:PORT → null when it is free, else `holder` in words, its `pid` and whether it is an `orphan`: a
-process with a run's nonce.
+Prints `ports`, in the order of the question: null when it is free, else `holder` in words, its `pid` and whether it is
+an `orphan`: a process with a run's nonce.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ def _said(*argv: str) -> str:
 
 
 def _document(endpoints: list[str]) -> dict[str, Any]:
-    pairs = [(endpoint, *endpoint.rsplit(":", 1)) for endpoint in endpoints]
-    return {"ports": {endpoint: look(ip, int(port)) for endpoint, ip, port in pairs}}
+    return {"ports": [look(ip, int(port)) for ip, port in (endpoint.rsplit(":", 1) for endpoint in endpoints)]}
 
 
 if __name__ == "__main__":

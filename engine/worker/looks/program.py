@@ -1,13 +1,12 @@
 """Looks for a job's own program where its rank would: `python -m worker.looks.program WORKDIR PYTHON COMMAND…`.
 
-Prints `program`, and `fault` and `fix` where it cannot be run.
+Prints `program`, what would be run; or its `fault`, with a folder to `make` or a file to `permit` the execution of.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ PYTHON_NAMES = ("python", "python3")
 
 
 def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, str | None]:
-    """Where the command's program lies, what is wrong with it or its script, and a fix."""
+    """Where the command's program lies, or what is wrong with it or its script."""
     if not workdir.is_dir():
-        return _fault(f"workdir {workdir} is not there{near(workdir)}", f"mkdir -p {shlex.quote(str(workdir))}")
+        return _fault(f"workdir {workdir} is not there{near(workdir)}", make=str(workdir))
     # The keeper's own words for what differs from node to node.
     here = {"{workdir}": str(workdir), "{python}": python}
     command = [here.get(word, word.replace("{workdir}", str(workdir))) for word in command]
@@ -37,19 +36,19 @@ def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, str 
     if not program.is_file():
         return _fault(f"{program} is not there{near(program)}")
     if not os.access(program, os.X_OK):
-        return _fault(f"{program} may not be executed", f"chmod +x {shlex.quote(str(program))}")
+        return _fault(f"{program} may not be executed", permit=str(program))
     if first in PYTHON_NAMES or program.name.startswith("python"):
         script = next((word for word in command[1:] if not word.startswith("-")), None)
         if script and script.endswith(".py"):
             path = workdir / Path(script).expanduser()
             if not path.is_file():
                 return _fault(f"{path} is not there{near(path)}")
-            return {"program": f"{program} {path}", "fault": None, "fix": None}
-    return {"program": str(program), "fault": None, "fix": None}
+            return {"program": f"{program} {path}", "fault": None}
+    return {"program": str(program), "fault": None}
 
 
-def _fault(what: str, fix: str | None = None) -> dict[str, str | None]:
-    return {"program": None, "fault": what, "fix": fix}
+def _fault(what: str, *, make: str | None = None, permit: str | None = None) -> dict[str, str | None]:
+    return {"program": None, "fault": what, "make": make, "permit": permit}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from engine.config.models import FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import gradient as check
-from engine.preflight.process import Finished
+from engine.preflight.all_sum import Summed
 from engine.worker.processes import with_nonce
 from engine.worker.wire import AllSumResult
 from tests.unit.preflight.conftest import flight, looked
@@ -58,28 +58,33 @@ async def test_cancelling_ends_the_ring(config: FlightConfig, home: Path, monkey
     assert with_nonce(nonce) == []
 
 
-QUIET = Finished(0, "", "")
-
-
 def measured(rank: int, size: int, *, exact: bool = True) -> AllSumResult:
     return AllSumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
+def found(*results: AllSumResult | None, left: str = "", **codes: int) -> Summed:
+    """What has become of two ranks; `rank1=-9` is how rank 1 has ended."""
+    ends = {int(name.removeprefix("rank")): code for name, code in codes.items()}
+    return Summed(dict(enumerate(results)), {0: "", 1: ""}, ends, left)
+
+
 def test_a_world_that_is_smaller_than_planned_fails(config: FlightConfig) -> None:
-    alone = {rank: measured(rank, 1) for rank in (0, 1)}
-    result = check.judge(config, alone, {0: "", 1: ""}, QUIET)
+    result = check.judge(config, found(measured(0, 1), measured(1, 1)))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, "node0"))
     assert "a group of 1 where 2 are planned" in result.summary
 
 
 def test_an_inexact_sum_fails_though_it_is_fast(config: FlightConfig) -> None:
-    results = {0: measured(0, 2), 1: measured(1, 2, exact=False)}
-    result = check.judge(config, results, {0: "", 1: ""}, QUIET)
+    result = check.judge(config, found(measured(0, 2), measured(1, 2, exact=False)))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
 
 
 def test_a_lost_peer_is_a_consequence(config: FlightConfig) -> None:
-    results = {0: AllSumResult(0, error="RuntimeError: [ring] connection to a peer was lost"), 1: None}
-    killed = Finished(0, "", "[WARN] Node with rank 1 exited with code -9")
-    result = check.judge(config, results, {0: "", 1: ""}, killed)
+    lost = AllSumResult(0, error="RuntimeError: [ring] connection to a peer was lost")
+    result = check.judge(config, found(lost, None, rank1=-9))
     assert (result.blames, "ended with -9" in result.summary) == ((1, "node1"), True)
+
+
+def test_what_could_not_be_ended_fails_a_sum_that_was_exact(config: FlightConfig) -> None:
+    result = check.judge(config, found(measured(0, 2), measured(1, 2), left="on node1 is left: python"))
+    assert (result.status, "on node1 is left" in result.summary) == (CheckStatus.FAIL, True)

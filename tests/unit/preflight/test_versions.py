@@ -10,7 +10,8 @@ import pytest
 
 from engine.models import CheckStatus
 from engine.preflight import versions as check
-from engine.preflight.versions import Interpreter, judge
+from engine.preflight.interpreter import Interpreter
+from engine.preflight.versions import judge
 from tests.unit.preflight.conftest import flight, looked
 
 
@@ -65,7 +66,7 @@ async def test_a_program_that_is_no_python_is_not_believed(model: Path, data: Pa
     [("0.32.0", False), ("0.31.9", False), ("0.32.1", True), ("0.32.1.dev20260101+abc", True), ("1.0", True)],
 )
 def test_mlx_must_be_new_enough(model: Path, data: Path, tmp_path: Path, mlx: str, accepted: bool) -> None:
-    seen = Interpreter("3.11.9", mlx, "0.32.2", ring=True)
+    seen = Interpreter("3.11.9", mlx, "0.32.2", backends=("ring",))
     result = judge(flight(model, data, tmp_path), {"node0": seen, "node1": seen})
     assert (result.status is CheckStatus.PASS) is accepted
     if not accepted:
@@ -73,14 +74,14 @@ def test_mlx_must_be_new_enough(model: Path, data: Path, tmp_path: Path, mlx: st
 
 
 def test_a_build_without_the_ring_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    seen = Interpreter("3.11.9", "0.32.4", "0.32.2", ring=False)
+    seen = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=())
     result = judge(flight(model, data, tmp_path), {"node0": seen, "node1": seen})
     assert "no ring backend" in result.summary
 
 
 def test_another_python_is_a_difference_too(model: Path, data: Path, tmp_path: Path) -> None:
-    first = Interpreter("3.11.9", "0.32.4", "0.32.2", ring=True)
-    second = Interpreter("3.12.1", "0.32.4", "0.32.2", ring=True)
+    first = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=("ring",))
+    second = Interpreter("3.12.1", "0.32.4", "0.32.2", backends=("ring",))
     result = judge(flight(model, data, tmp_path), {"node0": first, "node1": second})
     assert result.blames == (1, "node1")
     assert "python 3.12.1, rank 0 has 3.11.9" in result.summary

@@ -1,0 +1,62 @@
+"""Commands that mend what a check has found, as a person can paste them on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from engine.config.models import FlightConfig, NodeConfig
+from engine.security.hosts import SshTarget
+from engine.transport.base import in_home, quoted
+
+_FROM_PROFILE = ("uv ", "hf ")
+"""What a login shell alone may find: on a Mac its profile names the folders of Homebrew and of uv."""
+
+
+def pasted(config: FlightConfig, fixes: Mapping[str, str]) -> str | None:
+    """All of `fixes` (node → command to be run there) as one line for this machine's shell, each host's once."""
+    lines = [_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes]
+    return " && ".join(dict.fromkeys(lines)) or None
+
+
+def copies(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
+    """What brings all files of a folder of `source` to those of `targets`, as one line for this machine's shell.
+    `folders` has each node's own path of it; a host's folder is written once."""
+    theirs = {(node.ssh, folders[node.name]): node for node in targets}
+    theirs.pop((source.ssh, folders[source.name]), None)
+    lines = [_copy(source, folders[source.name], node, folder) for (_, folder), node in theirs.items()]
+    return " && ".join(lines) or None
+
+
+def _copy(source: NodeConfig, there: str, target: NodeConfig, here: str) -> str:
+    make = f"mkdir -p {quoted(here)}"
+    if source.local and target.local:
+        return f"{make} && cp -R {quoted(there)}/* {quoted(here)}/"
+    # From one node to another through this machine: they need not know each other.
+    copy = "scp -r" if source.local or target.local else "scp -3 -r"
+    return f"{_on(target, make)} && {copy} {_place(source, there, '/*')} {_place(target, here, '/')}"
+
+
+def _on(node: NodeConfig, command: str) -> str:
+    if node.local:
+        return command
+    if command.startswith(_FROM_PROFILE):
+        command = f'"$SHELL" -lc {shlex.quote(command)}'
+    return f"ssh {SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
+
+
+def _place(node: NodeConfig, folder: str, files: str) -> str:
+    """A folder, and which of its files, as scp takes them. A path in the home is one without a folder before it."""
+    if node.local:
+        return quoted(folder) + files
+    target = SshTarget.parse(node.ssh)
+    inside = in_home(folder)
+    path = (inside if inside is not None else str(PurePosixPath(folder))) or "."
+    if target.port is not None:
+        return shlex.quote(f"{_scheme(target)}/{path}{files}")
+    return shlex.quote(f"{target.openssh}:{path}{files}")
+
+
+def _scheme(target: SshTarget) -> str:
+    return "scp" + target.openssh.removeprefix("ssh")
