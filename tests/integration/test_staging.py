@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import stat
 from pathlib import Path, PurePosixPath
@@ -110,6 +111,9 @@ async def test_a_full_disk_says_node_path_and_what_to_do(cluster: Cluster, fleet
         await prepare(fleet, on(cluster, "ana", "dov"))
     assert "dov1" in str(raised.value) and ".flightdeck" in str(raised.value)
     assert "kB are free on its disk" in raised.value.why and raised.value.todo == "make room there"
+    with pytest.raises(OSError) as full:
+        await fleet.to(on(cluster, "dov")[0]).put(PurePosixPath("~/big"), bytes(200_000))
+    assert full.value.errno == errno.ENOSPC
     dov.free_disk()
     await prepare(fleet, on(cluster, "dov"))
 

@@ -15,6 +15,7 @@ from engine.transport.local import LocalTransport
 from tests.ssh.bench import Bench, Sshd
 
 CONTENT = os.urandom(700_000)
+SFTP_SERVERS = [Path("/usr/lib/openssh/sftp-server"), Path("/usr/libexec/sftp-server")]
 
 
 @pytest.fixture
@@ -148,3 +149,24 @@ async def test_an_exchange_takes_a_measurable_time_over_ssh_and_none_here(bench:
     assert seconds is not None
     assert 0 < seconds < 1
     assert await LocalTransport().round_trip_s() is None
+
+
+@pytest.mark.parametrize("subsystem", ["other /bin/false", "sftp /bin/false"])
+async def test_an_sshd_without_sftp_says_so_and_runs_commands(bench: Bench, subsystem: str) -> None:
+    transport = bench.to(bench.sshd(Subsystem=subsystem))
+    with pytest.raises(NodeUnreachable, match="no files can be sent") as told:
+        await transport.read_from(PurePosixPath("~/x"), 0, 1)
+    assert "Subsystem sftp internal-sftp" in told.value.todo
+    assert (await transport.run(["true"], timeout_s=10)).code == 0
+
+
+async def test_a_login_shell_that_talks_into_the_files_is_named(bench: Bench) -> None:
+    """A Mac's sshd has the login shell start its sftp-server."""
+    server = next(path for path in SFTP_SERVERS if path.exists())
+    sshd = bench.sshd(Subsystem=f"sftp {server}")
+    transport = bench.to(sshd)
+    await transport.put(PurePosixPath(sshd.home / "x"), b"x")
+    (sshd.home / ".bashrc").write_text("echo 'Welcome to this Mac'\n")
+    with pytest.raises(NodeUnreachable, match="no files can be sent") as told:
+        await bench.to(sshd).read_from(PurePosixPath("~/x"), 0, 1)
+    assert "start-up file" in told.value.todo

@@ -47,6 +47,15 @@ def lost(where: str, why: str) -> NodeUnreachable:
     return NodeUnreachable("connection lost", where=where, why=plain(why, WORDS))
 
 
+def no_files(where: str, error: asyncssh.Error | OSError | ValueError) -> NodeUnreachable:
+    """Commands go there, and files do not."""
+    why, todo = plain(str(error), WORDS), "its sshd_config needs a line as `Subsystem sftp internal-sftp`"
+    if isinstance(error, asyncssh.SFTPBadMessage):
+        # Everywhere but with internal-sftp it is the login shell that starts it.
+        todo = "a start-up file of the shell there prints something: let it do so only for a terminal, [ -t 1 ]"
+    return NodeUnreachable("no files can be sent: it gives no SFTP", where=where, why=why, todo=todo)
+
+
 def silent(where: str) -> NodeUnreachable:
     """A node that says nothing for the connect timeout."""
     return told(TimeoutError(), where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import secrets
 from collections.abc import Coroutine, Iterator
 from pathlib import PurePath
@@ -57,6 +58,10 @@ async def put(sftp: asyncssh.SFTPClient, path: PurePath, content: bytes, mode: i
     try:
         await _write(sftp, temporary, content, mode)
         await sftp.posix_rename(temporary, name)
+    except asyncssh.SFTPFailure as error:
+        full = await _is_full(sftp, name, len(content))
+        await _cleared(sftp.remove(temporary))
+        raise (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) if full else error) from error
     except BaseException:
         await _cleared(sftp.remove(temporary))
         raise
@@ -108,6 +113,14 @@ def _name(path: PurePath) -> str:
 def _beside(name: str) -> str:
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}.{last}.{secrets.token_hex(4)}"
+
+
+async def _is_full(sftp: asyncssh.SFTPClient, name: str, size: int) -> bool:
+    """Whether so many bytes more find no room beside `name`: OpenSSH says "Failure" of that, too."""
+    with contextlib.suppress(asyncssh.Error, OSError):
+        disk = await sftp.statvfs(name.rpartition("/")[0] or ("/" if name.startswith("/") else "."))
+        return disk.bavail * disk.frsize <= size
+    return False
 
 
 async def _cleared(removal: Coroutine[Any, Any, None]) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import asyncssh
+from asyncssh.constants import OPEN_REQUEST_SESSION_FAILED
 
 from engine.transport.openssh import CONNECT_TIMEOUT_S
 from engine.transport.ssh.dial import Dialled
-from engine.transport.ssh.faults import FAULTS, lost, silent, told
+from engine.transport.ssh.faults import FAULTS, lost, no_files, silent
 
 SESSIONS = 9
 """On one connection: OpenSSH's MaxSessions is 10, and one is kept for ending what the others do."""
@@ -98,9 +99,11 @@ class Line:
         except asyncssh.ChannelOpenError as error:
             if connection.is_closed():
                 raise LostBefore(str(error)) from error
+            if error.code == OPEN_REQUEST_SESSION_FAILED:
+                raise no_files(self.where, error) from error
             self._limit, self._limit_until = max(1, self.used - 1), self.clock() + _BELIEVED_S
             raise Refused(error.reason) from error
         except FAULTS as error:
             if connection.is_closed():
                 raise LostBefore(str(error)) from error
-            raise told(error, self.where) from error
+            raise no_files(self.where, error) from error
