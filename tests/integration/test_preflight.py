@@ -68,6 +68,11 @@ def furnish(node: Node) -> None:
         node.write(f"~/data/{name}.jsonl", LINES)
 
 
+def runs_of(node: Node) -> str:
+    """The folders of runs there; other tests have left theirs."""
+    return node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout
+
+
 async def looked(look: Look, config: FlightConfig, fleet: Fleet) -> CheckResult:
     scene = Scene(config, fleet)
     try:
@@ -89,11 +94,12 @@ async def test_what_is_there_and_alike_on_all_nodes_passes(cluster: Cluster, fle
 
 
 async def test_a_real_sum_over_four_homes_leaves_nothing_on_any_node(cluster: Cluster, fleet: Fleet) -> None:
+    before = [runs_of(node) for node in cluster.nodes]
     result = await looked(gradient.look, config_of(cluster), fleet)
     assert result.status is CheckStatus.PASS, result
     assert result.summary.startswith("4 ranks, exact")
+    assert [runs_of(node) for node in cluster.nodes] == before
     for node in cluster.nodes:
-        assert node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout == ""
         assert [process for process in node.processes() if "worker" in process.command] == []
 
 
