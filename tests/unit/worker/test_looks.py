@@ -1,0 +1,149 @@
+"""The looks on a node, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.worker.looks import addresses, model
+from engine.worker.processes import start_time
+from engine.worker.wire import NONCE_ENV
+from tests.unit.worker.waiting import wait_until
+
+NONCE = f"nonce-of-a-lease-{os.getpid()}"
+"""Of this process of pytest's: another must not end what is held here."""
+
+
+@contextmanager
+def rank(nonce: str = NONCE, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is deaf to everything but KILL."""
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    environment = {**os.environ, NONCE_ENV: nonce}
+    with subprocess.Popen([sys.executable, "-c", script, *words], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def lease(seconds: float, *folders: Path) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "engine.worker.looks.lease", NONCE, str(seconds), *map(str, folders)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"held": True}
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def folder(tmp_path: Path, name: str) -> Path:
+    made = tmp_path / name
+    (made / "attempts").mkdir(parents=True)
+    return made
+
+
+def test_a_lease_that_is_given_back_ends_what_it_held_and_says_so(tmp_path: Path) -> None:
+    mine, another = folder(tmp_path, "preflight-1"), folder(tmp_path, "a-run")
+    with rank() as held, rank("another") as free, lease(60, mine, another) as holder:
+        said, _ = holder.communicate("\n\nend\n", timeout=20)
+        assert json.loads(said) == {"left": []}
+        assert held.wait(5) == -signal.SIGKILL
+        assert start_time(free.pid) is not None
+        assert (mine.exists(), another.exists()) == (False, True)
+
+
+def test_the_end_of_the_head_is_the_end_of_what_it_held(tmp_path: Path) -> None:
+    mine = folder(tmp_path, "preflight-1")
+    with rank() as held, lease(60, mine) as holder:
+        assert holder.stdin is not None
+        holder.stdin.close()
+        assert held.wait(10) == -signal.SIGKILL
+        assert holder.wait(10) == 0
+        assert not mine.exists()
+
+
+def test_silence_ends_it_and_signs_of_life_do_not() -> None:
+    with rank() as held, lease(1.0) as holder:
+        assert holder.stdin is not None
+        for _ in range(8):
+            holder.stdin.write("\n")
+            holder.stdin.flush()
+            time.sleep(0.2)
+        assert start_time(held.pid) is not None
+        assert held.wait(10) == -signal.SIGKILL
+
+
+def test_no_signal_but_kill_takes_a_lease_away() -> None:
+    with rank() as held, lease(60) as holder:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            holder.send_signal(number)
+        said, _ = holder.communicate("end", timeout=20)
+        assert json.loads(said) == {"left": []}
+        assert held.wait(5) == -signal.SIGKILL
+
+
+def stale() -> list[dict[str, object]]:
+    done = subprocess.run([sys.executable, "-m", "engine.worker.looks.stale"], capture_output=True, check=True)
+    found: list[dict[str, object]] = json.loads(done.stdout)["stale"]
+    return found
+
+
+def test_what_nobody_watches_is_stale_and_what_a_keeper_watches_is_not() -> None:
+    with rank("left-behind") as alone, rank("watched") as kept, rank("watched", "worker.keeper"):
+        pids = [pid for group in stale() for pid in group["pids"]]  # type: ignore[attr-defined]
+        assert alone.pid in pids
+        assert kept.pid not in pids
+
+
+def test_a_look_ends_with_whoever_asked_for_it() -> None:
+    look = "import time; from engine.worker.looks.parent import end_with_parent as end; end(); print(flush=True)"
+    asker = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {look + '; time.sleep(600)'!r}])"
+    argv = [sys.executable, "-c", asker + "; print(p.pid, flush=True); p.wait()"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as head:
+        assert head.stdout is not None
+        # The look's own line says that it watches by now.
+        pid = max(int(head.stdout.readline().strip() or 0) for _ in range(2))
+        assert start_time(pid) is not None
+        head.kill()
+    wait_until(lambda: start_time(pid) is None, within_s=5)
+
+
+def test_addresses_that_answer_and_that_do_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        open_, shut = (f"127.0.0.1:{each.getsockname()[1]}" for each in (listener, closed))
+        assert addresses.reach_all([open_, shut]) == [None, "Connection refused"]
+    assert addresses.own("127.0.0.1") is None
+    assert "is not an address of this machine" in (addresses.own("192.0.2.1") or "")
+
+
+def test_an_address_is_listened_on_until_stdin_ends() -> None:
+    argv = [sys.executable, "-m", "engine.worker.looks.addresses", "listen", "60", "127.0.0.1"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        (port,) = json.loads(process.stdout.readline())["listening"]
+        assert addresses.reach("127.0.0.1", port) is None
+        process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert addresses.reach("127.0.0.1", port) is not None
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"model_type": ["x"]}', "[" * 100_000, '"\\ud800"'])
+def test_a_model_whose_configuration_is_anything_is_looked_at_all_the_same(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    json.dumps(model.read(tmp_path))
