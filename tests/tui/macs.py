@@ -19,7 +19,7 @@ from engine.models import (
 from tests.tui.fake_engine import ago
 
 NAMES = ("ultra", "max", "mini", "air")
-CHIPS = (("Apple M3 Ultra", 80, 512), ("Apple M4 Max", 40, 128), ("Apple M4 Pro", 20, 64), ("Apple M4", 10, 32))
+CHIPS = (("Apple M3 Ultra", 80, 512), ("Apple M4 Max", 40, 128), ("Apple M4 Pro", 20, 64), ("Apple M4 Pro", 16, 48))
 OFFER = HostKeyOffer(
     target="cyd@mini.local",
     key="ssh-ed25519 AAAAC3NzaC1l",
@@ -75,7 +75,10 @@ def facts(
     """Of that many Macs joined by these cables, a mesh if nothing is said; RDMA on and active wherever there is one."""
     joined = mesh(count) if cables is None else list(cables)
     ports: list[list[ThunderboltPort]] = [[] for _ in range(count)]
-    for a, b in joined:
+    addresses: list[list[str]] = [[] for _ in range(count)]
+    for cable, (a, b) in enumerate(joined):
+        addresses[a].append(f"192.168.{cable}.1/30")
+        addresses[b].append(f"192.168.{cable}.2/30")
         here, there = (f"{node}-{len(ports[node])}" for node in (a, b))
         for node, own, peer in ((a, here, there), (b, there, here)):
             number = len(ports[node])
@@ -87,19 +90,21 @@ def facts(
         ports[0].append(
             ThunderboltPort(domain_uuid="0-x", receptacle="6", device="en8", peer_uuid="?", peer_name="guest")
         )
-    return [_facts(number, name, user, ports[number], old_s)
+    return [_facts(number, name, user, (ports[number], addresses[number]), old_s)
             for number, (name, user) in enumerate(zip(names(count), _users(count), strict=True))]  # fmt: skip
 
 
-def _facts(number: int, name: str, user: str, ports: Sequence[ThunderboltPort], old_s: float) -> NodeFacts:
+def _facts(
+    number: int, name: str, user: str, linked: tuple[list[ThunderboltPort], list[str]], old_s: float
+) -> NodeFacts:
+    ports, addresses = linked
     chip, gpu_cores, memory = CHIPS[number % len(CHIPS)]
     cabled = [port for port in ports if port.peer_uuid is not None]
     lan = Interface(name="en0", ipv4=(f"10.0.0.{number + 11}/24",), active=True, port_name="Ethernet")
     links = [
-        Interface(name=port.device or "", ipv4=(f"192.168.{number}.{4 * place + 1}/30",), active=True,
-                  port_name=f"Thunderbolt {port.receptacle}")
-        for place, port in enumerate(cabled)
-    ]  # fmt: skip
+        Interface(name=port.device or "", ipv4=(address,), active=True, port_name=f"Thunderbolt {port.receptacle}")
+        for port, address in zip(ports, addresses, strict=False)
+    ]
     return NodeFacts(
         node=name, host=f"{user}@{name}.local", probed_at=ago(old_s), hostname=f"{name}.local", user=user,
         home=f"/Users/{user}", os="macOS 26.4.1 (25E253)", system="Darwin", os_version="26.4.1", os_build="25E253",
@@ -137,8 +142,8 @@ def telemetry(count: int = 4, *, run: str = "demo-0314-140130", old_s: float = 1
     return [
         NodeTelemetry(
             node=name, at=ago(old_s), cpu_use=0.12, gpu_use=0.97 - number * 0.02, gpu_mhz=1398,
-            memory_used_bytes=CHIPS[number % 4][2] * 10**9 // 2, swap_used_bytes=0, power_w=142.0 - 20 * number,
-            gpu_power_w=96.5, cpu_temperature_c=58.0, gpu_temperature_c=71.0 + number, thermal="nominal",
+            memory_used_bytes=CHIPS[number % 4][2] * 10**9 // 2, swap_used_bytes=0, power_w=142.0 - 20 * (number % 4),
+            gpu_power_w=96.5, cpu_temperature_c=58.0, gpu_temperature_c=71.0 + number % 4, thermal="nominal",
             ranks=(RankUse(run_id=run, rank=number, rss_bytes=19_800_000_000),), source="macmon",
         )
         for number, name in enumerate(names(count))

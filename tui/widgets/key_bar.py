@@ -5,16 +5,16 @@ from __future__ import annotations
 from textual.content import Content
 from textual.events import Click
 from textual.message import Message
-from textual.widgets import Static
 
 from tui.actions import Action, bar, label
 from tui.glyphs import DISABLED
 from tui.state import DeckState
+from tui.widgets.text import Text
 
 GAP = 3
 
 
-class KeyBar(Static):
+class KeyBar(Text):
     """Made from the action table; a click does what its key does."""
 
     class Pressed(Message):
@@ -25,7 +25,7 @@ class KeyBar(Static):
             self.action = action
 
     def __init__(self) -> None:
-        super().__init__("", id="keys", markup=False)
+        super().__init__(id="keys")
         self._spans: list[tuple[int, int, Action]] = []
 
     def show(self, state: DeckState) -> None:
@@ -46,7 +46,7 @@ class KeyBar(Static):
             self._spans.append((place, place + part.cell_length, action))
             place += part.cell_length + gap
             parts.append(part)
-        self.update(Content(" " * gap).join(parts))
+        self.put(Content(" " * gap).join(parts))
 
     def on_click(self, event: Click) -> None:
         for start, stop, action in self._spans:

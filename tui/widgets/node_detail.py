@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
-from tui.formatting import size
+from tui.formatting import age, size
 from tui.glyphs import MUTED, STALE, WARN
 from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 from tui.widgets import node_state
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from engine.events import RankStatus
     from engine.models import Interface, NodeFacts, NodeTelemetry, ThunderboltPort
 
-WIDE: Final = 132
-"""From this width on the node and the topology stand side by side."""
-GUTTER: Final = 3
 REASONS: Final = 8
 """Addresses of more ranks than this are counted, not listed."""
 
@@ -28,16 +25,12 @@ Pairs = list[tuple[str, str | None]]
 
 
 def detail(state: DeckState, node: str, width: int) -> Content:
-    """All that is known of one node, what is not, and how the nodes are joined."""
-    if width < WIDE:
-        return Content("\n").join([*_node(state, node, width), Content(""), *joined(state, width)])
-    left = (width - GUTTER) * 48 // 100
-    right = width - GUTTER - left
-    return _beside(_lines(_node(state, node, left)), _lines(joined(state, right)), left)
+    """All that is known of one node, and what is not."""
+    return Content("\n").join(_node(state, node, width))
 
 
-def joined(state: DeckState, width: int) -> list[Content]:
-    """The topology drawn, and the wiring with its reasons."""
+def joined(state: DeckState, width: int) -> Content:
+    """How the nodes are joined: the topology drawn, and the wiring with its reasons."""
     topology, nodes = state.topology, node_state.node_names(state)
     lines = [Content.styled("topology", "bold")]
     drawn = draw(topology, width, state.glyphs) if topology is not None else []
@@ -47,7 +40,7 @@ def joined(state: DeckState, width: int) -> list[Content]:
         lines += [Content(""), *map(Content, drawn)]
     elif nodes:
         lines += [Content(line) for line in ring(nodes, state.backend or "?", width, state.glyphs)]
-    return [*lines, Content(""), *_wiring(state, width)]
+    return Content("\n").join([*lines, Content(""), *_wiring(state, width)])
 
 
 def _wiring(state: DeckState, width: int) -> list[Content]:
@@ -75,7 +68,7 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
     glyph, word = node_state.condition(state, node, rank, versions)
     lines: list[Content] = [Content.assemble((node, "bold"), "  ", state.glyphs.state(glyph, word))]
     if (link := node_state.away(state, rank)) is not None:
-        told = f"{link.condition} since {state.ago(link.since)}" + (f": {link.why}" if link.why else "")
+        told = f"{link.condition} for {age(link.since, state.now)}" + (f": {link.why}" if link.why else "")
         lines.append(pair("supervisor", told, width, style="$error"))
     if facts is None:
         lines.append(Content.styled("not probed yet: r probes", MUTED))
@@ -162,7 +155,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
 def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -> list[Content]:
     """The probe's facts in groups; the labels of those that nobody measured go to `unknown`."""
     stale = state.age_s(facts.probed_at) > FACTS_LIMIT_S
-    age = state.ago(facts.probed_at)
+    seen = state.ago(facts.probed_at)
     groups: list[tuple[str, Pairs]] = [
         ("machine", _machine(state, facts)),
         ("memory and disk", _room(state, facts)),
@@ -177,14 +170,14 @@ def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -
         if not facts.problem:
             unknown += [label for label, text in pairs if text is None]
         if known:
-            lines += [Content(""), _title(state, f"{title}{state.glyphs.separator}{age}", stale=stale)]
+            lines += [Content(""), _title(state, f"{title}{state.glyphs.separator}{seen}", stale=stale)]
             lines += [pair(label, text, width) for label, text in known]
     return lines
 
 
 def _title(state: DeckState, text: str, *, stale: bool) -> Content:
-    name, _, age = text.partition(state.glyphs.separator)
-    mark = state.glyphs.state(STALE, f"stale, {age}") if stale else Content.styled(age, MUTED)
+    name, _, seen = text.partition(state.glyphs.separator)
+    mark = state.glyphs.state(STALE, f"stale, {seen}") if stale else Content.styled(seen, MUTED)
     return Content.assemble((name, "bold"), "  ", mark)
 
 
@@ -285,21 +278,6 @@ def _rdma(facts: NodeFacts) -> Pairs:
         address = {True: "", False: ", no IPv4 in its GID table: no queue pair comes up", None: ""}[device.ipv4_gid]
         rows.append((device.name, state + address))
     return rows
-
-
-def _lines(parts: list[Content]) -> list[Content]:
-    return [line for part in parts for line in part.split("\n", allow_blank=True)]
-
-
-def _beside(left: list[Content], right: list[Content], width: int) -> Content:
-    """Two columns; the left one `width` cells wide."""
-    blank = Content("")
-    rows = max(len(left), len(right))
-    left, right = left + [blank] * (rows - len(left)), right + [blank] * (rows - len(right))
-    return Content("\n").join(
-        Content.assemble(one.pad_right(max(0, width - one.cell_length)), " " * GUTTER, other)
-        for one, other in zip(left, right, strict=True)
-    )
 
 
 __all__ = ["detail", "joined"]

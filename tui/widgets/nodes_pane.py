@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from textual.app import ComposeResult
-from textual.containers import VerticalScroll
+from textual.containers import Container, VerticalScroll
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.columns import Table
 from tui.widgets.node_cells import NodeRows, heads
-from tui.widgets.node_detail import detail
+from tui.widgets.node_detail import detail, joined
 from tui.widgets.node_state import node_names
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
+from tui.widgets.text import Text
 
 if TYPE_CHECKING:
     from tui.app import FlightDeckApp
+
+
+WIDE: Final = 118
+"""From this room on a node and the topology stand side by side."""
+GUTTER: Final = 3
+TEXT_WIDTH: Final = 100
+"""Of what is copied and saved."""
 
 
 class NodesPane(Pane):
@@ -34,12 +41,15 @@ class NodesPane(Pane):
         super().__init__()
         self._cells = NodeRows()
         self._table = Table()
+        self._drawn: tuple[object, ...] = ()
+        self._joined: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="nodes-head", classes="head", markup=False)
+        yield Text(id="nodes-head", classes="head")
         yield RowList(id="nodes-rows")
-        with VerticalScroll(classes="detail", can_focus=False):
-            yield Static("", id="nodes-detail", markup=False)
+        with VerticalScroll(classes="detail", can_focus=False), Container(id="nodes-parts"):
+            yield Text(id="nodes-detail")
+            yield Text(id="nodes-joined")
 
     def on_row_list_moved(self, event: RowList.Moved) -> None:
         cast("FlightDeckApp", self.app).change(node=event.rows.selected)
@@ -61,23 +71,42 @@ class NodesPane(Pane):
 
     def draw(self, state: DeckState) -> None:
         nodes = node_names(state)
-        head, rows = self.query_one("#nodes-head", Static), self.query_one(RowList)
+        head, rows = self.query_one("#nodes-head", Text), self.query_one(RowList)
         alone = self.full and state.detail
         head.display = rows.display = not alone
         self.set_class(alone, "-alone")
         if not nodes:
             said = "no nodes: there is no configuration" if state.ready else "loading"
-            head.update(Content.styled(said, MUTED))
+            head.put(Content.styled(said, MUTED))
             rows.set_rows([])
-            self.query_one("#nodes-detail", Static).update("")
+            for part in ("#nodes-detail", "#nodes-joined"):
+                self.query_one(part, Text).put(Content(""))
             return
         if not alone:
             shown, none = heads(state, full=self.full), state.glyphs.none
             line, lines = self._table.lay_out(shown, self._cells.of(state, nodes, shown), self.room, none=none)
-            head.update(line)
+            head.put(line)
             rows.set_rows(lines)
         if self.full and state.node in nodes:
-            self.query_one("#nodes-detail", Static).update(detail(state, state.node, self.room - 1))
+            self._draw_detail(state, state.node)
+
+    def _draw_detail(self, state: DeckState, node: str) -> None:
+        """Both parts, each only when something in it has changed: 64 nodes speak, one is looked at."""
+        room = self.room - 1
+        wide = room >= WIDE
+        self.set_class(wide, "-wide")
+        left = (room - GUTTER) * 48 // 100 if wide else room
+        values, facts = state.telemetry.get(node), state.facts.get(node)
+        own: tuple[object, ...] = (node, left, facts, values, state.now, state.snapshot, state.topology, state.glyphs)
+        if not _alike(own, self._drawn):
+            self._drawn = own
+            self.query_one("#nodes-detail", Text).put(detail(state, node, left))
+        right = room - GUTTER - left if wide else room
+        wired = (state.wiring, state.unwired, state.backend)
+        links: tuple[object, ...] = (right, state.topology, *wired, state.probing, state.config, state.glyphs)
+        if not _alike(links, self._joined):
+            self._joined = links
+            self.query_one("#nodes-joined", Text).put(joined(state, right))
 
     def move(self, name: str) -> bool:
         """With one node alone, left and right go to the one before and after; everything else scrolls."""
@@ -97,10 +126,18 @@ class NodesPane(Pane):
         if facts is not None and facts.problem:
             key = facts.host_key.fingerprint if facts.host_key else None
             return key or facts.fix or facts.problem
-        return detail(self.state, self.state.node, 100).plain if self.state.node else self.text()
+        return detail(self.state, self.state.node, TEXT_WIDTH).plain if self.state.node else self.text()
 
     def text(self) -> str:
         nodes, shown = node_names(self.state), heads(self.state, full=True)
         head, rows = Table().lay_out(shown, NodeRows().of(self.state, nodes, shown), 400)
         table = [line.plain.rstrip() for line in (head, *(line for _, line in rows))]
-        return "\n\n".join(["\n".join(table), *(detail(self.state, node, 100).plain for node in nodes)])
+        told = [detail(self.state, node, TEXT_WIDTH) for node in nodes]
+        return "\n\n".join(["\n".join(table), joined(self.state, TEXT_WIDTH).plain, *(part.plain for part in told)])
+
+
+def _alike(now: tuple[object, ...], before: tuple[object, ...]) -> bool:
+    """The same objects: comparing facts field by field costs more than drawing them."""
+    return len(now) == len(before) and all(
+        one is other or (isinstance(one, (int, str)) and one == other) for one, other in zip(now, before, strict=True)
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.formatting import age, duration, loss, plural, rate
 from tui.glyphs import FAIL, MUTED, STALE, STATES, UNKNOWN
 from tui.state import RANK_LIMIT_S, DeckState
 from tui.widgets.columns import justify
 from tui.widgets.node_state import away, node_names
+from tui.widgets.text import Text
 
 if TYPE_CHECKING:
     from engine.events import RunSnapshot
@@ -21,14 +21,15 @@ _NODE_COUNT = 5
 """How dear the number of nodes is, beside the run's facts: dearer than the speed, which the run pane has too."""
 
 
-class RunHeader(Static):
+class RunHeader(Text):
     """One line; the least important parts go first when it is short."""
 
     def __init__(self) -> None:
-        super().__init__("MLX Flight Deck", id="header", markup=False)
+        super().__init__(id="header")
+        self.put(Content("MLX Flight Deck"))
 
     def show(self, state: DeckState) -> None:
-        self.update(header(state, max(20, self.content_size.width)))
+        self.put(header(state, max(20, self.content_size.width)))
 
 
 def header(state: DeckState, width: int) -> Content:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
@@ -13,6 +12,7 @@ from tui.widgets import run_story
 from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
 from tui.widgets.rank_lines import figures, line, own_program, table
+from tui.widgets.text import Text
 
 PLOT_ROWS = 8
 """What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
@@ -28,10 +28,10 @@ class RunPane(Pane, can_focus=True):
     HINTS = ("log_axis", "maximise", "enter")
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="story", markup=False)
+        yield Text(id="story")
         yield LossPlot(id="loss")
-        yield Static("", id="ranks", markup=False)
-        yield Static("", id="figures", markup=False)
+        yield Text(id="ranks")
+        yield Text(id="figures")
 
     @property
     def full(self) -> bool:
@@ -76,9 +76,9 @@ class RunPane(Pane, can_focus=True):
         self._put("#figures", [figures(state, snapshot, self.room)] if has_loss else [])
 
     def _put(self, selector: str, lines: list[Content]) -> None:
-        static = self.query_one(selector, Static)
-        static.display = bool(lines)
-        static.update(Content("\n").join(lines))
+        text = self.query_one(selector, Text)
+        text.display = bool(lines)
+        text.put(Content("\n").join(lines))
 
     def text(self) -> str:
         state, snapshot = self.state, self.state.snapshot

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
-from tui.formatting import duration, plural
+from tui.formatting import age, duration, plural
 from tui.glyphs import MUTED, STATES, UNKNOWN
 from tui.state import DeckState
 from tui.widgets.node_state import away
@@ -151,9 +151,10 @@ def _away(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     for rank in snapshot.ranks:
         link = away(state, rank)
         if link is not None and len(lines) < NAMED:
-            told = f"{link.condition} since {state.ago(link.since)}" + (f": {link.why}" if link.why else "")
-            mark = state.glyphs.state(UNKNOWN, rank.node)
-            lines.append(Content.assemble(mark, f"  rank {rank.rank} ", (told, "$warning")).truncate(width))
+            told = f"rank {rank.rank} on {rank.node}: {link.condition} for {age(link.since, state.now)}"
+            why = f" ({link.why})" if link.why else ""
+            mark = f"{state.glyphs.shape(UNKNOWN)} node" if not lines else ""
+            lines.append(pair(mark, told + why, width, style="$warning"))
     if lines:
         lease = f"{state.config.recovery.lease_s:g} s" if state.config is not None else "its time"
         text = f"a rank trains on while its node is away; its lease ends it after {lease}"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.glyphs import MUTED
 from tui.state import VIEWS, DeckState
+from tui.widgets.text import Text
 
 
-class TabStrip(Static):
+class TabStrip(Text):
     """One line: every view with its number key, the logs behind the run; the current one lit."""
 
     def __init__(self) -> None:
-        super().__init__("", id="tabs", markup=False)
+        super().__init__(id="tabs")
 
     def show(self, state: DeckState) -> None:
         view = "run" if state.view == "dashboard" else state.view
@@ -23,7 +23,7 @@ class TabStrip(Static):
             parts.append(_tab(f"{number} {name}", lit=name == current))
             if name == "run":
                 parts.append(_tab("logs", lit=current == "logs"))
-        self.update(Content(" ").join(parts))
+        self.put(Content(" ").join(parts))
 
 
 def _tab(text: str, *, lit: bool) -> Content:

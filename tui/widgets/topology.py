@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LISTED: Final = 12
 """Cables, pairs or strangers named in words before the rest is counted."""
+DRAWN: Final = 16
+"""Nodes of a drawing that a person can still read."""
 _NAME: Final = 16
 _NARROW_LANE: Final = 2
 """Cells of a cable's lane without room for its interfaces' names."""
@@ -63,6 +65,8 @@ def draw(topology: Topology, width: int, glyphs: Glyphs) -> list[str]:
     """The cables between the boxes, at most `width` cells; in words where there is no room. Empty without any."""
     if not topology.cables:
         return []
+    if len(topology.nodes) > DRAWN:
+        return _listed([_words(cable, glyphs) for cable in topology.cables], LISTED)
     lanes = _lanes(topology)
     label = max(len(name) for cable in topology.cables for name in (cable.a_device or "", cable.b_device or ""))
     for lane in dict.fromkeys((max(label + 2, 4), label + 1, _NARROW_LANE)):

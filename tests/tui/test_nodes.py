@@ -1,0 +1,356 @@
+"""The nodes in the console: seen as they answer, opened, mended, listened to; host keys accepted by a person alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.errors import HostKeyChanged
+from engine.events import NodeCondition
+from engine.models import NodeFacts
+from engine.transport.base import Completed
+from tests.tui import fake_engine as situation
+from tests.tui import macs
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.app import FlightDeckApp
+from tui.screens.confirm import Confirm
+from tui.screens.fixing import Fixing
+from tui.screens.host_key import ChangedKey, UnknownKey
+
+WIDE = (200, 50)
+
+
+@pytest.fixture
+def studio(fake: FakeEngine) -> FakeEngine:
+    """Four Macs, every pair of them cabled."""
+    fake.found = macs.facts()
+    return fake
+
+
+def put(fake: FakeEngine, node: NodeFacts) -> None:
+    """A probe finds the node like this from now on."""
+    fake.found = [node if known.node == node.node else known for known in fake.found]
+
+
+async def test_probing_fills_the_pane_as_the_nodes_answer(studio: FakeEngine) -> None:
+    studio.held = {"mini"}
+    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: situation.NOW)
+    async with app.run_test(size=DASHBOARD) as pilot:
+        console = Console(app, pilot)
+        await console.shows("probing 2/4")
+        assert "▶ probing" in console.screen, "mini and what comes after it have not answered"
+        assert app.state.topology is None
+        studio.held.clear()
+        await console.until(lambda: not app.state.probing and len(app.state.facts) == 4)
+        await console.until(lambda: "probing" not in console.screen)
+        assert app.state.topology is not None and app.state.topology.shape == "mesh"
+
+
+async def test_what_was_seen_last_time_is_shown_at_once_as_old_as_it_is(studio: FakeEngine) -> None:
+    studio.stored, studio.held = macs.facts(old_s=7200), set(macs.NAMES)
+    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: situation.NOW)
+    async with app.run_test(size=DASHBOARD) as pilot:
+        console = Console(app, pilot)
+        await console.shows("2 h")
+        assert console.screen.count("◌ stale") == 4
+        studio.held.clear()
+        await console.until(lambda: "◌ stale" not in console.screen)
+        assert console.screen.count("✓ ok") == 4
+
+
+async def test_telemetry_is_shown_while_it_is_fresh_and_stale_after_its_limit(studio: FakeEngine) -> None:
+    studio.values = [*macs.telemetry()[:3], *macs.telemetry(old_s=60)[3:]]
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1")
+        await console.shows("142 W")
+        ultra, *_, air = (line for line in console.screen.splitlines() if "✓ ok   Apple M" in line)
+        assert "97%" in ultra and "71 °C" in ultra and "256/512 GB" in ultra
+        assert "W" not in air.split() and "1 min" in air and "18.0/48.0 GB" in air, (
+            "what the probe saw, not old telemetry"
+        )
+
+
+async def test_telemetry_is_on_while_the_nodes_are_seen_or_a_run_goes_on_and_off_otherwise(
+    studio: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tui.app.LINGER_S", 0.0)
+    async with opened(studio, size=SMALL, config=macs.configuration()) as console:
+        await console.until(lambda: studio.listeners == 0, "no nodes on a small screen's first view")
+        await console.press("1")
+        await console.until(lambda: studio.listeners == 1, "telemetry in the nodes' view")
+        await console.press("2")
+        await console.until(lambda: studio.listeners == 0, "telemetry ended")
+        studio.add(situation.running())
+        await console.until(lambda: studio.listeners == 1, "telemetry for the run")
+    assert studio.listeners == 0 and studio.closed
+
+
+async def test_a_frozen_display_holds_telemetry_and_shows_the_newest_when_it_thaws(studio: FakeEngine) -> None:
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1", "space")
+        await console.shows("FROZEN")
+        console.app.heard({value.node: value for value in macs.telemetry()})
+        await console.pilot.pause()
+        assert "142 W" not in console.screen
+        await console.press("space")
+        await console.shows("142 W")
+
+
+async def test_enter_opens_the_view_then_the_node_and_escape_goes_back(studio: FakeEngine) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        await console.press(*["shift+tab"] * 4)
+        assert console.app.state.pane == "nodes"
+        await console.press("enter")
+        assert console.app.state.view == "nodes" and not console.app.state.detail
+        await console.press("j", "enter")
+        await console.shows("1 nodes · max")
+        for text in ("bea@max.local", "macOS 26.4.1 (25E253)", "Apple M4 Max", "12 of them performance cores"):
+            assert text in console.screen
+        await console.press("l")
+        await console.shows("1 nodes · mini")
+        await console.press("G")
+        await console.until(lambda: "rank 0" in console.screen, "the wiring at the end")
+        await console.press("escape")
+        await console.until(lambda: "1 nodes · mini" not in console.screen)
+        assert console.app.state.node == "mini" and console.app.state.view == "nodes"
+        await console.press("escape")
+        assert console.app.state.view == "dashboard"
+
+
+async def test_the_detail_has_the_cables_the_wiring_and_who_is_at_the_other_end(studio: FakeEngine) -> None:
+    studio.found = macs.facts(stranger=True)
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1", "enter")
+        for text in (
+            "mesh: every pair is cabled",
+            "│ ultra ├──┬",
+            "max en3, Up to 80 Gb/s",
+            "guest, no node of this cluster",
+            "ultra en8: guest",
+            "rdma_en3",
+            "every pair of the 4 Macs is cabled, and RDMA is on everywhere",
+        ):
+            await console.shows(text)
+
+
+async def test_pairs_without_a_cable_are_named(studio: FakeEngine) -> None:
+    studio.found = macs.facts(4, [(0, 1), (1, 2), (2, 3)])
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1")
+        await console.shows("incomplete: 3 of 6 pairs have no cable")
+        await console.shows("ultra–mini, ultra–air, max–air")
+
+
+async def test_a_backend_that_is_not_possible_says_why(studio: FakeEngine) -> None:
+    studio.found = macs.facts(4, [(0, 1)])
+    async with opened(studio, size=WIDE, config=macs.configuration(backend="jaccl")) as console:
+        await console.press("1")
+        await console.shows("jaccl is not possible")
+
+
+async def test_an_unknown_host_key_is_accepted_only_by_a_person_who_has_compared_it(studio: FakeEngine) -> None:
+    well = studio.found[2]
+    put(studio, macs.unknown_key(well))
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1", "j", "j")
+        await console.shows("? key unknown")
+        await console.press("x")
+        dialog = console.app.screen
+        assert isinstance(dialog, UnknownKey)
+        assert macs.OFFER.fingerprint in dialog.body.replace("\n", "").replace(" ", "")
+        assert "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub" in dialog.body
+        assert console.app.focused is not None and console.app.focused.id == "cancel"
+        await console.press("enter")
+        assert console.on_deck and studio.accepted == []
+        await console.press("x", "right")
+        put(studio, well)
+        await console.press("enter")
+        await console.until(lambda: console.app.state.facts["mini"].problem is None, "the probe after it")
+        assert studio.accepted == [macs.OFFER]
+        await console.until(lambda: "? key unknown" not in console.screen)
+
+
+async def test_a_key_that_has_become_another_meanwhile_is_not_accepted(studio: FakeEngine) -> None:
+    put(studio, macs.unknown_key(studio.found[2]))
+    studio.refusal = HostKeyChanged(
+        "the host key is not the one that was accepted", expected="SHA256:a", found="SHA256:b"
+    )
+    async with opened(studio, config=macs.configuration()) as console:
+        await console.press("1", "j", "j", "x", "right", "enter")
+        await console.until(lambda: bool(console.said))
+        assert console.said == ["not accepted: the host key is not the one that was accepted"]
+        assert studio.accepted == [] and console.app.state.facts["mini"].host_key is not None
+
+
+async def test_a_changed_host_key_shows_both_and_can_only_be_removed_by_hand(studio: FakeEngine) -> None:
+    put(studio, macs.changed_key(studio.found[2]))
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1", "j", "j")
+        await console.shows("✗ key changed")
+        await console.press("x")
+        dialog = console.app.screen
+        assert isinstance(dialog, ChangedKey)
+        told = dialog.body.replace("\n", " ")
+        assert macs.CHANGE.accepted in told and macs.CHANGE.found in told
+        assert "ssh-keygen -R '[mini.local]:2222' -f" in told
+        assert len(dialog.buttons()) == 1
+        await console.press("enter")
+        assert console.on_deck and studio.accepted == []
+
+
+async def test_an_unreachable_node_says_why_and_what_to_do_and_y_copies_that(studio: FakeEngine) -> None:
+    put(studio, macs.unreachable(studio.found[3]))
+    async with opened(studio, config=macs.configuration()) as console:
+        await console.shows("✗ unreachable")
+        await console.press("1", "G")
+        await console.shows("no answer on port 22 within 10 s")
+        await console.press("x")
+        assert console.said[-1].endswith("no command mends this: is it on, and on this network?")
+        await console.press("y")
+        await console.until(lambda: console.app.clipboard == "is it on, and on this network?")
+
+
+async def test_a_clock_that_is_off_and_low_power_are_warned_of(studio: FakeEngine) -> None:
+    put(studio, studio.found[1].model_copy(update={"clock_skew_s": -2.4, "low_power_mode": True}))
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1", "j")
+        for text in ("▲ warn", "-2.4 s", "Low Power Mode is on", "its clock is -2.4 s off"):
+            await console.shows(text)
+
+
+async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check_again(fake: FakeEngine) -> None:
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    fake.held, fake.completed = {"later"}, Completed(1, b"killing\n\x1b[31m4711\x1b[0m\n", b"kill: not permitted\n")
+    async with opened(fake) as console:
+        await console.press("2", "r")
+        await console.shows("1 failure")
+        fake.held = {"local-1"}
+        await console.press("x")
+        asked = console.app.screen
+        assert isinstance(asked, Confirm) and "kill 4711" in asked.body and "on local-1" in asked.body
+        assert console.app.focused is not None and console.app.focused.id == "cancel"
+        await console.press("enter")
+        assert fake.commands == []
+        await console.press("x", "right", "enter")
+        running = console.app.screen
+        assert isinstance(running, Fixing) and "running" in running.body
+        await console.until(lambda: fake.commands == [("local-1", "kill 4711")])
+        fake.held = set()
+        await console.until(lambda: "exit 1" in running.body, "the command's end")
+        assert "killing" in running.body and "kill: not permitted" in running.body and "\x1b" not in running.body
+        await console.until(lambda: bool(list((fake.home / "saved").glob("fix-*"))), "the output in a file")
+        fake.results = list(situation.CHECKS)
+        assert console.app.focused is not None and console.app.focused.id == "again"
+        await console.press("enter")
+        await console.shows("passed")
+
+
+async def test_x_says_why_where_there_is_nothing_to_mend(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.press("1", "x")
+        assert console.said[-1].endswith("nothing is known to be wrong with local-0 that a command mends")
+
+
+async def test_a_shell_has_the_terminal_until_it_ends(
+    fake: FakeEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen = tmp_path / "seen"
+    fake.shell = ["/bin/sh", "-c", f"echo shell > {seen}; exit 3"]
+    handed: list[bool] = []
+
+    @contextlib.contextmanager
+    def suspend() -> Iterator[None]:
+        handed.append(True)
+        yield
+
+    async with opened(fake) as console:
+        console.app.suspend = suspend  # type: ignore[method-assign]
+        await console.press("1", "s")
+        await console.until(seen.exists)
+        assert handed == [True] and seen.read_text() == "shell\n"
+        assert console.said == ["the shell on local-0 ended with 3"]
+        await console.press("escape")
+        assert console.app.state.view == "dashboard"
+
+
+async def test_where_the_terminal_cannot_be_handed_over_the_command_is_told(fake: FakeEngine) -> None:
+    fake.shell = ["ssh", "-t", "ana@ultra.local"]
+    async with opened(fake) as console:
+        await console.press("1", "s")
+        assert console.said == ["this terminal cannot be handed over; in another one: ssh -t ana@ultra.local"]
+
+
+async def test_the_confirmation_of_a_launch_names_hosts_and_backend(studio: FakeEngine) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        await console.until(lambda: console.app.state.wiring is not None)
+        await console.press("n")
+        dialog = console.app.screen
+        assert isinstance(dialog, Confirm)
+        assert "ana@ultra.local, bea@max.local, cyd@mini.local" in dialog.body and "4 ranks · jaccl" in dialog.body
+
+
+async def test_a_run_says_which_node_is_away_since_when_and_that_its_rank_is_not_dead(fake: FakeEngine) -> None:
+    quiet = situation.running()
+    link = NodeCondition("unreachable", situation.ago(25), "no answer from its agent")
+    ranks = (quiet.ranks[0], replace(quiet.ranks[1], link=link))
+    fake.add(replace(quiet, ranks=ranks))
+    async with opened(fake) as console:
+        for text in (
+            "✗ local-1 unreachable 25 s",
+            "rank 1 on local-1: unreachable for 25 s (no",
+            "a rank trains on while its node is away; its",
+            "✗ unreachable",
+        ):
+            await console.shows(text)
+
+
+async def test_after_looking_around_the_demo_is_a_key_away(fake: FakeEngine) -> None:
+    async with opened(fake, config=None) as console:
+        await console.until(lambda: not console.on_deck)
+        await console.press("enter")
+        await console.shows("d demo")
+        await console.press("d")
+        await console.shows("running 0:41")
+        assert len(fake.launched) == 1
+
+
+async def test_the_narrow_strip_has_a_tab_for_the_logs(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake, size=SMALL) as console:
+        await console.shows(" logs ")
+        await console.press("tab")
+        assert console.app.state.pane == "logs"
+
+
+async def test_sixty_four_nodes_are_listed_and_walked(fake: FakeEngine) -> None:
+    fake.found, fake.values = macs.facts(64, macs.ring(64)), macs.telemetry(64)
+    async with opened(fake, size=WIDE, config=macs.configuration(64)) as console:
+        await console.press("1")
+        await console.shows("142 W")
+        await console.press("G")
+        await console.shows("node63")
+        assert console.app.state.node == "node63"
+        await console.press("enter")
+        await console.shows("1 nodes · node63")
+        await console.shows("ring: the cables make a circle through all nodes")
+        for size in ((160, 40), DASHBOARD, SMALL, (60, 20)):
+            await console.pilot.resize_terminal(*size)
+            await console.pilot.pause()
+            assert "node63" in console.screen
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 160, 200])
+async def test_the_table_fits_any_width_and_keeps_what_matters_longest(studio: FakeEngine, width: int) -> None:
+    studio.values = macs.telemetry()
+    async with opened(studio, size=(width, 32), config=macs.configuration()) as console:
+        await console.press("1")
+        await console.shows("✓ ok")
+        await console.until(lambda: len(console.app.state.telemetry) == 4, "telemetry")
+        row = next(line for line in console.screen.splitlines() if "ultra" in line and "✓ ok" in line)
+        assert row.rstrip().endswith("│") and len(row) == width
+        assert ("97%" in row) == (width >= 80) or width == 60
