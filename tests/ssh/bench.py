@@ -33,8 +33,7 @@ class Sshd:
         self.home.mkdir(parents=True)
         # As in a home that never had any other: bash reads it for commands over ssh, too.
         (self.home / ".bashrc").write_text('cd "$HOME"\n')
-        with socket.create_server((LOOPBACK, 0)) as free:
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self.host_key = self.new_host_key()
         self._authorized = authorized
         self._options = {key: str(value) for key, value in options.items()}
@@ -55,7 +54,8 @@ class Sshd:
         write_key(self.folder / "host_key", self.host_key)
         return self.host_key
 
-    def start(self) -> Sshd:
+    def start(self) -> bool:
+        """Whether it listens: its port may be another's by now."""
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         options = {
@@ -80,9 +80,11 @@ class Sshd:
             )
         deadline = time.monotonic() + 10
         while "Server listening" not in (said := (self.folder / "sshd.log").read_text()):
-            assert time.monotonic() < deadline, said
+            if self._process.poll() is not None and "Address already in use" in said:
+                return False
+            assert time.monotonic() < deadline and self._process.poll() is None, said
             time.sleep(0.005)
-        return self
+        return True
 
     def stop(self) -> None:
         """End it with its connections, and with what its sessions have left running."""
@@ -96,7 +98,7 @@ class Sshd:
 
     def restart(self) -> None:
         self.stop()
-        self.start()
+        assert self.start(), "its port is taken"
 
     def drop_connections(self, *, listener: bool = False) -> None:
         """KILL the processes that serve connections: the other side sees them closed."""
@@ -146,9 +148,12 @@ class Bench:
         """A running sshd, whose key our own known_hosts has."""
         sshd = Sshd(self.folder / f"sshd{len(self._sshds)}", self.authorized, **options)
         self._sshds.append(sshd)
+        while not sshd.start():
+            # Somebody else has taken the port in between.
+            sshd.port = free_port()
         if known:
             self.know(sshd.known)
-        return sshd.start()
+        return sshd
 
     def know(self, line: str) -> None:
         self.home.mkdir(mode=0o700, exist_ok=True)
@@ -182,6 +187,11 @@ class Bench:
             await transport.close()
         for sshd in self._sshds:
             sshd.stop()
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def public(key: asyncssh.SSHKey) -> str:

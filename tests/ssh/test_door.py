@@ -12,7 +12,7 @@ from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeCon
 from engine.errors import InputError
 from engine.session import Engine
 from engine.transport.openssh import write_openssh_config
-from tests.ssh.bench import Bench, Sshd
+from tests.ssh.bench import Bench, Sshd, until
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(
         assert engine.fleet(config) is engine.fleet(config)
     finally:
         await engine.close()
-    assert sshd.connections() == 0
+    await until(lambda: not sshd.connections())
     audited = json.loads((bench.home / "audit.jsonl").read_text().splitlines()[0])
     assert (audited["event_type"], audited["context"]["node"]) == ("command", "a")
 

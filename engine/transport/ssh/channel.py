@@ -140,9 +140,9 @@ class SshChannel:
             self._process.stdin.write(data)
             await self._process.stdin.drain()
         except FAULTS as error:
-            raise self._gone(error) from error
+            raise await self._gone(error) from error
         if self._process.channel.is_closing():
-            raise self._gone()
+            raise await self._gone()
 
     async def read(self, size: int) -> bytes:
         if self._unread:
@@ -151,9 +151,11 @@ class SshChannel:
         try:
             data = await self._process.stdout.read(size)
         except FAULTS as error:
-            raise self._gone(error) from error
-        if not data and self._code is None and self._connection.is_closed():
-            raise self._gone()
+            raise await self._gone(error) from error
+        if not data:
+            await self._heard_out()
+            if self._code is None and self._connection.is_closed():
+                raise await self._gone()
         return data
 
     async def close(self) -> int | None:
@@ -173,8 +175,7 @@ class SshChannel:
         try:
             if self._group is not None:
                 await self._kill_group(self._group)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait_closed(), _DIES_S)
+                await self._closes_within(_DIES_S)
         finally:
             self._release()
 
@@ -186,17 +187,21 @@ class SshChannel:
         """Close its stdin and await its end; end it when that takes long."""
         with contextlib.suppress(*FAULTS):
             self._process.stdin.write_eof()
+        if not await self._closes_within(_LEAVES_S) and not self._connection.is_closed():
+            with contextlib.suppress(NodeUnreachable):
+                await self.end()
+
+    async def _closes_within(self, limit_s: float) -> bool:
+        """Whether the node closes the session by then, whatever the program still says."""
         # What is not taken keeps sshd from closing the session.
         discarding = asyncio.create_task(self._discard(), name=f"stdout of {self._command.program}")
         try:
-            async with asyncio.timeout(_LEAVES_S):
-                await self._process.wait_closed()
+            await asyncio.wait_for(self._process.wait_closed(), limit_s)
         except TimeoutError:
-            if not self._connection.is_closed():
-                with contextlib.suppress(NodeUnreachable):
-                    await self.end()
+            return False
         finally:
             discarding.cancel()
+        return True
 
     def _release(self) -> None:
         self._listening.cancel()
@@ -224,7 +229,12 @@ class SshChannel:
                     self._stderr, self._noise_on_stderr = self._stderr[found.end() :], False
                 self._stderr = self._stderr[-_STDERR_LIMIT:]
 
-    def _gone(self, error: Exception | None = None) -> NodeUnreachable:
+    async def _heard_out(self) -> None:
+        """Its last words have come by the time that its stdout ends, and are only to be taken."""
+        await asyncio.wait({self._listening}, timeout=_LEAVES_S)
+
+    async def _gone(self, error: Exception | None = None) -> NodeUnreachable:
+        await self._heard_out()
         if self._connection.is_closed():
             return lost(self._where, _reason(error))
         return NodeUnreachable("the program has left", where=self._where, why=plain(self.last_words, WORDS))
