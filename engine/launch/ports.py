@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,14 +14,13 @@ from engine.launch.hostfile import port_count, ports_of
 from engine.launch.ports_script import bindable
 from engine.launch.staging import Ways, hosts_of
 from engine.planning.wiring import Wiring
+from engine.worker.looks.ports import look as look_at_port
 
 # Below both systems' ephemeral ports (Linux 32768, macOS 49152), above the registered ones in common use,
 # and away from MLX's own default of 32323.
 LOWEST, HIGHEST = 20_000, 32_000
 _ROUNDS, _CANDIDATES = 3, 24
 SCRIPT = Path(__file__).with_name("ports_script.py")
-_LISTEN = "0A"
-_TOOL_TIMEOUT_S = 5.0
 
 
 async def fresh_ports(
@@ -74,66 +69,6 @@ async def _free(fleet: Ways, node: NodeConfig, firsts: Sequence[int], offsets: S
 
 
 def holder(port: int) -> str | None:
-    """Who listens on TCP `port` of this machine, as "pid 12 (command)"; None when nobody does.
-
-    A listener that the caller may not inspect is "a process of another user".
-    """
-    return _linux_holder(port) if sys.platform.startswith("linux") else _lsof_holder(port)
-
-
-def listening_inodes(table: str, port: int) -> set[str]:
-    """Socket inodes that listen on `port` in the text of a /proc/net/tcp table."""
-    found = set()
-    for row in table.splitlines()[1:]:
-        fields = row.split()
-        if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-            found.add(fields[9])
-    return found
-
-
-def lsof_pid(output: str) -> int | None:
-    """The first pid in what `lsof -F p` printed."""
-    match = re.search(r"^p(\d+)$", output, re.MULTILINE)
-    return int(match[1]) if match else None
-
-
-def _linux_holder(port: int) -> str | None:
-    inodes: set[str] = set()
-    for name in ("tcp", "tcp6"):
-        try:
-            inodes |= listening_inodes((Path("/proc/net") / name).read_text(), port)
-        except OSError:
-            continue
-    if not inodes:
-        return None
-    targets = {f"socket:[{inode}]" for inode in inodes}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # Path.readlink would take the target for a path; it is a name like "socket:[123]".
-            if any(os.readlink(link) in targets for link in (entry / "fd").iterdir()):  # noqa: PTH115
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return _described(int(entry.name), command)
-        except OSError:
-            continue
-    return "a process of another user"
-
-
-def _lsof_holder(port: int) -> str | None:
-    pid = lsof_pid(_said("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
-    if pid is None:
-        return None
-    return _described(pid, _said("ps", "-ww", "-o", "command=", "-p", str(pid)).strip())
-
-
-def _described(pid: int, command: str) -> str:
-    return f"pid {pid} ({command[:120] or '?'})"
-
-
-def _said(*command: str) -> str:
-    try:
-        finished = subprocess.run(command, capture_output=True, timeout=_TOOL_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return finished.stdout.decode(errors="replace")
+    """Who listens on TCP `port` of this machine, as "pid 12 (command)"; None when nobody does."""
+    held = look_at_port("", port)
+    return str(held["holder"]) if held is not None else None

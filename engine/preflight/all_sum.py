@@ -36,8 +36,7 @@ from engine.security.home import make_private
 from engine.security.sanitise import plain
 from engine.transport.base import Completed, Transport
 from engine.transport.openssh import write_openssh_config
-from engine.worker.looks.lease import OWN
-from engine.worker.wire import NONCE_ENV, AllSumResult
+from engine.worker.wire import CHECK_PREFIX, NONCE_ENV, AllSumResult
 
 START_ALLOWANCE_S = 55.0
 """For the ranks to find one another; worker.all_sum gives up by itself a little earlier."""
@@ -67,10 +66,10 @@ async def summed(scene: Scene) -> Summed:
     started."""
     nonce = secrets.token_hex(16)
     # A folder like an attempt's, so that what starts an attempt's ranks starts these.
-    check_id = f"{OWN}{nonce[:12]}"
+    check_id = f"{CHECK_PREFIX}{nonce[:12]}"
     make_private(node_root())
     leases = Leases(scene, nonce)
-    with tempfile.TemporaryDirectory(prefix=OWN, dir=node_root(), ignore_cleanup_errors=True) as here:
+    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
         try:
             trial = _Trial(scene, check_id, nonce, Path(here), await scene.wiring(), await scene.places())
             starting_port, *_ = await at_once(

@@ -30,7 +30,7 @@ from engine.transport.local import LocalTransport
 NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
 _LIMIT_S = 20.0
-_LISTEN_S = 15.0
+_LISTEN_S = 10.0
 T = TypeVar("T")
 
 _ASK = """

@@ -28,6 +28,8 @@ WIRE_VERSION = 1
 
 NONCE_ENV = "FLIGHTDECK_NONCE"
 """In the environment of every process of an attempt: what an abort looks for when it proves that nothing is left."""
+CHECK_PREFIX = "preflight-"
+"""How the folders of what preflight starts begin: no run's do, and what ends a check removes no other."""
 EVENTS_ENV = "FLIGHTDECK_EVENTS"
 """Path of the trainer's event file."""
 SPEC_ENV = "FLIGHTDECK_SPEC"

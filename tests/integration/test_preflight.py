@@ -2,118 +2,69 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.config.models import (
-    ClusterConfig,
-    FlightConfig,
-    JobConfig,
-    NodeConfig,
-    PreflightConfig,
-)
-from engine.models import CheckResult, CheckStatus
+from engine.config.models import ClusterConfig
+from engine.models import CheckStatus
 from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, versions
-from engine.preflight.check import Look
+from engine.preflight.checklist import run_checks
 from engine.preflight.scene import Scene
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import Traffic
-from tests.cluster.node import Node
-
-MODEL = {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "model.safetensors": "x" * 1000}
-LINES = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(12))
-LISTEN = """
-import socket, time
-listener = socket.socket()
-listener.bind(("0.0.0.0", {port}))
-listener.listen()
-print("up", flush=True)
-time.sleep(60)
-"""
-PORT = 23456
+from tests.integration.checks import LISTEN, PORT, as_user, assert_nothing_left, config_of, furnish, looked, unheard
 
 
-def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bool = False) -> FlightConfig:
-    nodes = tuple(
-        NodeConfig(
-            name=node.name,
-            ssh=node.ssh,
-            ips=(node.ip,),
-            python=node.python,
-            workdir="~",
-            model="~/models/tiny",
-            data="~/data",
-        )
-        for node in cluster.nodes
-    )
-    job = JobConfig(name="job", mlx_lm={"batch_size": 4, "iters": 10})
-    if command:
-        job = JobConfig(name="job", command=("python", "mine.py"))
-    return FlightConfig(
-        cluster=ClusterConfig(starting_port=starting_port),
-        nodes=nodes,
-        job=job,
-        preflight=PreflightConfig(all_sum_s=0.3),
-    )
-
-
-def furnish(node: Node) -> None:
-    """A model and data where the configuration says."""
-    for name, text in MODEL.items():
-        node.write(f"~/models/tiny/{name}", text)
-    for name in ("train", "valid"):
-        node.write(f"~/data/{name}.jsonl", LINES)
-
-
-def runs_of(node: Node) -> str:
-    """The folders of runs there; other tests have left theirs."""
-    return node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout
-
-
-async def looked(look: Look, config: FlightConfig, fleet: Fleet) -> CheckResult:
-    scene = Scene(config, fleet)
-    try:
-        return await look(scene)
-    finally:
-        await scene.close()
-
-
-async def test_what_is_there_and_alike_on_all_nodes_passes(cluster: Cluster, fleet: Fleet) -> None:
-    config = config_of(cluster)
+async def test_four_good_nodes_pass_every_check_and_nothing_is_left_on_them(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes:
         furnish(node)
-    scene = Scene(config, fleet)
-    for check in (connectivity, hostfile, model, data, ports):
-        result = await check.look(scene)
-        assert result.status is CheckStatus.PASS, result
-        assert len(result.evidence) in (0, 4)
+    scene = Scene(config_of(cluster), fleet)
+    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
     await scene.close()
-
-
-async def test_a_real_sum_over_four_homes_leaves_nothing_on_any_node(cluster: Cluster, fleet: Fleet) -> None:
-    before = [runs_of(node) for node in cluster.nodes]
-    result = await looked(gradient.look, config_of(cluster), fleet)
-    assert result.status is CheckStatus.PASS, result
-    assert result.summary.startswith("4 ranks, exact")
-    assert [runs_of(node) for node in cluster.nodes] == before
+    found = {result.name: result for result in report.checks}
+    assert report.overall_status is CheckStatus.PASS, found
+    assert [name for name, result in found.items() if result.status is CheckStatus.SKIP] == ["program_present"]
+    assert found["gradient_layer"].summary.startswith("4 ranks, exact")
+    for name in ("ssh_connectivity", "versions_match", "hostfile_valid", "model_present", "data_matches"):
+        assert set(found[name].evidence) == {node.name for node in cluster.nodes}
     for node in cluster.nodes:
-        assert [process for process in node.processes() if "worker" in process.command] == []
+        assert "reaches " in found["hostfile_valid"].evidence[node.name]
+        assert_nothing_left(node)
 
 
-async def test_a_missing_shard_and_a_differing_line_are_blamed_on_their_node(cluster: Cluster, fleet: Fleet) -> None:
+async def test_ranks_that_we_start_ourselves_sum_as_exactly(cluster: Cluster, fleet: Fleet) -> None:
+    config = config_of(cluster)
+    direct = config.model_copy(update={"cluster": ClusterConfig(launcher="direct")})
+    result = await looked(gradient.look, direct, fleet)
+    assert (result.status, result.summary[:14]) == (CheckStatus.PASS, "4 ranks, exact"), result
+    for node in cluster.nodes:
+        assert_nothing_left(node)
+
+
+async def test_a_missing_shard_and_a_differing_line_are_mended_by_what_is_pasted(
+    cluster: Cluster, fleet: Fleet
+) -> None:
+    config = config_of(cluster)
     for node in cluster.nodes:
         furnish(node)
     third = cluster.nodes[2]
     third.run(["/bin/sh", "-c", 'rm ~/models/tiny/model.safetensors; echo \'{"text": "more"}\' >> ~/data/train.jsonl'])
-    lost = await looked(model.look, config_of(cluster), fleet)
+    lost, other = await looked(model.look, config, fleet), await looked(data.look, config, fleet)
     assert (lost.status, lost.blames) == (CheckStatus.FAIL, (2, third.name))
     assert "no weights" in lost.summary
-    other = await looked(data.look, config_of(cluster), fleet)
     assert (other.status, other.blames) == (CheckStatus.FAIL, (2, third.name))
+    assert f"{third.name} holds other data than" in other.summary
     assert "train.jsonl 13 lines against 12" in other.summary
+    for result, check in ((lost, model), (other, data)):
+        assert result.fix_command is not None
+        done = await asyncio.to_thread(as_user, cluster, result.fix_command)
+        assert done.returncode == 0, (result.fix_command, done.stderr)
+        assert (await looked(check.look, config, fleet)).status is CheckStatus.PASS
 
 
 async def test_a_busy_port_names_its_holder_there(isolated_cluster: Cluster, fleet: Fleet) -> None:
@@ -136,11 +87,43 @@ async def test_a_missing_script_is_looked_for_on_the_node(cluster: Cluster, flee
         node.run(["/bin/sh", "-c", "rm ~/mine.py"])
 
 
-async def test_an_interpreter_without_mlx_is_named_with_its_install(cluster: Cluster, fleet: Fleet) -> None:
+async def test_another_mlx_on_one_node_is_named_with_what_installs_the_right_one(
+    cluster: Cluster, fleet: Fleet
+) -> None:
+    third = cluster.nodes[2]
+    stub = "__version__ = '0.32.3'\nclass distributed:\n    is_available = staticmethod(lambda name: True)\n"
+    third.write("~/shadow/mlx/__init__.py", "")
+    third.write("~/shadow/mlx/core.py", stub)
+    wrapper = f'#!/bin/sh\nPYTHONPATH={third.home}/shadow exec {third.python} "$@"\n'
+    third.write("~/other/bin/python", wrapper, mode=0o755)
     config = config_of(cluster)
-    nodes = (*config.nodes[:3], config.nodes[3].model_copy(update={"python": "/usr/bin/env"}))
-    result = await looked(versions.look, config.model_copy(update={"nodes": nodes}), fleet)
-    assert (result.status, result.blames) == (CheckStatus.FAIL, (3, cluster.nodes[3].name))
+    nodes = tuple(
+        node.model_copy(update={"python": "~/other/bin/python"}) if node.name == third.name else node
+        for node in config.nodes
+    )
+    scene = Scene(config.model_copy(update={"nodes": nodes}), fleet)
+    seen = {name: replace(found, mlx_lm="0.32.2") for name, found in (await scene.interpreters()).items()}
+    await scene.close()
+    result = versions.judge(scene.config, seen)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name))
+    assert f"{third.name}: mlx 0.32.3, rank 0 has " in result.summary
+    mlx = seen[nodes[0].name].mlx
+    installs = f"uv pip install --python \"$HOME\"/other/bin/python 'mlx[cpu]=={mlx}'"
+    assert result.fixes == {third.name: installs}
+    in_a_login_shell = f'"$SHELL" -lc {shlex.quote(installs)}'
+    assert result.fix_command == f"ssh {third.ssh} {shlex.quote(in_a_login_shell)}"
+
+
+async def test_a_missing_interpreter_is_left_to_the_check_of_versions(cluster: Cluster, fleet: Fleet) -> None:
+    config = config_of(cluster)
+    last = cluster.nodes[3].name
+    nodes = (*config.nodes[:3], config.nodes[3].model_copy(update={"python": "~/nowhere/bin/python"}))
+    scene = Scene(config.model_copy(update={"nodes": nodes}), fleet)
+    reached = await connectivity.look(scene)
+    result = versions.judge(scene.config, await scene.interpreters())
+    await scene.close()
+    assert reached.status is CheckStatus.PASS, reached
+    assert result.fixes[last].startswith('uv venv "$HOME"/nowhere && uv pip install ')
 
 
 async def test_a_cut_between_two_ranks_is_found_before_anything_is_launched(
@@ -167,3 +150,39 @@ async def test_an_unknown_key_and_a_refused_connection_say_what_to_do(
     assert "SHA256:" in result.evidence[cluster.nodes[0].name]
     assert (result.fix_command, result.fixes) == ("flightdeck nodes --trust", {})
     assert "connection refused" in result.evidence[cluster.nodes[3].name]
+
+
+async def test_a_changed_key_is_told_with_both_fingerprints_and_skips_what_needs_the_nodes(
+    cluster: Cluster, fleet: Fleet
+) -> None:
+    second = cluster.nodes[1]
+    second.change_host_key()
+    scene = Scene(config_of(cluster), fleet)
+    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
+    await scene.close()
+    found = {result.name: result for result in report.checks}
+    reached = found.pop("ssh_connectivity")
+    assert (reached.status, reached.blames) == (CheckStatus.FAIL, (1, second.name))
+    assert reached.evidence[second.name].count("SHA256:") == 2
+    assert reached.evidence[cluster.nodes[0].name].startswith("answers in ")
+    assert {result.status for result in found.values()} == {CheckStatus.SKIP}
+
+
+async def test_what_an_earlier_run_has_left_is_a_warning_and_its_fix_ends_it(cluster: Cluster, fleet: Fleet) -> None:
+    third = cluster.nodes[2]
+    orphan = "FLIGHTDECK_NONCE=of-an-earlier-run setsid sleep 600 >/dev/null 2>&1 &"
+    third.run(["/bin/sh", "-c", orphan])
+    result = await looked(connectivity.look, config_of(cluster), fleet)
+    assert (result.status, set(result.fixes)) == (CheckStatus.WARN, {third.name}), result
+    assert f"{third.name}: an earlier run has left pid " in result.summary
+    done = await asyncio.to_thread(as_user, cluster, result.fix_command or "false")
+    assert (done.returncode, third.processes("of-an-earlier-run")) == (0, [])
+
+
+async def test_a_node_that_takes_no_worker_is_the_only_one_blamed(isolated_cluster: Cluster, fleet: Fleet) -> None:
+    last = isolated_cluster.nodes[3]
+    last.run(["/bin/sh", "-c", "rm -rf ~/.flightdeck"])
+    last.fill_disk()
+    result = await looked(connectivity.look, config_of(isolated_cluster), fleet)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
+    assert "the worker could not be staged" in result.evidence[last.name]

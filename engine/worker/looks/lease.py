@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from ..processes import kill_with_nonce, with_nonce  # noqa: TID252  (on a node the package is `worker`)
+from ..wire import CHECK_PREFIX  # noqa: TID252
 
-OWN = "preflight-"
-"""How the folders of a check begin: no other is removed, whatever is asked."""
 _SWEEP_S = 3.0
 _LOOK_S = 0.02
 _QUIET_S = 0.1
@@ -52,7 +51,7 @@ def hold(nonce: str, seconds: float, folders: list[Path]) -> None:
     told = _told(seconds)
     # First: what has not been started by now then finds nothing to start.
     for folder in folders:
-        if folder.name.startswith(OWN):
+        if folder.name.startswith(CHECK_PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
     left = sweep(nonce, _QUIET_S if told else _LATE_S)
     with contextlib.suppress(OSError):

@@ -74,18 +74,3 @@ def test_the_holder_of_a_port_is_named_by_pid_and_command() -> None:
 
 def test_nobody_holds_a_free_port() -> None:
     assert ports.holder(ring_ports(1)) is None
-
-
-def test_only_listeners_count_in_the_kernels_table() -> None:
-    table = (
-        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
-        "   0: 0100007F:7E43 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n"
-        "   1: 0100007F:7E43 0100007F:A2F0 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n"
-        "   2: 00000000:7E44 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4713 1\n"
-    )
-    assert ports.listening_inodes(table, 0x7E43) == {"4711"}
-
-
-def test_lsofs_pid_is_read_from_its_field_output() -> None:
-    assert ports.lsof_pid("p812\nf5\nf6\n") == 812
-    assert ports.lsof_pid("") is None

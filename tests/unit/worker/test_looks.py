@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.looks import addresses, model
+from engine.worker.looks import addresses, model, ports
 from engine.worker.processes import start_time
 from engine.worker.wire import NONCE_ENV
 from tests.unit.worker.waiting import wait_until
@@ -147,3 +147,18 @@ def test_a_model_whose_configuration_is_anything_is_looked_at_all_the_same(tmp_p
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     json.dumps(model.read(tmp_path))
+
+
+def test_only_listeners_count_in_the_kernels_table() -> None:
+    table = (
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+        "   0: 0100007F:7E43 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n"
+        "   1: 0100007F:7E43 0100007F:A2F0 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n"
+        "   2: 00000000:7E44 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4713 1\n"
+    )
+    assert ports.listening_inodes(table, 0x7E43) == {"4711"}
+
+
+def test_lsofs_pid_is_read_from_its_field_output() -> None:
+    assert ports.lsof_pid("p812\nf5\nf6\n") == 812
+    assert ports.lsof_pid("") is None

@@ -1,0 +1,101 @@
+"""A configuration of the test cluster for preflight, and what a person would do with what it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from engine.config.models import (
+    ClusterConfig,
+    FlightConfig,
+    JobConfig,
+    NodeConfig,
+    PreflightConfig,
+)
+from engine.models import CheckResult
+from engine.preflight.check import Look
+from engine.preflight.scene import Scene
+from engine.transport.fleet import Fleet
+from tests.cluster.cluster import Cluster
+from tests.cluster.node import Node
+
+MODEL = {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "model.safetensors": "x" * 1000}
+LINES = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(12))
+LISTEN = """
+import socket, time
+listener = socket.socket()
+listener.bind(("0.0.0.0", {port}))
+listener.listen()
+print("up", flush=True)
+time.sleep(60)
+"""
+PORT = 23456
+
+
+def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bool = False) -> FlightConfig:
+    nodes = tuple(
+        NodeConfig(
+            name=node.name,
+            ssh=node.ssh,
+            ips=(node.ip,),
+            python=node.python,
+            workdir="~",
+            model="~/models/tiny",
+            data="~/data",
+        )
+        for node in cluster.nodes
+    )
+    job = JobConfig(name="job", mlx_lm={"batch_size": 4, "iters": 10})
+    if command:
+        job = JobConfig(name="job", command=("python", "mine.py"))
+    return FlightConfig(
+        cluster=ClusterConfig(starting_port=starting_port),
+        nodes=nodes,
+        job=job,
+        preflight=PreflightConfig(all_sum_s=0.3),
+    )
+
+
+def furnish(node: Node) -> None:
+    """A model and data where the configuration says."""
+    for name, text in MODEL.items():
+        node.write(f"~/models/tiny/{name}", text)
+    for name in ("train", "valid"):
+        node.write(f"~/data/{name}.jsonl", LINES)
+
+
+def runs_of(node: Node) -> str:
+    """The folders of runs there; other tests have left theirs."""
+    return node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout
+
+
+def unheard(event: str, status: str, context: dict[str, object]) -> None:
+    """An audit log that is looked at by another test."""
+
+
+def assert_nothing_left(node: Node) -> None:
+    assert node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout == ""
+    assert [process for process in node.processes() if "worker" in process.command] == []
+
+
+def as_user(cluster: Cluster, line: str) -> subprocess.CompletedProcess[str]:
+    """What a person has pasted into a shell of this machine, with the cluster's own ssh configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("ssh", "scp"):
+            program = Path(folder) / name
+            program.write_text(f'#!/bin/sh\nexec {shutil.which(name)} -F {cluster.ssh_config} "$@"\n')
+            program.chmod(0o755)
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        return subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, check=False)
+
+
+async def looked(look: Look, config: FlightConfig, fleet: Fleet) -> CheckResult:
+    scene = Scene(config, fleet)
+    try:
+        return await look(scene)
+    finally:
+        await scene.close()
