@@ -7,6 +7,8 @@ earlier run has left running.
 
 from __future__ import annotations
 
+import asyncio
+
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, HostKeyUnknown, LaunchError
 from engine.models import CheckResult, NodeFacts
@@ -27,8 +29,7 @@ def _all_local(config: FlightConfig) -> str | None:
 
 
 async def look(scene: Scene) -> CheckResult:
-    reached = await scene.on_all(lambda node: _reach(scene, node))
-    facts = await scene.facts()
+    reached, facts = await asyncio.gather(scene.on_all(lambda node: _reach(scene, node)), scene.facts())
     found = Findings(NAME, scene.config)
     untrusted = False
     for node in scene.config.nodes:

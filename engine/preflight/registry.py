@@ -21,7 +21,7 @@ CHECKS: dict[str, Check] = {
 
 NOT_YET: dict[str, str] = {
     "hardware_layer": "GPU, macOS version, RDMA, power source, heat and memory against the plan; ports_free is a part",
-    "worker_layer": "stale ranks on the nodes; ssh_connectivity and versions_match are parts",
+    "worker_layer": "stale ranks on this machine; ssh_connectivity and versions_match are the rest",
     "checkpoint_layer": "checkpoints are not written yet",
     "performance_layer": "needs a calibration",
     "health_check": "swap, heavy processes, low power mode, sleep",
