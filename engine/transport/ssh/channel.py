@@ -176,6 +176,10 @@ class SshChannel:
             if self._group is not None:
                 await self._kill_group(self._group)
                 await self._closes_within(_DIES_S)
+            else:
+                # A login shell that hangs in its start-up files has told no group; sshd knows it (OpenSSH 7.9).
+                with contextlib.suppress(*FAULTS):
+                    self._process.kill()
         finally:
             self._release()
 
