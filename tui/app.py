@@ -147,11 +147,11 @@ class FlightDeckApp(App[int]):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
-        self._tend_telemetry()
+        self.tend_telemetry()
         if not self.state.frozen:
             self.change(now=self.clock())
 
-    def _tend_telemetry(self) -> None:
+    def tend_telemetry(self) -> None:
         """Telemetry is on while the nodes are on the screen or a run goes on, and not otherwise."""
         config, engine = self.state.config, self.engine
         if config is None or engine is None:
@@ -201,7 +201,7 @@ class FlightDeckApp(App[int]):
                 self.change(glyphs=Glyphs(ascii=True))
             self.set_class(self.state.glyphs.ascii, "-ascii")
             self._request(probe(self))
-            self._tend_telemetry()
+            self.tend_telemetry()
         if self._start is not None:
             self._greeted = True
             self._request(launch(self, self._start))

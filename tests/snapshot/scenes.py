@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from textual.pilot import Pilot
 
-from engine.events import RunSnapshot
+from engine.events import NodeCondition, RunSnapshot
+from engine.models import NodeFacts
 from tests.tui import fake_engine as situation
+from tests.tui import macs
 from tests.tui.conftest import Console
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.app import FlightDeckApp
@@ -37,6 +39,37 @@ def ended() -> list[RunSnapshot]:
     return everything()[1:]
 
 
+def incomplete() -> list[NodeFacts]:
+    """A chain with a computer of somebody else's at one end."""
+    return macs.facts(cables=[(0, 1), (1, 2), (2, 3)], stranger=True)
+
+
+def _third(change: Callable[[NodeFacts], NodeFacts]) -> list[NodeFacts]:
+    """The third Mac is not as it should be."""
+    return [change(facts) if facts.node == "mini" else facts for facts in macs.facts()]
+
+
+def unknown_key() -> list[NodeFacts]:
+    return _third(macs.unknown_key)
+
+
+def changed_key() -> list[NodeFacts]:
+    return _third(macs.changed_key)
+
+
+def unreachable() -> list[NodeFacts]:
+    """The last Mac does not answer, and the second's clock is off."""
+    first, second, third, last = macs.facts()
+    return [first, second.model_copy(update={"clock_skew_s": -2.4}), third, macs.unreachable(last)]
+
+
+def away() -> RunSnapshot:
+    """A run whose second node its supervisor cannot reach."""
+    run = situation.running()
+    link = NodeCondition("unreachable", situation.ago(25), "no answer from its agent")
+    return replace(run, ranks=(run.ranks[0], replace(run.ranks[1], link=link)))
+
+
 async def _settled(console: Console) -> None:
     """Wait until nothing on the screen changes any more."""
     seen = ""
@@ -53,14 +86,21 @@ class Scene:
     shows: str
     """On the screen when the picture may be taken."""
     keys: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    """Pressed besides on the smallest screen."""
     follow: str | None = None
     configured: bool = True
     ascii: bool = False
+    studio: Callable[[], list[NodeFacts]] | None = None
+    """A cluster of Macs in place of the demo's local ranks."""
 
     def open(self, home: Path) -> tuple[FlightDeckApp, Callable[[Pilot[int]], Awaitable[None]]]:
         """The app, and what brings it to the scene."""
         engine = FakeEngine(home).add(*self.runs())
         config = situation.configuration() if self.configured else None
+        if self.studio is not None:
+            engine.found, config = self.studio(), macs.configuration()
+            engine.values = macs.telemetry()
         app = FlightDeckApp(engine.engine, config, follow=self.follow, clock=lambda: NOW)
         app.state = app.state.__class__(now=NOW, glyphs=Glyphs(ascii=self.ascii))
 
@@ -68,7 +108,9 @@ class Scene:
             console = Console(app, pilot)
             await console.until(lambda: app.state.ready and app.state.runs is not None, "the engine")
             await console.until(lambda: not app.state.probing and app.bridge.caught_up, "the run")
-            await pilot.press(*self.keys)
+            await pilot.press(*self.keys, *(self.narrow if app.size.width < 100 else ()))
+            told = len(engine.values)
+            await console.until(lambda: not app.deck.nodes_shown or len(app.state.telemetry) == told, "telemetry")
             await console.shows(self.shows)
             await _settled(console)
 
@@ -79,7 +121,9 @@ PICTURED: Final = (
     Scene("dashboard-idle", ended, "ready to launch"),
     Scene("dashboard-running", everything, "step 41/60"),
     Scene("dashboard-failed", ended, "first cause", follow="demo-0314-134500"),
-    Scene("nodes", everything, "round trip", ("1",)),
+    Scene("nodes", everything, "machine", ("1",)),
+    Scene("nodes-macs", ended, "142 W", ("1",), studio=macs.facts),
+    Scene("node", ended, "nodes · ultra", ("1", "enter"), studio=macs.facts),
     Scene("preflight", everything, "python 3.11.9 mlx 0.32.4", ("2",)),
     Scene("calibration", everything, "not measured", ("3",)),
     Scene("run", everything, "rank 1 ", ("4",)),
@@ -96,6 +140,21 @@ OTHERS: Final = (
     Scene("abort", everything, "Abort the run", ("ctrl+x",)),
     Scene("stopping", lambda: [situation.stopping("term", (0,))], "has left", ("ctrl+x",)),
     Scene("help", everything, "Launch the plan", ("question_mark",)),
+    Scene(
+        "ring",
+        ended,
+        "│ mini ",
+        ("1", "j", "enter"),
+        narrow=("G", *["k"] * 9),
+        studio=lambda: macs.facts(cables=macs.ring()),
+    ),
+    Scene("incomplete", ended, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
+    Scene("unreachable", ended, "no answer on port 22", ("1", "G"), studio=unreachable),
+    Scene("host-key", ended, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
+    Scene("host-key-changed", ended, "then by hand", ("1", "j", "j", "x"), studio=changed_key),
+    Scene("dashboard-macs", ended, "4 ranks · jaccl", studio=macs.facts),
+    Scene("away", lambda: [away()], "unreachable for 25 s"),
+    Scene("nodes-ascii", ended, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True),
     Scene("welcome", list, "Run the demo", configured=False),
     Scene("ascii", everything, "step 41/60", ascii=True),
 )

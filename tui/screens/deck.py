@@ -132,6 +132,7 @@ class DeckScreen(Screen[None]):
         self.set_class(self.narrow, "-narrow")
         self.set_class(self.state.view != "dashboard" or self.maximised_pane is not None, "-full")
         self.set_class(self.maximised_pane is not None, "-maximised")
+        self.deck.tend_telemetry()
         if self.state.pane not in shown:
             self.focus_pane(next(name for name in ("run", *_ORDER) if name in shown))
 

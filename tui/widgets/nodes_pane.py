@@ -17,12 +17,13 @@ from tui.widgets.node_state import node_names
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
 from tui.widgets.text import Text
+from tui.widgets.topology import least_width
 
 if TYPE_CHECKING:
     from tui.app import FlightDeckApp
 
 
-WIDE: Final = 118
+WIDE: Final = 110
 """From this room on a node and the topology stand side by side."""
 GUTTER: Final = 3
 TEXT_WIDTH: Final = 100
@@ -93,15 +94,17 @@ class NodesPane(Pane):
     def _draw_detail(self, state: DeckState, node: str) -> None:
         """Both parts, each only when something in it has changed: 64 nodes speak, one is looked at."""
         room = self.room - 1
-        wide = room >= WIDE
+        left = (room - GUTTER) * 48 // 100
+        right = room - GUTTER - left
+        wide = room >= WIDE and (state.topology is None or least_width(state.topology) <= right)
         self.set_class(wide, "-wide")
-        left = (room - GUTTER) * 48 // 100 if wide else room
+        if not wide:
+            left = right = room
         values, facts = state.telemetry.get(node), state.facts.get(node)
         own: tuple[object, ...] = (node, left, facts, values, state.now, state.snapshot, state.topology, state.glyphs)
         if not _alike(own, self._drawn):
             self._drawn = own
             self.query_one("#nodes-detail", Text).put(detail(state, node, left))
-        right = room - GUTTER - left if wide else room
         wired = (state.wiring, state.unwired, state.backend)
         links: tuple[object, ...] = (right, state.topology, *wired, state.probing, state.config, state.glyphs)
         if not _alike(links, self._joined):

@@ -75,6 +75,13 @@ def draw(topology: Topology, width: int, glyphs: Glyphs) -> list[str]:
     return _listed([_words(cable, glyphs) for cable in topology.cables], LISTED * 2)
 
 
+def least_width(topology: Topology) -> int:
+    """Cells that a drawing of it needs, 0 when there is none to draw."""
+    if not topology.cables or len(topology.nodes) > DRAWN:
+        return 0
+    return _box(topology) + 2 + _NARROW_LANE * len(_lanes(topology))
+
+
 def verdict(topology: Topology, glyphs: Glyphs) -> list[tuple[str, str]]:
     """What the cabling is, as label and text: its shape, the pairs without a cable, computers that are no node."""
     nodes, pairs = len(topology.nodes), len(topology.nodes) * (len(topology.nodes) - 1) // 2
