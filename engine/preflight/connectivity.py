@@ -14,11 +14,12 @@ from engine.errors import FlightDeckError, HostKeyUnknown, LaunchError
 from engine.models import CheckResult, NodeFacts
 from engine.preflight.answers import Stale
 from engine.preflight.check import Check, Findings
+from engine.preflight.fixes import OURS
 from engine.preflight.scene import Scene
 
 NAME = "ssh_connectivity"
 SKEW_LIMIT_S = 2.0
-TRUST = "flightdeck nodes --trust"
+TRUST = f"{OURS}nodes --trust"
 """Shows the keys that nobody has accepted yet, and accepts them once a person has said so."""
 _LIMIT_S = 45.0
 _LOOK_LIMIT_S = 20.0
@@ -31,12 +32,10 @@ def _all_local(config: FlightConfig) -> str | None:
 async def look(scene: Scene) -> CheckResult:
     reached, facts = await asyncio.gather(scene.on_all(lambda node: _reach(scene, node)), scene.facts())
     found = Findings(NAME, scene.config)
-    untrusted = False
     for node in scene.config.nodes:
         answer = reached[node.name]
         if isinstance(answer, FlightDeckError):
-            found.fault(node, str(answer))
-            untrusted |= isinstance(answer, HostKeyUnknown)
+            found.fault(node, str(answer), TRUST if isinstance(answer, HostKeyUnknown) else None)
             continue
         words, stale = answer
         found.evidence[node.name] = words + _skew(facts[node.name])
@@ -48,7 +47,7 @@ async def look(scene: Scene) -> CheckResult:
         elif _is_off(facts[node.name]):
             found.warning(node, f"its clock is more than {SKEW_LIMIT_S:g} s off this machine's")
     count = len(scene.config.nodes)
-    return found.verdict(f"{count} node{'s' * (count != 1)} answer", fix_command=TRUST if untrusted else None)
+    return found.verdict(f"{count} node{'s' * (count != 1)} answer")
 
 
 async def _reach(scene: Scene, node: NodeConfig) -> tuple[str, Stale]:

@@ -10,6 +10,8 @@ from engine.config.models import FlightConfig, NodeConfig
 from engine.security.hosts import SshTarget
 from engine.transport.base import in_home, quoted
 
+OURS = "flightdeck "
+"""A fix that begins so is for this machine, whichever node it is for."""
 _FROM_PROFILE = ("uv ", "hf ")
 """What a login shell alone may find: on a Mac its profile names the folders of Homebrew and of uv."""
 
@@ -39,7 +41,7 @@ def _copy(source: NodeConfig, there: str, target: NodeConfig, here: str) -> str:
 
 
 def _on(node: NodeConfig, command: str) -> str:
-    if node.local:
+    if node.local or command.startswith(OURS):
         return command
     if command.startswith(_FROM_PROFILE):
         command = f'"$SHELL" -lc {shlex.quote(command)}'

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from engine.config.models import FlightConfig
+from engine.config.models import ClusterConfig, FlightConfig
 from engine.models import CheckStatus
+from engine.planning.wiring import LaunchHost, Wiring
 from engine.preflight import hostfile as check
+from engine.preflight import ports
+from engine.preflight.checklist import run_checks
+from engine.preflight.scene import Scene
+from engine.runs.layout import state_home
+from engine.transport.fleet import Fleet
 from tests.unit.preflight.conftest import looked
 
 
@@ -24,3 +32,33 @@ async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: Fligh
     result = await looked(check.look, config.model_copy(update={"nodes": nodes}))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert problem.rsplit(maxsplit=1)[-1] in result.summary
+
+
+def wired(backend: str, ranks: int) -> Wiring:
+    return Wiring(backend=backend, hosts=tuple(LaunchHost(ssh=f"n{rank}", ips=("10.0.0.1",)) for rank in range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "towards"),
+    [
+        ("ring", 1, {}),
+        ("ring", 2, {0: 1, 1: 0}),
+        ("ring", 3, {0: 1, 1: 2, 2: 0}),
+        ("jaccl", 3, {1: 0, 2: 0}),
+        ("jaccl-ring", 3, {1: 0, 2: 0}),
+        ("nccl", 1, {}),
+    ],
+)
+def test_each_rank_connects_to_whom_mlx_has_it_connect_to(backend: str, ranks: int, towards: dict[int, int]) -> None:
+    assert check.neighbours(wired(backend, ranks)) == towards
+
+
+async def test_a_backend_that_cannot_be_is_told_once(config: FlightConfig) -> None:
+    demanded = config.model_copy(update={"cluster": ClusterConfig(backend="jaccl")})
+    scene = Scene(demanded, Fleet(demanded.nodes, state_home()))
+    checks = {each.name: replace(each, needs=()) for each in (check.CHECK, ports.CHECK)}
+    report = await run_checks(scene, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+    await scene.close()
+    valid, free = report.checks
+    assert (valid.status, "jaccl is not possible" in valid.summary) == (CheckStatus.FAIL, True)
+    assert (free.status, free.summary) == (CheckStatus.SKIP, "not known which: hostfile_valid says why")
