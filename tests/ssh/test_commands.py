@@ -172,7 +172,7 @@ async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench:
         with pytest.raises(asyncio.CancelledError):
             await running
     await gone(sshd, nonce)
-    assert sshd.connections() == 1
+    await until(lambda: sshd.connections() == 1)
 
 
 async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_be_used(bench: Bench) -> None:
@@ -185,7 +185,7 @@ async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_b
         with pytest.raises(asyncio.CancelledError):
             await running
     assert (await transport.run(["true"], timeout_s=10)).code == 0
-    assert sshd.connections() == 1
+    await until(lambda: sshd.connections() == 1)
 
 
 async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench: Bench, nonce: str) -> None:

@@ -31,6 +31,8 @@ _TRIES = 5
 _PAUSE_S = 0.05
 _KILL_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
+_GIVEN_UP_S = 2.0
+_BEHIND_LIMIT_S = 3.0
 _KILL = """kill -s KILL -- -{group} 2>/dev/null
 left=40
 while kill -s 0 -- -{group} 2>/dev/null; do
@@ -81,8 +83,7 @@ class SshTransport:
             return Completed(None, b"", b"")
         except BaseException:
             # Cancelled, or the connection was lost: then another one tells whether it runs on.
-            with contextlib.suppress(NodeUnreachable):
-                await self._surely(channel.end())
+            await self._likely(channel.end())
             raise
 
     async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
@@ -124,8 +125,11 @@ class SshTransport:
         for task in (self._dialling, self._starting_sftp):
             if task is not None:
                 task.cancel()
-        # What is being ended on the node is, first: each within its own limit.
-        await asyncio.gather(*self._behind, return_exceptions=True)
+        # What is being ended on the node is, first, where the node still answers.
+        if self._behind:
+            await asyncio.wait(set(self._behind), timeout=_BEHIND_LIMIT_S)
+        for task in list(self._behind):
+            task.cancel()
         await asyncio.gather(*(line.dialled.close(_CLOSE_LIMIT_S) for line in lines))
 
     async def _start(self, command: Command, *, lasting: bool) -> SshChannel:
@@ -139,7 +143,7 @@ class SshTransport:
                 return await asyncio.shield(starting)
             except asyncio.CancelledError:
                 # It may be under way already: whatever comes of it is ended.
-                self._do_behind(_undone(starting))
+                await self._likely(_undone(starting))
                 raise
             except Refused as refused:
                 problem = told(asyncssh.ChannelOpenError(2, str(refused)), str(self._target))
@@ -303,8 +307,12 @@ class SshTransport:
             task.exception()
 
     async def _surely(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Also when the call is cancelled once more."""
+        """Also when the call is cancelled."""
         await asyncio.shield(self._do_behind(ending))
+
+    async def _likely(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Before a call that has failed returns, and behind it when that takes long: the node may be gone."""
+        await asyncio.wait({self._do_behind(ending)}, timeout=_GIVEN_UP_S)
 
 
 async def _code_of(connection: asyncssh.SSHClientConnection, line: str) -> int | None:
