@@ -43,20 +43,24 @@ print(json.dumps([[host.rank, host.ssh_hostname, host.ips, host.rdma] for host i
 
 async def look(scene: Scene) -> CheckResult:
     wiring = await scene.wiring()
+    unread, result = await asyncio.gather(_unread(wiring), _addresses(scene, wiring))
+    return result if unread is None else verdict(NAME, CheckStatus.FAIL, unread)
+
+
+async def _unread(wiring: Wiring) -> str | None:
+    """Why MLX does not read the hostfile as it is meant; None when it does."""
     with tempfile.TemporaryDirectory(prefix="flightdeck-") as directory:
         path = Path(directory) / "hostfile.json"
         write_hostfile(path, wiring)
         finished = await LocalTransport().run([sys.executable, "-c", _ASK, str(path)], timeout_s=_PARSE_LIMIT_S)
     if finished.code != 0:
         why = "MLX's parser did not answer" if finished.code is None else finished.last_words
-        return verdict(NAME, CheckStatus.FAIL, f"MLX does not accept the hostfile: {why}")
+        return f"MLX does not accept the hostfile: {why}"
     parsed = json.loads(finished.stdout)
     meant = [[rank, host.ssh, host.ips, host.rdma or ()] for rank, host in enumerate(wiring.hosts)]
     # A pair with several cables has a list of devices.
     expected = json.loads(json.dumps(meant))
-    if parsed != expected:
-        return verdict(NAME, CheckStatus.FAIL, f"MLX reads the hostfile as {parsed}, meant was {expected}")
-    return await _addresses(scene, wiring)
+    return None if parsed == expected else f"MLX reads the hostfile as {parsed}, meant was {expected}"
 
 
 async def _addresses(scene: Scene, wiring: Wiring) -> CheckResult:

@@ -27,11 +27,16 @@ except Exception as error:
 print(json.dumps(said))
 """
 _ASK_MLX_LM = """
-import json
+import importlib.metadata, importlib.util, json, sys
 said = {}
 try:
-    import mlx_lm
-    said["mlx_lm"] = mlx_lm.__version__
+    if sys.argv[1] == "import":
+        import mlx_lm
+        said["mlx_lm"] = mlx_lm.__version__
+    elif importlib.util.find_spec("mlx_lm") is None:
+        raise ModuleNotFoundError("No module named 'mlx_lm'")
+    else:
+        said["mlx_lm"] = importlib.metadata.version("mlx-lm")
 except Exception as error:
     said["mlx_lm_error"] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
@@ -76,12 +81,15 @@ async def ask(transport: Transport, python: str) -> Interpreter:
     return parse(finished.stdout, finished.code, finished.last_words)
 
 
-async def with_mlx_lm(transport: Transport, python: str, seen: Interpreter) -> Interpreter:
-    """`seen`, and whether that interpreter can also import mlx-lm. Raises NodeUnreachable."""
+async def with_mlx_lm(transport: Transport, python: str, seen: Interpreter, *, imported: bool = True) -> Interpreter:
+    """`seen`, and whether that interpreter can also import mlx-lm: seconds of work; not `imported`, it is only looked
+    for. Raises NodeUnreachable."""
     if seen.python is None:
         return seen
     try:
-        finished = await transport.run([python, "-c", _ASK_MLX_LM], timeout_s=IMPORT_LIMIT_S)
+        finished = await transport.run(
+            [python, "-c", _ASK_MLX_LM, "import" if imported else "find"], timeout_s=IMPORT_LIMIT_S
+        )
     except OSError as error:
         return _with_problem(seen, f"{python} cannot be run: {error.strerror}")
     if finished.code is None:

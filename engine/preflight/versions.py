@@ -31,8 +31,13 @@ async def look(scene: Scene) -> CheckResult:
     found = await scene.interpreters()
     # Several ranks of a host may share an interpreter: it is asked once.
     asked = {(node.ssh, node.python): node for node in scene.config.nodes}
+    # A job with a command of its own may never import it.
+    imported = scene.config.job.command is None
     answers = await asyncio.gather(
-        *(with_mlx_lm(scene.transport(node), node.python, found[node.name]) for node in asked.values())
+        *(
+            with_mlx_lm(scene.transport(node), node.python, found[node.name], imported=imported)
+            for node in asked.values()
+        )
     )
     whole = dict(zip(asked, answers, strict=True))
     wiring = await _backend(scene)

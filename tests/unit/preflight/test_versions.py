@@ -49,6 +49,16 @@ async def test_a_package_that_cannot_be_imported_says_why(model: Path, data: Pat
     assert "mlx-lm cannot be imported: ImportError: no libmlx.so" in result.summary
 
 
+async def test_a_job_that_may_not_need_mlx_lm_has_it_found_and_not_imported(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    broken = interpreter_with(tmp_path / "broken", "mlx_lm", "raise ImportError('no libmlx.so')\n")
+    config = flight(model, data, tmp_path, pythons=(broken,))
+    job = config.job.model_copy(update={"command": ("python", "mine.py")})
+    result = await looked(check.look, config.model_copy(update={"job": job}))
+    assert (result.status, "mlx-lm 0." in result.evidence["node0"]) == (CheckStatus.PASS, True), result
+
+
 async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "venv" / "bin" / "python")
     result = await looked(check.look, flight(model, data, tmp_path, pythons=(sys.executable, missing)))
