@@ -78,7 +78,8 @@ async def _addresses(scene: Scene, wiring: Wiring) -> CheckResult:
     if scene.remote:
         await _reach(scene, neighbours(wiring), ips, found)
     ranks = len(scene.config.nodes)
-    return found.verdict(f"MLX reads {ranks} rank{'s' * (ranks != 1)}, {wiring.backend}")
+    advice = "check the cable and the firewall between them"
+    return found.verdict(f"MLX reads {ranks} rank{'s' * (ranks != 1)}, {wiring.backend}", advice=advice)
 
 
 def _form_problem(ips: list[str]) -> str | None:
