@@ -1,4 +1,4 @@
-"""What is shown when there is no flightdeck.toml: the demo, what writes a configuration, and the shortest."""
+"""What is shown when there is no flightdeck.toml: what this is, the demo, and the commands that write one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from textual.widgets import Button
 from tui.glyphs import MUTED
 from tui.screens.dialog import Dialog
 
-EXAMPLE: Final = """\
-[[node]]
-name = "local-0"
-
-[[node]]
-name = "local-1"
-
-[job]
-model = "~/models/Qwen3-0.6B"
-data = "~/data/support"
-iters = 200"""
+_INIT: Final = (
+    ("flightdeck init ana@ultra.local bea@max.local", "these machines"),
+    ("flightdeck init", "lists what ~/.ssh/config and Bonjour know"),
+    ("flightdeck init 127.0.0.1", "this machine alone"),
+)
 
 
 class Welcome(Dialog[str]):
@@ -34,12 +28,15 @@ class Welcome(Dialog[str]):
             Content.assemble(("The demo ", "bold"), "really trains a tiny model on two local ranks, in a minute;"),
             Content("it needs no network, GPU or SSH server."),
             Content(""),
-            Content.assemble(("Your own Macs: ", "bold"), "leave this (Quit) and type one of"),
-            Content.styled("  flightdeck init ana@ultra.local bea@max.local", "bold"),
-            Content.styled("  flightdeck init      lists what ~/.ssh/config and Bonjour know", MUTED),
-            Content("it writes a flightdeck.toml. One for this machine alone is as short as:"),
+            Content.assemble(("Your own machines ", "bold"), "need a flightdeck.toml. Quit, and let one be written:"),
             Content(""),
-            *[Content.styled("  " + line, MUTED) for line in EXAMPLE.splitlines()],
+            *[
+                line
+                for command, what in _INIT
+                for line in (Content.styled(f"  {command}", "bold"), Content.styled(f"      {what}", MUTED))
+            ],
+            Content(""),
+            Content("It asks each for a python with MLX, and says what comes next."),
         ]
         super().__init__("MLX Flight Deck", lines)
 

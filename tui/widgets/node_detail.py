@@ -35,7 +35,8 @@ def joined(state: DeckState, width: int) -> Content:
     lines = [Content.styled("topology", "bold")]
     drawn = draw(topology, width, state.glyphs) if topology is not None else []
     if topology is not None and not all(node.local for node in (state.config.nodes if state.config else ())):
-        lines += [pair(label, text, width) for label, text in verdict(topology, state.glyphs)]
+        silent = {facts.node for facts in state.facts.values() if facts.problem}
+        lines += [pair(label, text, width) for label, text in verdict(topology, state.glyphs, silent)]
     if drawn:
         lines += [Content(""), *map(Content, drawn)]
     elif nodes:

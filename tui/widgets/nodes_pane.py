@@ -76,6 +76,8 @@ class NodesPane(Pane):
         alone = self.full and state.detail
         head.display = rows.display = not alone
         self.set_class(alone, "-alone")
+        # The list that had the focus is not on the screen then; the keys still come here.
+        self.set_class(alone and state.pane == self.NAME, "-keys")
         if not nodes:
             said = "no nodes: there is no configuration" if state.ready else "loading"
             head.put(Content.styled(said, MUTED))

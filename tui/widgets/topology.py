@@ -3,7 +3,7 @@ like a wiring diagram. A cluster without cables is a line of its nodes in ring o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -82,9 +82,16 @@ def least_width(topology: Topology) -> int:
     return _box(topology) + 2 + _NARROW_LANE * len(_lanes(topology))
 
 
-def verdict(topology: Topology, glyphs: Glyphs) -> list[tuple[str, str]]:
-    """What the cabling is, as label and text: its shape, the pairs without a cable, computers that are no node."""
+def verdict(topology: Topology, glyphs: Glyphs, silent: Collection[str] = ()) -> list[tuple[str, str]]:
+    """What the cabling is, as label and text: its shape, the pairs without a cable, computers that are no node.
+    Nothing is said of the cables of nodes that are `silent`."""
     nodes, pairs = len(topology.nodes), len(topology.nodes) * (len(topology.nodes) - 1) // 2
+    if silent:
+        named = ", ".join(_listed([node for node in topology.nodes if node in silent], LISTED))
+        lines = [("cables", f"not all known: no answer from {named}")]
+        if topology.strangers:
+            lines.append(("other ends", ", ".join(_listed(list(topology.strangers), LISTED))))
+        return lines
     shape = {
         "mesh": "mesh: every pair is cabled",
         "ring": "ring: the cables make a circle through all nodes",
@@ -95,8 +102,8 @@ def verdict(topology: Topology, glyphs: Glyphs) -> list[tuple[str, str]]:
     lines = [("cables", shape)]
     if topology.missing and topology.cables and nodes > 2:
         dash = "-" if glyphs.ascii else "–"
-        named = _listed([f"{a}{dash}{b}" for a, b in topology.missing], LISTED)
-        lines.append(("no cable" if topology.shape == "incomplete" else "for a mesh", ", ".join(named)))
+        missing = _listed([f"{a}{dash}{b}" for a, b in topology.missing], LISTED)
+        lines.append(("no cable" if topology.shape == "incomplete" else "for a mesh", ", ".join(missing)))
     if topology.strangers:
         lines.append(("strangers", ", ".join(_listed(list(topology.strangers), LISTED))))
     return lines
