@@ -53,10 +53,6 @@ def unknown_key() -> list[NodeFacts]:
     return _third(macs.unknown_key)
 
 
-def changed_key() -> list[NodeFacts]:
-    return _third(macs.changed_key)
-
-
 def unreachable() -> list[NodeFacts]:
     """The last Mac does not answer, and the second's clock is off."""
     first, second, third, last = macs.facts()
@@ -151,7 +147,6 @@ OTHERS: Final = (
     Scene("incomplete", ended, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
     Scene("unreachable", ended, "no answer on port 22", ("1", "G"), studio=unreachable),
     Scene("host-key", ended, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
-    Scene("host-key-changed", ended, "then by hand", ("1", "j", "j", "x"), studio=changed_key),
     Scene("dashboard-macs", ended, "4 ranks · jaccl", studio=macs.facts),
     Scene("away", lambda: [away()], "unreachable for 25 s"),
     Scene("nodes-ascii", ended, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True),
