@@ -7,6 +7,8 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 from engine.models import RunState
 from engine.runs.layout import RunDir, node_root
 from engine.runs.log_reader import LogReader
@@ -15,7 +17,7 @@ from engine.worker.wire import NodeFiles
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 
-KILLS = 20
+SAMPLE, KILLS = 6, 20
 CONFIG = """
 [cluster]
 name = "local"
@@ -45,7 +47,8 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-async def test_twenty_consoles_killed_while_lines_stream(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [SAMPLE, pytest.param(KILLS, marks=pytest.mark.slow)])
+async def test_consoles_killed_while_lines_stream(home: Path, tmp_path: Path, kills: int) -> None:
     flag = tmp_path / "enough"
     config = tmp_path / "flightdeck.toml"
     config.write_text(CONFIG.format(python=sys.executable, flag=flag))
@@ -58,7 +61,7 @@ async def test_twenty_consoles_killed_while_lines_stream(home: Path, tmp_path: P
         await asyncio.sleep(0.05)
 
     moments = random.Random(20)
-    for _ in range(KILLS):
+    for _ in range(kills):
         with Terminal([str(FLIGHTDECK), "-c", str(config)]) as console:
             console.read_until(b"line")
             await asyncio.sleep(moments.uniform(0.0, 0.4))
