@@ -37,6 +37,7 @@ async def test_four_good_nodes_pass_every_check_and_nothing_is_left_on_them(clus
         assert_nothing_left(node)
 
 
+@pytest.mark.slow
 async def test_ranks_that_we_start_ourselves_sum_as_exactly(cluster: Cluster, fleet: Fleet) -> None:
     config = config_of(cluster)
     direct = config.model_copy(update={"cluster": ClusterConfig(launcher="direct")})
@@ -169,6 +170,7 @@ async def test_a_changed_key_is_told_with_both_fingerprints_and_skips_what_needs
     assert {result.status for result in found.values()} == {CheckStatus.SKIP}
 
 
+@pytest.mark.slow
 async def test_what_an_earlier_run_has_left_is_a_warning_and_its_fix_ends_it(cluster: Cluster, fleet: Fleet) -> None:
     third = cluster.nodes[2]
     orphan = "FLIGHTDECK_NONCE=of-an-earlier-run setsid sleep 600 >/dev/null 2>&1 &"
@@ -180,6 +182,7 @@ async def test_what_an_earlier_run_has_left_is_a_warning_and_its_fix_ends_it(clu
     assert (done.returncode, third.processes("of-an-earlier-run")) == (0, [])
 
 
+@pytest.mark.slow
 async def test_a_node_that_takes_no_worker_is_the_only_one_blamed(isolated_cluster: Cluster, fleet: Fleet) -> None:
     last = isolated_cluster.nodes[3]
     last.run(["/bin/sh", "-c", "rm -rf ~/.flightdeck"])
