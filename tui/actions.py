@@ -156,7 +156,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_recheck),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run", why_not=_demo,
-           when=lambda state: state.config is None),
+           when=lambda state: state.ready and state.config is None),
     Action("mend", ("x",), "mend", "Mend what is selected: run the fix on its node, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_mend),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",

@@ -270,6 +270,7 @@ class FlightDeckApp(App[int]):
 
     def perform(self, action: Action) -> None:
         """Do it, or say why it cannot be done now."""
+        self.deck.take_selection()
         why = action.why_not(self.state)
         if why is not None:
             self.say(f"{action.label}: {why}", severity="warning")

@@ -276,6 +276,8 @@ class FakeEngine:
     aborted: list[tuple[str, bool]] = field(default_factory=list)
     accepted: list[HostKeyOffer] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
+    shells: list[str] = field(default_factory=list)
+    """Nodes on which one was asked for."""
     listeners: int = 0
     """Telemetry that is on."""
     closed: bool = False
@@ -360,6 +362,7 @@ class FakeEngine:
         return self.completed
 
     def shell_argv(self, config: FlightConfig, node: str) -> list[str]:
+        self.shells.append(node)
         return self.shell
 
     async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:

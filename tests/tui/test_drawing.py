@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from engine.events import Mark, Series
+from engine.nodes.topology import topology
 from tests.tui import fake_engine as situation
+from tests.tui import macs
 from tui.glyphs import Glyphs
 from tui.state import DeckState
+from tui.widgets import topology as wires
 from tui.widgets.axis import Axis, step_of, tick_text
 from tui.widgets.braille import Canvas
 from tui.widgets.columns import Column, justify, lay_out
@@ -145,3 +148,31 @@ def test_the_ring_is_drawn_closed() -> None:
     assert ring(["a", "b", "c"], "ring", 80, Glyphs()) == ["a ──ring── b ──ring── c ↩"]
     assert ring(["a"], "ring", 80, Glyphs()) == ["a  (one node: no link)"]
     assert all(len(line) <= 40 for line in ring([f"node-{n}" for n in range(8)], "ring", 40, Glyphs()))
+
+
+@given(st.integers(2, 8), st.data(), st.booleans())
+def test_a_drawn_topology_has_every_cable_and_fits_78_columns(count: int, data: st.DataObject, ascii: bool) -> None:
+    cables = data.draw(st.lists(st.sampled_from(macs.mesh(count)), unique=True, max_size=28))
+    found, glyphs = topology(macs.facts(count, cables)), Glyphs(ascii=ascii)
+    drawn = wires.draw(found, 78, glyphs)
+    assert bool(drawn) == bool(cables)
+    assert all(len(line) <= 78 for line in drawn) and wires.least_width(found) <= 78
+    if ascii:
+        assert all(line.isascii() for line in drawn)
+        return
+    # Each cable begins once and ends once: at a corner or at a branch of a node's own line.
+    beside = "".join(line[line.index("├") + 1 :] for line in drawn if "├" in line)
+    assert sum(beside.count(mark) for mark in "┬╮") == sum(beside.count(mark) for mark in "┴╯") == len(cables)
+
+
+def test_no_ascii_drawing_loses_what_the_other_has() -> None:
+    mesh = topology(macs.facts())
+    ours, plain = wires.draw(mesh, 78, Glyphs()), wires.draw(mesh, 78, Glyphs(ascii=True))
+    assert [len(line) for line in ours] == [len(line) for line in plain]
+    assert all("en3" in line for line in (ours[0], plain[0]))
+
+
+def test_cables_of_a_node_that_did_not_answer_are_not_said_to_be_missing() -> None:
+    told = wires.verdict(topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"})
+    assert told[0] == ("cables", "not all known: no facts of air")
+    assert "no cable" not in dict(told)

@@ -278,6 +278,15 @@ async def test_a_shell_has_the_terminal_until_it_ends(
         assert console.app.state.view == "dashboard"
 
 
+async def test_a_key_right_behind_a_movement_means_what_was_moved_to(studio: FakeEngine) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        await console.press("1")
+        console.app.deck.action_press("j")
+        console.app.deck.action_press("s")
+        await console.until(lambda: bool(console.said))
+        assert studio.shells == ["max"]
+
+
 async def test_where_the_terminal_cannot_be_handed_over_the_command_is_told(fake: FakeEngine) -> None:
     fake.shell = ["ssh", "-t", "ana@ultra.local"]
     async with opened(fake) as console:

@@ -169,7 +169,14 @@ class DeckScreen(Screen[None]):
         """In a prompt that is open, "/" and "&" are text."""
         return not (action == "press" and parameters[0] in _PROMPTS and isinstance(self.focused, Input))
 
+    def take_selection(self) -> None:
+        """What is under the cursors now: a key that follows a movement at once must mean what was moved to."""
+        node, check = (self.pane(name).query_one(RowList).selected for name in ("nodes", "preflight"))
+        if (node, check) != (self.state.node, self.state.check):
+            self.deck.change(node=node, check=check)
+
     def action_press(self, key: str) -> None:
+        self.take_selection()
         action = action_for(key, self.state)
         if action is not None:
             self.deck.perform(action)

@@ -88,7 +88,7 @@ def verdict(topology: Topology, glyphs: Glyphs, silent: Collection[str] = ()) ->
     nodes, pairs = len(topology.nodes), len(topology.nodes) * (len(topology.nodes) - 1) // 2
     if silent:
         named = ", ".join(_listed([node for node in topology.nodes if node in silent], LISTED))
-        lines = [("cables", f"not all known: no answer from {named}")]
+        lines = [("cables", f"not all known: no facts of {named}")]
         if topology.strangers:
             lines.append(("other ends", ", ".join(_listed(list(topology.strangers), LISTED))))
         return lines

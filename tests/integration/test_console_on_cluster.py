@@ -1,0 +1,86 @@
+"""The console on real nodes over ssh: a key accepted, a fix run there, telemetry heard, a shell that is theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.models import CheckResult, CheckStatus
+from engine.session import Engine
+from tests.cluster.cluster import Cluster
+from tests.tui.conftest import DASHBOARD, Console
+from tui.app import FlightDeckApp
+
+PATIENCE_S = 40.0
+
+
+@pytest.fixture
+def studio(cluster: Cluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of two of the nodes."""
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    tables = [
+        f'[[node]]\nname = "{name}"\nssh = "{name}"\npython = "{cluster[name].python}"\n' for name in ("ana", "bea")
+    ]
+    file = tmp_path / "flightdeck.toml"
+    file.write_text("\n".join([*tables, '[job]\nname = "mine"\ncommand = ["true"]\n']))
+    return file
+
+
+@pytest.fixture
+def stranger(cluster: Cluster) -> Iterator[str]:
+    """bea, whose key nobody has accepted."""
+    known = cluster.known_hosts.read_text()
+    bea = cluster["bea"]
+    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if bea.ip not in line))
+    yield "bea"
+    cluster.known_hosts.write_text(known)
+
+
+async def reach(console: Console, text: str) -> None:
+    """Wait for real nodes to bring `text` onto the screen."""
+    async with asyncio.timeout(PATIENCE_S):
+        while text not in console.screen:
+            await console.pilot.pause(0.05)
+
+
+async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
+    cluster: Cluster, home: Path, studio: Path, stranger: str
+) -> None:
+    engine = Engine(home)
+    app = FlightDeckApp(engine, studio)
+    async with app.run_test(size=DASHBOARD) as pilot:
+        console = Console(app, pilot)
+        await console.press("1", "j")
+        async with asyncio.timeout(PATIENCE_S):
+            while app.state.probing or len(app.state.facts) < 2:
+                await pilot.pause(0.05)
+        await reach(console, "? key unknown")
+        await console.press("G")
+        assert app.state.facts["ana"].user == cluster["ana"].user
+        await console.press("x", "right", "enter")
+        async with asyncio.timeout(PATIENCE_S):
+            while app.state.facts["bea"].problem is not None or set(app.state.telemetry) != {"ana", "bea"}:
+                await pilot.pause(0.05)
+        known = (home / "known_hosts").read_text()
+        assert cluster["bea"].ip in known and cluster["ana"].ip not in known
+        async with asyncio.timeout(PATIENCE_S):
+            while app.state.telemetry["bea"].memory_used_bytes is None:
+                await pilot.pause(0.05)
+
+        fix = "echo mended > ~/mended; cat ~/mended; id -un"
+        failed = CheckResult(name="data_matches", status=CheckStatus.FAIL, fixes={"bea": fix}, fix_command=fix)
+        app.change(checks=(failed,))
+        await console.press("x", "right", "enter")
+        await reach(console, "succeeded")
+        assert "mended" in console.screen and cluster["bea"].user in console.screen
+        await console.press("escape")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*engine.shell_argv(engine.load_config(studio), "bea"), "cat mended; rm mended; exit 3"],
+        capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.returncode) == (b"mended", 3)
