@@ -29,6 +29,9 @@ UNCONFIRMED_S = 10.0
 """After the first KILL."""
 SILENT_S = 4.0
 """For a host that does not answer, after all others are proved."""
+_AWAY_S = 15.0
+"""A host whose ranks have been asked for their last checkpoint, or are to be, may be silent for as long: it does not
+find out that they are to be killed when it is back after a moment."""
 _ASK_AGAIN_S = 1.0
 _KEEPER_MARGIN_S = 0.3
 """What a keeper needs beyond its graces to drain the log, sweep and write its exit record."""
@@ -189,7 +192,12 @@ class Stop:
 
     def _all_ended(self) -> bool:
         """Whether every rank has ended, of the hosts that answer."""
-        return all(rank.ended or not self._links.to(rank.number).state.answering for rank in self._ranks.all)
+        return all(rank.ended or self._gone(self._links.to(rank.number)) for rank in self._ranks.all)
+
+    def _gone(self, link: NodeLink) -> bool:
+        """Whether a host is not waited for now."""
+        asking = self._wanted is Stage.STOP and self.stage in (None, Stage.STOP)
+        return link.state.silent_s > _AWAY_S if asking else not link.state.answering
 
     def _everybody_answers(self) -> bool:
         return all(link.state.answering for link in self._links)

@@ -4,7 +4,8 @@ Every message is one object with a `kind`; `bytes`, where it is there, is the le
 head:
 
     watch    nonce, ranks: the host's own ranks, known {rank: identity}: as the head has them; said first
-    beat     n, heard: passed on to the ranks' keepers, answered by a pong; `heard` is the last pong that has come
+    beat     n, heard: passed on to the ranks' keepers, answered by a pong; `heard` is the last beat
+             that had been said when the head last heard anything
     word     rank, word ("stop", "end"): for one keeper
     send     file, until, and at first `from`: send what is in it from there on as it comes, up to offset `until`
     kill     KILL to the groups of the ranks' programs

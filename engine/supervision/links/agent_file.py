@@ -51,11 +51,12 @@ class AgentFile:
             return bytes(self._buffer[:size]) if len(self._buffer) >= size or self._at_end else None
 
     def take(self, begin: int, data: bytes, *, end: bool) -> None:
-        """What the agent has sent. What was under way when the order changed is left out."""
+        """What the agent has sent. What is here already, or was under way when the order changed, is left out."""
         with self._lock:
-            if begin != self._start + len(self._buffer):
+            known = self._start + len(self._buffer) - begin
+            if not 0 <= known <= len(data):
                 return
-            self._buffer += data
+            self._buffer += data[known:]
             self._at_end = end
             self._problem = None
 

@@ -11,6 +11,7 @@ import contextlib
 import random
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import PurePosixPath
@@ -71,7 +72,8 @@ class AgentLink:
         self._problem: str | None = None
         self._beats: dict[int, float] = {}
         """Beats under way: number → when it was sent (wall clock)."""
-        self._beat_number = self._pong_number = 0
+        self._beat_number = self._heard_number = 0
+        """The last beat that was sent, and the last one that had been sent when something was heard."""
         self._sightings = {rank: Sighting(identity=(known or {}).get(rank)) for rank in place.ranks}
         self._words: dict[int, LastWords] = {}
         self._standing: dict[int, bytes] = {}
@@ -107,10 +109,14 @@ class AgentLink:
         self._say({"kind": "kill"})
 
     def ask_left(self, *, kill: bool) -> None:
-        self._asked += 1
-        self._left = None
-        self._question = {"kind": "list", "n": self._asked, "kill": kill}
-        self._say(self._question)
+        question = self._question
+        if question is None or question["kill"] != kill:
+            # The same question, asked again before it was answered, keeps its number: an answer that takes longer than
+            # we wait before we ask again is an answer all the same.
+            self._asked += 1
+            question = {"kind": "list", "n": self._asked, "kill": kill}
+        self._left, self._question = None, question
+        self._say(question)
 
     def left(self) -> list[Process] | None:
         return self._left
@@ -160,7 +166,12 @@ class AgentLink:
         retry_s = FIRST_RETRY_S
         while True:
             began = time.monotonic()
-            self._problem = await self._once()
+            try:
+                self._problem = await self._once()
+            except Exception as fault:
+                # Whatever it is, ours or the node's: without this task the node's ranks have no beats, and end.
+                traceback.print_exception(fault, chain=False)
+                self._problem = f"{type(fault).__name__}: {fault}"
             retry_s = FIRST_RETRY_S if time.monotonic() - began > LAST_RETRY_S else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
 
@@ -204,7 +215,7 @@ class AgentLink:
         seen = {rank: sighting.identity for rank, sighting in self._sightings.items()}
         known = {str(rank): asdict(identity) for rank, identity in seen.items() if identity is not None}
         self._put({"kind": "watch", "nonce": self._nonce, "ranks": list(self.ranks), "known": known})
-        for rank, word in self._standing.items():
+        for rank, word in list(self._standing.items()):
             self._put(_word(rank, word))
         if self._question is not None:
             self._put(self._question)
@@ -220,6 +231,8 @@ class AgentLink:
         while data := await channel.read(_READ_BYTES):
             for message, body in decoder.feed(data):
                 self._take(message, body)
+                # Whatever it was: on a slow line the pongs come late, behind a megabyte of somebody's log.
+                self._hear_something()
         return channel.last_words or "the agent has left"
 
     async def _write(self, channel: Channel) -> str:
@@ -232,12 +245,12 @@ class AgentLink:
 
     async def _beat(self) -> str:
         begun = time.monotonic()
-        # A new connection counts its pongs from here: the first beat is not for a head that is not heard.
-        self._pong_number = self._beat_number
+        # A new connection counts from here: the first beat is not for a head that hears nothing.
+        self._heard_number = self._beat_number
         while time.monotonic() - max(self._heard_at, begun) < SILENT_CONNECTION_S:
             self._beat_number += 1
             self._beats[self._beat_number] = time.time()
-            self._put({"kind": "beat", "n": self._beat_number, "heard": self._pong_number})
+            self._put({"kind": "beat", "n": self._beat_number, "heard": self._heard_number})
             await asyncio.sleep(BEAT_EVERY_S)
         return f"no answer for {SILENT_CONNECTION_S:.0f} s"
 
@@ -270,7 +283,6 @@ class AgentLink:
     def _take_hello(self, message: Message) -> None:
         if message["version"] != VERSION:
             raise ValueError(f"the agent speaks version {message['version']}")
-        self._hear_something()
         ahead = self.facts.clock_ahead_s if self.facts is not None else message["at"] - time.time()
         self.facts = HostFacts(message["boot_id"], message["memory_kills"], ahead)
         for rank, seen in self._sightings.items():
@@ -278,9 +290,7 @@ class AgentLink:
                 self._see(rank, vanished=seen.record is None, restarted=True)
 
     def _take_pong(self, message: Message) -> None:
-        self._hear_something()
         sent_at = self._beats.pop(message["n"], None)
-        self._pong_number = message["n"]
         if sent_at is not None and self.facts is not None:
             ahead = message["at"] - (sent_at + time.time()) / 2
             self.facts = replace(self.facts, clock_ahead_s=ahead)
@@ -298,6 +308,7 @@ class AgentLink:
 
     def _hear_something(self) -> None:
         self._heard_at = time.monotonic()
+        self._heard_number = self._beat_number
         self._heard = True
         self._problem = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,8 +34,8 @@ class Links:
             link.start()
 
     async def close(self) -> None:
-        for link in self._all:
-            await link.close()
+        # All at once: each may wait for a host that does not answer any more.
+        await asyncio.gather(*(link.close() for link in self._all))
 
 
 def links_to(plan: Plan, attempt: Attempt, fleet: Ways, here: Path, known: Mapping[int, Identity]) -> Links:

@@ -91,8 +91,9 @@ class LocalLink:
                     flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
                     self._fifos[rank] = os.open(self._files.control(rank), flags)
                 os.write(self._fifos[rank], word)
-            except (FileNotFoundError, BlockingIOError):
-                # Full: a keeper that does not listen has beats enough, and is ended by signals.
+            except OSError:
+                # Not there yet; or full: a keeper that does not listen has beats enough, and is ended by signals.
+                # Whatever else it is (no descriptor free, say), the next beat is tried all the same.
                 return
 
     def kill_groups(self) -> None:

@@ -172,3 +172,17 @@ def test_a_host_that_falls_silent_in_the_middle_is_not_waited_for(tmp_path: Path
     ending.hosts[1].fall_silent()
     ending.exit(0)
     assert ending.advance(0.2) == [Stage.STOP, Stage.VERIFYING]
+
+
+def test_a_moment_of_silence_does_not_cut_a_last_checkpoint_short(tmp_path: Path) -> None:
+    ending = Ending(tmp_path)
+    ending.saving = True
+    for host in ending.hosts:
+        host.fall_silent(5.0)
+    assert ending.advance(1.0) == [Stage.STOP]
+    ending.hosts[0].come_back()
+    ending.exit(0)
+    assert ending.advance(1.0) == [Stage.STOP], "rank 1 may be writing it"
+    ending.hosts[1].come_back()
+    ending.exit(1)
+    assert ending.advance(0.5) == [Stage.STOP, Stage.VERIFYING, Stage.STOPPED]

@@ -17,10 +17,14 @@ from engine.errors import NodeUnreachable
 from engine.launch.place import Place
 from engine.runs.layout import RunDir
 from engine.runs.mirror import Gap, Mirror
+from engine.supervision.links import agent_link
 from engine.supervision.links.agent_link import AgentLink
 from engine.transport.base import Channel
 from engine.transport.local import LocalTransport
-from engine.worker.wire import END, STOP
+from engine.worker.agent import UNHEARD_BEATS
+from engine.worker.frames import VERSION, Decoder, Message, encode
+from engine.worker.processes import Process
+from engine.worker.wire import END, STOP, NodeFiles
 from tests.unit.worker.kept import Kept, keep
 
 WORK = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.002)"
@@ -31,10 +35,15 @@ class Road(LocalTransport):
 
     closed = False
     opened = 0
+    faults = 0
+    """As many more openings end in what nobody has thought of."""
 
     async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
         if self.closed:
             raise NodeUnreachable("no route", where="there")
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("a fault of ours")
         self.opened += 1
         return await super().open(argv, directory=directory)
 
@@ -87,6 +96,7 @@ async def test_it_sees_a_rank_start_and_end_with_its_last_words(host: Host) -> N
     await until(lambda: host.link.sight(0, thorough=True).identity is not None)
     assert host.link.state.answering and host.link.facts is not None
     assert abs(host.link.facts.clock_ahead_s) < 0.5
+    await until(lambda: b"line" in host.kept.output())
     host.link.tell(0, STOP)
     await until(lambda: host.link.sight(0, thorough=True).record is not None)
     record = host.link.sight(0, thorough=True).record
@@ -147,3 +157,89 @@ async def test_an_agent_that_cannot_start_is_why_a_host_is_not_connected(tmp_pat
     await until(lambda: link.state.problem is not None)
     assert not link.state.heard
     await link.close()
+
+
+async def test_a_fault_of_ours_does_not_end_the_beats(host: Host) -> None:
+    await until(lambda: host.link.state.heard)
+    host.road.faults = 2
+    os.kill(await host.agent(), signal.SIGKILL)
+    await until(lambda: "a fault of ours" in str(host.link.state.problem))
+    await until(lambda: host.link.state.connected and host.link.state.problem is None)
+
+
+class Line(Channel):
+    """A connection whose other end is the test."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[bytes] = asyncio.Queue()
+        self.decoder = Decoder()
+        self.heard: list[Message] = []
+
+    async def write(self, data: bytes) -> None:
+        self.heard += [message for message, _ in self.decoder.feed(data)]
+
+    async def read(self, size: int) -> bytes:
+        return await self.said.get()
+
+    async def close(self) -> int | None:
+        return None
+
+    @property
+    def last_words(self) -> str:
+        return ""
+
+    def say(self, message: Message, body: bytes = b"") -> None:
+        self.said.put_nowait(encode(message, body))
+
+    def of(self, kind: str) -> list[Message]:
+        return [message for message in self.heard if message["kind"] == kind]
+
+
+class LineRoad(LocalTransport):
+    """The way to it."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.line = line
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        return self.line
+
+
+@pytest_asyncio.fixture
+async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Line, AgentLink]]:
+    monkeypatch.setattr(agent_link, "BEAT_EVERY_S", 0.01)
+    line = Line()
+    place = Place("there", (0,), "/", "/", "/", "/python")
+    link = AgentLink(place, NodeFiles(tmp_path), "nonce", LineRoad(line), names=["there"])
+    link.start()
+    line.say({"kind": "hello", "version": VERSION, "boot_id": "b", "memory_kills": 0, "at": time.time()})
+    await until(lambda: link.state.heard)
+    yield line, link
+    await link.close()
+
+
+async def test_a_flood_that_holds_up_the_pongs_is_an_answer(line: tuple[Line, AgentLink]) -> None:
+    agent, link = line
+    log = link.file("rank0.log")
+    await until(lambda: len(agent.of("beat")) > UNHEARD_BEATS)
+    agent.say({"kind": "data", "file": "rank0.log", "from": 0, "end": False}, b"x" * 1000)
+    assert log.read_from(0, 10) == b""
+    before = len(agent.of("beat"))
+    await until(lambda: any(beat["heard"] > UNHEARD_BEATS for beat in agent.of("beat")[before:]))
+    assert link.state.answering
+
+
+async def test_an_answer_that_comes_after_it_was_asked_again_is_taken(line: tuple[Line, AgentLink]) -> None:
+    agent, link = line
+    link.ask_left(kill=True)
+    link.ask_left(kill=True)
+    await until(lambda: len(agent.of("list")) == 2)
+    first = agent.of("list")[0]
+    agent.say({"kind": "listed", "n": first["n"], "left": [], "sizes": {}})
+    await until(lambda: link.left() == [])
+    link.ask_left(kill=True)
+    agent.say({"kind": "listed", "n": first["n"], "left": [], "sizes": {}})
+    agent.say({"kind": "listed", "n": first["n"] + 1, "left": [[7, "late"]], "sizes": {}})
+    await until(lambda: link.left() is not None)
+    assert link.left() == [Process(7, "late")], "an answer to an earlier question is none to a new one"
