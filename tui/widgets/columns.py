@@ -120,10 +120,12 @@ def _line(cells: Sequence[Content], columns: Sequence[Column], widths: Sequence[
     for cell, column, wide in zip(cells, columns, widths, strict=True):
         if parts:
             parts.append(" " * GAP)
-        fitted = cell.truncate(wide, ellipsis=True)
-        padding = wide - fitted.cell_length
-        parts.append(fitted.pad_left(padding) if column.right else fitted.pad_right(padding))
-    return Content.assemble(*parts).truncate(width)
+        # What fits, which is nearly all, is taken as it is: truncating and padding each cost a new Content.
+        fitted = cell if cell.cell_length <= wide else cell.truncate(wide, ellipsis=True)
+        blank = " " * (wide - fitted.cell_length)
+        parts += [blank, fitted] if column.right else [fitted, blank]
+    line = Content.assemble(*parts)
+    return line if line.cell_length <= width else line.truncate(width)
 
 
 def justify(left: Content, right: Content, width: int) -> Content:

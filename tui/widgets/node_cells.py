@@ -54,35 +54,39 @@ class NodeRows:
     def __init__(self) -> None:
         self._rows: dict[str, tuple[tuple[object, ...], Cells]] = {}
 
-    def of(self, state: DeckState, nodes: list[str], heads: tuple[Head, ...]) -> dict[str, Cells]:
-        """By node, in order."""
+    def of(
+        self, state: DeckState, nodes: list[str], heads: tuple[Head, ...], sight: range | None = None
+    ) -> dict[str, Cells]:
+        """By node, in order. Rows out of `sight` are not made anew for their ages alone, which change every second."""
         versions = node_state.reference(state)
         ranks = node_state.ranks_by_node(state)
         run = state.snapshot.record.id if state.snapshot is not None else None
         common = (state.glyphs, tuple(versions.items()), run, state.active, heads)
         rows = {}
-        for node in nodes:
+        for number, node in enumerate(nodes):
+            seen = sight is None or number in sight
             rank, facts, values = ranks.get(node), state.facts.get(node), state.telemetry.get(node)
             ages = (_facts_age(state, facts), _live_age(state, values))
             shown = node_state.condition(state, node, rank, versions)
-            key = (common, rank, facts, values, ages, shown)
+            key = (common, rank, facts, values, shown, ages)
             known = self._rows.get(node)
-            if known is None or not _same(known[0], key):
+            if known is None or not _same(known[0], key, ages=seen):
                 cells = dict(zip((head.title for head in HEADS), _cells(state, node, rank, versions), strict=True))
                 known = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
             rows[node] = known[1]
         return rows
 
 
-def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
+def _same(before: tuple[object, ...], now: tuple[object, ...], *, ages: bool) -> bool:
     """Facts and telemetry by identity: comparing models field by field costs more than the row."""
-    common, rank, facts, values, *rest = now
+    common, rank, facts, values, shown, age = now
     return (
         before[2] is facts
         and before[3] is values
         and before[0] == common
         and before[1] == rank
-        and list(before[4:]) == rest
+        and before[4] == shown
+        and (before[5] == age or not ages)
     )
 
 

@@ -87,7 +87,9 @@ class NodesPane(Pane):
             return
         if not alone:
             shown, none = heads(state, full=self.full), state.glyphs.none
-            line, lines = self._table.lay_out(shown, self._cells.of(state, nodes, shown), self.room, none=none)
+            line, lines = self._table.lay_out(
+                shown, self._cells.of(state, nodes, shown, rows.in_sight), self.room, none=none
+            )
             head.put(line)
             rows.set_rows(lines)
         if self.full and state.node in nodes:

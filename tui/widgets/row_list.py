@@ -47,6 +47,12 @@ class RowList(ScrollView, can_focus=True):
         return self._rows[self._cursor][0] if self._cursor is not None else None
 
     @property
+    def in_sight(self) -> range | None:
+        """Numbers of the rows that can be seen; None while the list has no size yet."""
+        height = self.container_size.height
+        return range(self.scroll_offset.y, self.scroll_offset.y + height) if height else None
+
+    @property
     def texts(self) -> list[str]:
         """All rows as plain text."""
         return [content.plain for _, content in self._rows]
