@@ -6,7 +6,6 @@ Imports stay small here: the engine (pydantic, the store) is loaded by the bridg
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
+from textual.events import Event, InputEvent
 from textual.worker import Worker
 
 from tui import clipboard
@@ -40,6 +40,7 @@ from tui.screens.host_key import ChangedKey, UnknownKey
 from tui.screens.stopping import Stopping
 from tui.screens.welcome import Welcome
 from tui.state import ENDED, DeckState
+from tui.tidying import Tidying
 
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
@@ -100,6 +101,7 @@ class FlightDeckApp(App[int]):
             poll_s=SLOW_POLL_S if slow_link else POLL_S,
         )
         self.engine_loop = EngineLoop()
+        self._tidying = Tidying()
         self._listening: Worker[None] | None = None
         self._listened_to: FlightConfig | None = None
         self._wanted_at = 0.0
@@ -125,7 +127,13 @@ class FlightDeckApp(App[int]):
     def _start_reading(self) -> None:
         self.set_timer(0.02, self.bridge.start)
 
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, InputEvent):
+            self._tidying.typed()
+        await super().on_event(event)
+
     async def on_unmount(self) -> None:
+        self._tidying.end()
         self.bridge.stop()
         await self.engine_loop.stop(self.engine.close if self.engine is not None else None)
 
@@ -147,6 +155,7 @@ class FlightDeckApp(App[int]):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
+        self._tidying.tick()
         self.tend_telemetry()
         if not self.state.frozen:
             self.change(now=self.clock())
@@ -189,9 +198,7 @@ class FlightDeckApp(App[int]):
     def on_engine_ready(self, message: EngineReady) -> None:
         self.engine = message.engine
         config = message.config
-        # What has been imported by now stays: left out of full collections, which held the loop for up to 61 ms.
-        gc.collect()
-        gc.freeze()
+        self._tidying.begin()
         facts = {facts.node: facts for facts in message.facts}
         self.change(ready=True, config=config, not_checked=message.not_checked, facts=facts)
         if config is not None:

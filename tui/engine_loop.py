@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
-BATCH_S: Final = 0.1
+BATCH_S: Final = 0.25
 """Between two batches of what a stream has brought."""
 CLOSING_S: Final = 3.0
 """What the end may take: a node that is gone must not keep the console open."""

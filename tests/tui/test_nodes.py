@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -363,3 +364,13 @@ async def test_the_table_fits_any_width_and_keeps_what_matters_longest(studio: F
         row = next(line for line in console.screen.splitlines() if "ultra" in line and "✓ ok" in line)
         assert row.rstrip().endswith("│") and len(row) == width
         assert ("97%" in row) == (width >= 80) or width == 60
+
+
+async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        pane = console.app.deck.pane("nodes")
+        before, painted = console.screen, list[bool]()
+        monkeypatch.setattr(pane, "refresh", lambda *_, **__: painted.append(True))
+        console.app.change(now=situation.NOW + timedelta(seconds=7))
+        await console.until(lambda: console.screen != before, "the new age")
+        assert not painted, "its rows are, and not its border with all that is in it"

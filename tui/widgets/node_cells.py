@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -46,6 +47,7 @@ HEADS: Final = (
 BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock", "live"})
 """Left out on the dashboard, where the pane is narrow."""
 _DEAR: Final = 8
+AGE_STEP_S: Final = 5.0
 
 
 class NodeRows:
@@ -141,13 +143,19 @@ def _facts_age(state: DeckState, facts: NodeFacts | None) -> tuple[str | None, b
     """How old, and whether that is stale."""
     if facts is None:
         return None, False
-    return age(facts.probed_at, state.now), state.age_s(facts.probed_at) > FACTS_LIMIT_S
+    return _age(facts.probed_at, state), state.age_s(facts.probed_at) > FACTS_LIMIT_S
 
 
 def _live_age(state: DeckState, values: NodeTelemetry | None) -> tuple[str | None, bool]:
     if values is None or values.problem is not None:
         return None, values is not None
-    return age(values.at, state.now), state.age_s(values.at) > TELEMETRY_LIMIT_S
+    return _age(values.at, state), state.age_s(values.at) > TELEMETRY_LIMIT_S
+
+
+def _age(then: datetime, state: DeckState) -> str:
+    """In whole steps: rows that all tick every second are neither calm nor cheap. The detail view has the second."""
+    steps = max(0.0, state.age_s(then)) // AGE_STEP_S
+    return age(then, then + timedelta(seconds=steps * AGE_STEP_S))
 
 
 def _memory(state: DeckState, facts: NodeFacts | None, values: NodeTelemetry | None) -> str | None:

@@ -30,6 +30,7 @@ class Pane(Vertical):
         super().__init__(id=self.NAME)
         self.state = DeckState()
         self._behind = True
+        self._border: tuple[Content, Content] | None = None
 
     def show(self, state: DeckState) -> None:
         """Take the state; drawn at once when the pane can be seen."""
@@ -45,12 +46,18 @@ class Pane(Vertical):
     def refresh_pane(self) -> None:
         """Draw the last state again."""
         self.set_class(self.full, "-full")
-        separator = self.state.glyphs.separator
-        self.border_title = Content(f"{self.NUMBER} {self.title(self.state)}".strip())
-        focused = self.state.pane == self.NAME
-        hints = [name for name in self.HINTS if name != "enter" or self.opens]
-        self.border_subtitle = Content(hint(self.state, separator, *hints)) if focused else None
+        self._put_border()
         self.draw(self.state)
+
+    def _put_border(self) -> None:
+        """The title, and the keys when the pane has them. Setting either repaints the whole pane, so only another one
+        is set."""
+        hints = [name for name in self.HINTS if name != "enter" or self.opens]
+        keys = hint(self.state, self.state.glyphs.separator, *hints) if self.state.pane == self.NAME else ""
+        border = Content(f"{self.NUMBER} {self.title(self.state)}".strip()), Content(keys)
+        if self._border is None or not all(map(Content.is_same, border, self._border)):
+            self._border = border
+            self.border_title, self.border_subtitle = border
 
     @property
     def full(self) -> bool:
