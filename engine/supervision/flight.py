@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from engine.models import RunState
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
@@ -37,6 +39,9 @@ _LATE_BYTES_S = 10.0
 """The end of a log may take as long to come, after the last byte that came."""
 _PURPOSES = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Flight:
     """One attempt in the air. `watch` is its whole life; it may begin in the middle of one (adoption)."""
@@ -57,6 +62,7 @@ class Flight:
     ) -> None:
         """`links` have been started. `refusals`: ranks that did not start, where mlx.launch does not tell of them →
         (exit code, words)."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight")
         self._plan = plan
         self._attempt = attempt
         self._links = links
@@ -106,21 +112,23 @@ class Flight:
         """Watch until everything of the attempt is gone, as far as its nodes answer; what is then known of it.
         `requests` gives the abort that has been asked for, if any; it is asked in another thread."""
         # A thread of its own for all that touches the head's disk: a disk that stalls holds up no beat and no link.
-        while not await asyncio.to_thread(self._tick, requests):
+        while not await self._aside(self._tick, requests):
             await asyncio.sleep(TICK_S)
-        await self._last_bytes()
+        proved = [proof.link for proof in self._stop.proofs if proof.found] if self._stop is not None else []
+        await self._aside(self._last_bytes, proved)
+        await self._aside(self._mirror.settle)
         if missing := self._mirror.behind():
             lacking = f"the mirrors are not complete: the nodes hold what is missing of {', '.join(missing)}"
             self._logbook.append("note", message=lacking)
         self.intake.poll()
-        return await asyncio.to_thread(self._witnesses.heard, self._ranks.all, self._trigger)
+        return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger)
 
     async def aftermath(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it could not be proved, end there what is left, fetch what is
         missing of their logs, and enter each as confirmed."""
         deadline = time.monotonic() + limit_s
         while self.unconfirmed and time.monotonic() < deadline:
-            await asyncio.to_thread(self._try_to_confirm)
+            await self._aside(self._try_to_confirm)
             await asyncio.sleep(TICK_S)
 
     def resume_aftermath(self, nodes: Sequence[str]) -> None:
@@ -133,6 +141,12 @@ class Flight:
         """The files. The links are their maker's."""
         self._mirror.finish()
         self.intake.close()
+        self._thread.shutdown(wait=False)
+
+    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`work` in the flight's own thread: the loop's common ones may all be waiting for the names of nodes that are
+        not there."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
 
     def _tick(self, requests: Callable[[], Request | None]) -> bool:
         """One look at everything; True when the attempt is over."""
@@ -243,19 +257,17 @@ class Flight:
             left=[_named(proof.link, process) for proof in proofs if not proof.found for process in proof.left],
         )
 
-    async def _last_bytes(self) -> None:
-        """Wait for what the nodes that were heard to the end have not sent yet, as long as it comes."""
-        links = [proof.link for proof in self._stop.proofs if proof.found] if self._stop is not None else []
-        expected = {f"rank{rank}." for link in links for rank in link.ranks}
+    def _last_bytes(self, links: Sequence[NodeLink]) -> None:
+        """Wait for what these nodes have not sent yet of their files, as long as it comes."""
+        theirs = tuple(f"rank{rank}." for link in links for rank in link.ranks)
         moved_at = time.monotonic()
-        while any(name.startswith(tuple(expected)) for name in self._mirror.behind()) and expected:
-            if await asyncio.to_thread(self._mirror.pump):
+        while any(name.startswith(theirs) for name in self._mirror.behind()):
+            if self._mirror.pump():
                 moved_at = time.monotonic()
             elif time.monotonic() - moved_at > _LATE_BYTES_S:
                 return
             else:
-                await asyncio.sleep(TICK_S / 4)
-        await asyncio.to_thread(self._mirror.settle)
+                time.sleep(TICK_S / 4)
 
     def _try_to_confirm(self) -> None:
         """One look at the nodes that are not confirmed yet."""
@@ -264,26 +276,25 @@ class Flight:
         self._conditions.look()
         self._ranks.look(thorough=False)
         self._mirror.pump()
-        behind = self._mirror.behind()
         for proof in self._stop.proofs:
-            if proof.found:
+            if proof.found or not proof.link.state.answering:
                 continue
-            if proof.link.state.answering:
-                self._tell_the_end(proof.link)
-                proof.seek(now)
+            self._tell_the_end(proof.link)
+            proof.seek(now)
+            if not proof.found:
+                continue
+            self._last_bytes([proof.link])
+            # One that goes away again in the middle of its log is waited for once more.
+            proof.found = proof.link.state.answering
             if proof.found:
-                self._confirm(proof.link, behind)
+                self._confirm(proof.link)
 
     def _tell_the_end(self, link: NodeLink) -> None:
         for rank in link.ranks:
             if self._ranks.all[rank].record is None:
                 link.tell(rank, END)
 
-    def _confirm(self, link: NodeLink, behind: Sequence[str]) -> None:
-        deadline = time.monotonic() + _LATE_BYTES_S
-        while any(name in self._mirror.behind() for name in behind) and time.monotonic() < deadline:
-            self._mirror.pump()
-            time.sleep(TICK_S / 4)
+    def _confirm(self, link: NodeLink) -> None:
         self._enter_changes([self._ranks.all[rank] for rank in link.ranks])
         for name in link.names:
             self._logbook.append("confirmed", node=name)

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import functools
 import json
 import os
 import signal
 import sys
-import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, StateError
-from engine.launch.place import Place
 from engine.launch.ports import fresh_ports
-from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
-from engine.preflight.checklist import first_failure, run_checks
+from engine.models import Reason, RunState
+from engine.preflight.checklist import first_failure
 from engine.preflight.scene import Scene
 from engine.runs.diagnosis import explain
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
-from engine.security.audit import audit_log
 from engine.security.sanitise import sanitise
 from engine.store.store import Store
 from engine.supervision import lock
@@ -41,9 +36,11 @@ from engine.supervision.adopt import AFTERMATH_S
 from engine.supervision.attempt import Attempt, Launched, intend, launch
 from engine.supervision.culprit import Evidence, Verdict, judge
 from engine.supervision.flight import TICK_S, Flight, known_identities
+from engine.supervision.inheritance import anybody_came, kill_everywhere, old_launcher
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook
+from engine.supervision.preflight_phase import check, verdict_of
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
 from engine.transport.fleet import Fleet
@@ -51,9 +48,6 @@ from engine.worker import processes
 from engine.worker.wire import write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
-_KILL_LIMIT_S = 10.0
-_HEAR_LIMIT_S = 20.0
-"""For the nodes of a run that is taken over to say whether anything of it is there."""
 
 T = TypeVar("T")
 
@@ -76,7 +70,6 @@ class Supervisor:
         self._figures: dict[str, Any] = {}
         self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._unconfirmed: list[str] = []
-        self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._scene = Scene(plan.config, self._fleet)
         self._links: Links | None = None
         self._flight: Flight | None = None
@@ -149,33 +142,24 @@ class Supervisor:
         self._logbook.reread()
 
     async def _kill_everywhere(self) -> None:
-        """The last thing that can be done for a run that we cannot watch; where it fails, the leases end it."""
         planned = _last(self._logbook.entries, "attempt")
         places = Attempt.from_entry(planned, self._nonce).places if planned else ()
-        nodes = self._plan.config.nodes
-        remote = [place for place in places if not nodes[place.ranks[0]].local]
-
-        async def kill(place: Place) -> None:
-            program = f"{place.bundle}/worker/processes.py"
-            transport = self._fleet.to(nodes[place.ranks[0]])
-            with contextlib.suppress(FlightDeckError, OSError):
-                await transport.run([place.python, program, "--kill", self._nonce], timeout_s=_KILL_LIMIT_S)
-
-        await asyncio.gather(asyncio.to_thread(processes.kill_with_nonce, self._nonce), *map(kill, remote))
+        missed = await kill_everywhere(self._fleet, self._plan.config.nodes, places, self._nonce)
+        self._unconfirmed = list(missed)
 
     async def _from_the_plan(self) -> Verdict:
         if self._asked_to_stop() is not None:
             return _ABORTED_EARLY
         self._logbook.change(RunState.PREFLIGHT)
         try:
-            report = await self._preflight()
+            checking = check(self._run_dir, self._plan, self._scene, _home(self._run_dir))
+            failed = first_failure(await self._until_abort(checking))
+        except _Aborted:
+            return _ABORTED_EARLY
         except FlightDeckError as error:
             return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
-        if report is None:
-            return _ABORTED_EARLY
-        failed = first_failure(report)
         if failed is not None:
-            return _failed_check(failed)
+            return verdict_of(failed)
         self._logbook.change(RunState.LAUNCHING)
         try:
             attempt = await self._until_abort(self._prepare())
@@ -203,10 +187,10 @@ class Supervisor:
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
             )
         attempt = Attempt.from_entry(planned, self._nonce)
-        self._link(attempt)
+        links = self._link(attempt)
         # Pids of before a restart of the machine are anybody's.
-        launcher = None if rebooted else self._old_launcher(attempt)
-        if launcher is None and not rebooted and not await self._anybody_came():
+        launcher = None if rebooted else old_launcher(self._run_dir, self._logbook, attempt)
+        if launcher is None and not rebooted and not await anybody_came(links):
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
             )
@@ -219,34 +203,11 @@ class Supervisor:
         if record is None or not record.unconfirmed or not planned:
             return
         attempt = Attempt.from_entry(planned, self._nonce)
-        self._flight = self._make_flight(attempt, self._link(attempt), None, adopted=True)
+        links = self._link(attempt)
+        self._flight = await asyncio.to_thread(self._make_flight, attempt, links, None, adopted=True)
         self._flight.resume_aftermath(record.unconfirmed)
         if record.ended_at is not None:
             self._aftermath_s -= (datetime.now(UTC) - record.ended_at).total_seconds()
-
-    async def _preflight(self) -> PreflightReport | None:
-        """Run the checks; None when an abort came in between. What they started is gone when this returns."""
-        results: dict[str, CheckResult] = {}
-
-        def keep(result: CheckResult) -> None:
-            results[result.name] = result
-            so_far = PreflightReport(
-                checks=list(results.values()),
-                overall_status=CheckStatus.RUNNING,
-                overridden=list(self._plan.skip),
-                finished_at=datetime.now(UTC),
-            )
-            _write_report(self._run_dir, so_far)
-
-        audit = functools.partial(audit_log, home=_home(self._run_dir))
-        checking = run_checks(self._scene, skip=self._plan.skip, on_result=keep, audit=audit)
-        try:
-            report = await self._until_abort(checking)
-        except _Aborted:
-            _write_report(self._run_dir, _cut_short(results.values(), self._plan.skip))
-            return None
-        _write_report(self._run_dir, report)
-        return report
 
     async def _until_abort(self, work: Coroutine[Any, Any, T]) -> T:
         """The outcome of `work`. Raises _Aborted when an abort is asked for; `work` has then been ended."""
@@ -293,41 +254,6 @@ class Supervisor:
         self._links.start()
         return self._links
 
-    def _old_launcher(self, attempt: Attempt) -> LauncherWatch | None:
-        """The launcher of an earlier supervisor; one whose start it had no time to enter is found by its nonce."""
-        entry = _last(self._logbook.entries, "launcher")
-        if not entry:
-            found = [each.pid for each in processes.with_nonce(attempt.nonce) if "mlx.launch" in each.command]
-            leader = next((pid for pid in found if _leads_its_group(pid)), None)
-            if leader is None:
-                return None
-            entry = {"pid": leader, "start": processes.start_time(leader) or ""}
-            self._logbook.append("launcher", **entry)
-        return LauncherWatch(
-            int(entry["pid"]),
-            str(entry["start"]),
-            self._run_dir.attempt(attempt.number) / "launcher.in",
-            self._run_dir.log(LAUNCHER_SOURCE),
-            attempt.log_bases[LAUNCHER_SOURCE],
-        )
-
-    async def _anybody_came(self) -> bool:
-        """Whether anything of the attempt is there: a rank, or its end, or one that is about to start. A node that does
-        not tell may have it."""
-        assert self._links is not None
-        deadline = time.monotonic() + _HEAR_LIMIT_S
-        for link in self._links:
-            await asyncio.to_thread(link.ask_left, kill=False)
-        while time.monotonic() < deadline:
-            seen = [link.sight(rank, thorough=True) for link in self._links for rank in link.ranks]
-            left = [link.left() for link in self._links]
-            if any(left) or any(each.record is not None for each in seen):
-                return True
-            if all(each is not None for each in left):
-                return False
-            await asyncio.sleep(TICK_S)
-        return True
-
     async def _watch(
         self,
         attempt: Attempt,
@@ -338,8 +264,9 @@ class Supervisor:
         rebooted: bool = False,
     ) -> Verdict:
         assert self._links is not None
-        flight = self._flight = self._make_flight(
-            attempt, self._links, launcher, refusals=refusals, adopted=adopted, rebooted=rebooted
+        # Not on the loop: the indices of a week of logs may want mending, and the ranks want their beats.
+        flight = self._flight = await asyncio.to_thread(
+            self._make_flight, attempt, self._links, launcher, refusals=refusals, adopted=adopted, rebooted=rebooted
         )
         evidence = await flight.watch(self._asked_to_stop)
         self._figures = flight.intake.latest
@@ -408,42 +335,6 @@ def _refusals(launched: Launched) -> dict[int, tuple[int, str]]:
 def _home(run_dir: RunDir) -> Path:
     """The state directory that the run lies in, whatever FLIGHTDECK_HOME says by now."""
     return run_dir.path.parent.parent
-
-
-def _failed_check(failed: CheckResult) -> Verdict:
-    rank, node = failed.blames if failed.blames is not None else (None, None)
-    return Verdict(
-        RunState.FAILED,
-        Reason.PREFLIGHT_FAILED,
-        f"{failed.name}: {failed.summary}",
-        rank,
-        node,
-        fix=failed.fix_command,
-    )
-
-
-def _cut_short(results: Iterable[CheckResult], skip: tuple[str, ...]) -> PreflightReport:
-    """The report of a preflight that an abort has ended."""
-    unfinished = {"status": CheckStatus.SKIP, "summary": "not finished: the run was aborted"}
-    checks = [
-        result.model_copy(update=unfinished) if result.status is CheckStatus.RUNNING else result for result in results
-    ]
-    return PreflightReport(
-        checks=checks, overall_status=CheckStatus.SKIP, overridden=list(skip), finished_at=datetime.now(UTC)
-    )
-
-
-def _write_report(run_dir: RunDir, report: PreflightReport) -> None:
-    """For those who look; a full disk must not end the run that it tells of."""
-    with contextlib.suppress(OSError):
-        write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
-
-
-def _leads_its_group(pid: int) -> bool:
-    try:
-        return os.getpgid(pid) == pid
-    except ProcessLookupError:
-        return False
 
 
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:

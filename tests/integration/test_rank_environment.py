@@ -19,7 +19,7 @@ import json, os
 files = {name: json.load(open(os.environ[name])) for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES") if name in os.environ}
 print(json.dumps([dict(os.environ), files]))
 """
-NOBODYS = {"_", "SHLVL", "PWD", "OLDPWD", "SSH_CLIENT", "SSH_CONNECTION", "FLIGHTDECK_CONTROL_FD"}
+NOBODYS = {"_", "SHLVL", "PWD", "OLDPWD", "PS1", "SSH_CLIENT", "SSH_CONNECTION", "FLIGHTDECK_CONTROL_FD"}
 """What each shell, each connection and each keeper has for itself."""
 PATHS = {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "FLIGHTDECK_SPEC", "FLIGHTDECK_EVENTS"}
 DEVICES = ((None, "rdma_en1", "rdma_en2"), ("rdma_en3", None, "rdma_en4"), ("rdma_en5", "rdma_en6", None))

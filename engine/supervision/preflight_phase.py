@@ -1,0 +1,62 @@
+"""A run's preflight: its checks on its own scene, told in preflight.json as they go, and what a failed one means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.preflight.checklist import run_checks
+from engine.preflight.scene import Scene
+from engine.runs.layout import RunDir
+from engine.runs.plan_file import Plan
+from engine.security.audit import audit_log
+from engine.supervision.culprit import Verdict
+from engine.worker.wire import write_atomic
+
+
+async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> PreflightReport:
+    """Run the checks that `plan` does not skip. Cancelled, it says so in the report; what the checks had started is
+    gone when this returns or raises."""
+    results: dict[str, CheckResult] = {}
+
+    def keep(result: CheckResult) -> None:
+        results[result.name] = result
+        _write(run_dir, _report(results.values(), CheckStatus.RUNNING, plan.skip))
+
+    audit = functools.partial(audit_log, home=home)
+    try:
+        report = await run_checks(scene, skip=plan.skip, on_result=keep, audit=audit)
+    except asyncio.CancelledError:
+        _write(run_dir, _report(map(_cut_short, results.values()), CheckStatus.SKIP, plan.skip))
+        raise
+    _write(run_dir, report)
+    return report
+
+
+def verdict_of(failed: CheckResult) -> Verdict:
+    """How the run ends by a check that blocks its launch."""
+    rank, node = failed.blames if failed.blames is not None else (None, None)
+    cause = f"{failed.name}: {failed.summary}"
+    return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, cause, rank, node, fix=failed.fix_command)
+
+
+def _report(checks: Iterable[CheckResult], status: CheckStatus, skip: tuple[str, ...]) -> PreflightReport:
+    return PreflightReport(
+        checks=list(checks), overall_status=status, overridden=list(skip), finished_at=datetime.now(UTC)
+    )
+
+
+def _cut_short(result: CheckResult) -> CheckResult:
+    unfinished = {"status": CheckStatus.SKIP, "summary": "not finished: the run was aborted"}
+    return result.model_copy(update=unfinished) if result.status is CheckStatus.RUNNING else result
+
+
+def _write(run_dir: RunDir, report: PreflightReport) -> None:
+    """For those who look; a full disk must not end the run that it tells of."""
+    with contextlib.suppress(OSError):
+        write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
