@@ -99,13 +99,19 @@ class LocalChannel:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._emptied(), _LEAVES_S)
-        await asyncio.shield(_end(self._process))
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied(), _LEAVES_S)
+        finally:
+            # Also when closing is given up: the program does not stay, and no file either.
+            await asyncio.shield(self._gone())
+        return self._process.returncode
+
+    async def _gone(self) -> None:
+        await _end(self._process)
         if self._last_words is None:
             self._last_words = self.last_words
             self._forget()
-        return self._process.returncode
 
     async def _emptied(self) -> None:
         """Returns when it has left: what it still says is for nobody."""

@@ -96,3 +96,16 @@ async def test_a_file_is_put_whole_and_private(local: Transport, tmp_path: Path)
     with pytest.raises(IsADirectoryError):
         await local.put(tmp_path, b"x", mode=0o700)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]
+
+
+async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Transport, nonce: str) -> None:
+    # It hears neither the end of its input nor a polite word.
+    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", "echo up; exec sleep 1000"])
+    assert await channel.read(100) == b"up\n"
+    closing = asyncio.create_task(channel.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not with_nonce(nonce)
+    assert channel.last_words == ""
