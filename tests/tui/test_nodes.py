@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import HostKeyChanged
 from engine.events import NodeCondition
-from engine.models import NodeFacts
+from engine.models import NodeFacts, NodeTelemetry
 from engine.transport.base import Completed
 from tests.tui import fake_engine as situation
 from tests.tui import macs
@@ -374,3 +374,18 @@ async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch
         console.app.change(now=situation.NOW + timedelta(seconds=7))
         await console.until(lambda: console.screen != before, "the new age")
         assert not painted, "its rows are, and not its border with all that is in it"
+
+
+async def test_a_node_that_falls_silent_is_not_shown_as_its_last_probe_found_it(studio: FakeEngine) -> None:
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        await console.press("1")
+        await console.until(lambda: console.app.state.listening)
+        times = [situation.NOW + timedelta(seconds=60)]
+        console.app.clock = lambda: times[-1]
+        values = {value.node: value.model_copy(update={"at": times[-1]}) for value in macs.telemetry()}
+        values["mini"] = NodeTelemetry(node="mini", at=times[-1], problem="10.77.0.3 does not answer: timed out")
+        console.app.heard(values)
+        await console.shows("◌ silent")
+        assert console.screen.count("◌ silent") == 1
+        times.append(times[-1] + timedelta(seconds=40))
+        await console.until(lambda: console.screen.count("◌ silent") >= 4, "nobody has said a word for too long")

@@ -80,7 +80,18 @@ def condition(state: DeckState, node: str, rank: RankStatus | None, versions: di
         return (UNKNOWN if facts.host_key else FAIL), facts.problem_kind or "fail"
     if state.age_s(facts.probed_at) > FACTS_LIMIT_S:
         return STALE, "stale"
+    if _fell_silent(state, facts):
+        return STALE, "silent"
     return (WARN, "warn") if warnings(facts, versions) else (OK, "ok")
+
+
+def _fell_silent(state: DeckState, facts: NodeFacts) -> bool:
+    """Telemetry has told of a problem, or nothing for too long, since the node was probed: what the probe found is the
+    past."""
+    values = state.telemetry.get(facts.node)
+    if values is None or not state.listening or values.at <= facts.probed_at:
+        return False
+    return values.problem is not None or state.age_s(values.at) > TELEMETRY_LIMIT_S
 
 
 def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:
