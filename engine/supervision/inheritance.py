@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import Sequence
 
@@ -46,10 +47,15 @@ def old_launcher(run_dir: RunDir, logbook: Logbook, attempt: Attempt) -> Launche
 
 async def anybody_came(links: Links) -> bool:
     """Whether anything of the attempt is there: a rank, or its end, or one that is about to start. A node that does not
-    tell may have it."""
+    tell may have it. Where nobody came, nobody comes later: a shell that a node was still starting is not to be seen,
+    so that nothing is there counts once nothing can start there any more."""
+    return await _anything(links, fence=False) or await _anything(links, fence=True)
+
+
+async def _anything(links: Links, *, fence: bool) -> bool:
     deadline = time.monotonic() + _HEAR_LIMIT_S
     for link in links:
-        await asyncio.to_thread(link.ask_left, kill=False)
+        await asyncio.to_thread(link.ask_left, kill=fence)
     while time.monotonic() < deadline:
         seen = [link.sight(rank, thorough=True) for link in links for rank in link.ranks]
         left = [link.left() for link in links]
@@ -76,9 +82,16 @@ async def kill_everywhere(
             done = False
         return () if done else tuple(nodes[rank].name for rank in place.ranks)
 
+    async def kill_here() -> tuple[str, ...]:
+        try:
+            await asyncio.to_thread(processes.kill_with_nonce, nonce)
+        except (OSError, subprocess.SubprocessError):
+            return tuple(node.name for node in nodes if node.local)
+        return ()
+
     remote = [place for place in places if not nodes[place.ranks[0]].local]
-    await asyncio.to_thread(processes.kill_with_nonce, nonce)
-    return tuple(name for names in await asyncio.gather(*map(kill, remote)) for name in names)
+    missed = await asyncio.gather(kill_here(), *map(kill, remote))
+    return tuple(name for names in missed for name in names)
 
 
 def _leads_its_group(pid: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -138,8 +139,10 @@ class Supervisor:
 
     def _stumble(self, fault: Exception) -> None:
         traceback.print_exception(fault, chain=False)
-        self._logbook.append("note", message=f"a fault in the supervisor: {type(fault).__name__}: {fault}")
-        self._logbook.reread()
+        # What comes next, a kill at the worst, must not depend on a journal that may be what has failed.
+        with contextlib.suppress(OSError):
+            self._logbook.append("note", message=f"a fault in the supervisor: {type(fault).__name__}: {fault}")
+            self._logbook.reread()
 
     async def _kill_everywhere(self) -> None:
         planned = _last(self._logbook.entries, "attempt")

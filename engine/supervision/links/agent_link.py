@@ -141,9 +141,10 @@ class AgentLink:
         self._task = asyncio.create_task(self._keep_up(), name=f"link to {self._place.target}")
 
     async def close(self) -> None:
-        if self._task is not None:
+        while self._task is not None and not self._task.done():
+            # Again: a cancellation that meets the end of a wait within it is lost.
             self._task.cancel()
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=_CLOSE_LIMIT_S)
 
     def _order(self, name: str, begin: int | None, until: int) -> None:
         order: Message = {"kind": "send", "file": name, "until": until}
@@ -217,14 +218,15 @@ class AgentLink:
         self._put({"kind": "watch", "nonce": self._nonce, "ranks": list(self.ranks), "known": known})
         for rank, word in list(self._standing.items()):
             self._put(_word(rank, word))
-        if self._question is not None:
-            self._put(self._question)
         with self._files_lock:
             files = dict(self._agent_files)
         for name, file in files.items():
             order = file.reconnect()
             if order is not None:
                 self._put({"kind": "send", "file": name, "from": order[0], "until": order[1]})
+        # After the files: with its answer the agent says how long those are that it was told of.
+        if self._question is not None:
+            self._put(self._question)
 
     async def _hear(self, channel: Channel) -> str:
         decoder = Decoder()
