@@ -68,7 +68,7 @@ async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
         known = (home / "known_hosts").read_text()
         assert cluster["bea"].ip in known and cluster["ana"].ip not in known
         async with asyncio.timeout(PATIENCE_S):
-            while app.state.telemetry["bea"].memory_used_bytes is None:
+            while (heard := app.state.telemetry.get("bea")) is None or heard.memory_used_bytes is None:
                 await pilot.pause(0.05)
 
         fix = "echo mended > ~/mended; cat ~/mended; id -un"
