@@ -123,11 +123,18 @@ async def _pump(make: Callable[[], AsyncIterator[Item]], basket: _Basket[Item]) 
 
 
 async def _ending(last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
+    others = _others()
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    # Those also that have begun while others were ending: a channel's last look at its program.
+    while others:
+        await asyncio.gather(*others, return_exceptions=True)
+        others = _others()
     if last is not None:
         await last()
     await asyncio.get_running_loop().shutdown_asyncgens()
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _others() -> set[asyncio.Task[Any]]:
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}

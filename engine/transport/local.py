@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path, PurePath
 
 from engine.errors import NodeUnreachable
@@ -104,11 +104,11 @@ class LocalChannel:
                 await asyncio.wait_for(self._emptied(), _LEAVES_S)
         finally:
             # Also when closing is given up: the program does not stay, and no file either.
-            await asyncio.shield(self._gone())
+            await asyncio.shield(self._gone(_end(self._process)))
         return self._process.returncode
 
-    async def _gone(self) -> None:
-        await _end(self._process)
+    async def _gone(self, leaving: Awaitable[None]) -> None:
+        await leaving
         if self._last_words is None:
             self._last_words = self.last_words
             self._forget()
@@ -146,9 +146,15 @@ async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int
     )
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process's whole group. Nobody in it runs on; that the children's zombies go is left to init."""
+def _end(process: asyncio.subprocess.Process) -> Coroutine[None, None, None]:
+    """Kill the process's whole group, at once; what comes back is to be awaited until it has left. Nobody in it runs on;
+    that the children's zombies go is left to init."""
+    # Not in the coroutine: as a task that is cancelled before its first step, it would kill nobody.
     kill_group(process.pid, signal.SIGKILL)
+    return _left(process)
+
+
+async def _left(process: asyncio.subprocess.Process) -> None:
     if process.stdout is not None:
         # asyncio has the end of a process wait for its pipes, and reads none that nobody empties.
         with contextlib.suppress(OSError, RuntimeError):
