@@ -22,6 +22,7 @@ from engine.launch import ssh_shim
 from engine.launch.asking import at_once
 from engine.launch.environment import RankEnvironment, file_name, of_rank, rank_environment, ranks_per_host
 from engine.launch.hostfile import write_hostfile
+from engine.launch.launchers_own import launchers_own
 from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.place import Place
 from engine.launch.ports import fresh_ports
@@ -35,7 +36,6 @@ from engine.runs.layout import node_root
 from engine.security.home import make_private
 from engine.security.sanitise import plain
 from engine.transport.base import Completed, Transport
-from engine.transport.openssh import write_openssh_config
 from engine.worker.wire import CHECK_PREFIX, NONCE_ENV, AllSumResult
 
 START_ALLOWANCE_S = 55.0
@@ -163,29 +163,17 @@ class _Trial:
             backend=self.wiring.backend,
             ranks_per_host=ranks_per_host(self.wiring),
         )
+        home, nodes = self.scene.fleet.home, self.scene.config.nodes
+        own = launchers_own(self.here, nodes, self.places, home=home, run_id=self.check_id, attempt=_ATTEMPT)
         finished = await run(
             argv,
             time_limit_s=self._limit_s,
-            environment={NONCE_ENV: self.nonce, **self._launchers_own()},
+            environment={NONCE_ENV: self.nonce, **own},
             newline_every_s=_NEWLINE_S,
         )
         last = _last_line(finished.stderr.encode())
         words = {rank: _ssh_words(self.here, rank) or last for rank, _ in ranks_of(self.scene.config)}
         return dict(rank_ends(finished.stderr + finished.stdout)), words
-
-    def _launchers_own(self) -> dict[str, str]:
-        """What mlx.launch needs in its environment for its own part; start.sh undoes it for the ranks."""
-        temporary = self.here / "tmp"
-        temporary.mkdir(mode=0o700)
-        own = {"TMPDIR": str(temporary), ssh_shim.KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}
-        for place in self.places:
-            if self.scene.config.nodes[place.ranks[0]].local:
-                own[ssh_shim.NODE_ROOT_ENV] = place.root
-        if self.scene.remote:
-            write_openssh_config(self.here / "ssh_config", self.scene.fleet.home)
-            folder = ssh_shim.write_shim(self.here, self.here / "ssh_config", self.check_id, _ATTEMPT)
-            own["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}"
-        return own
 
     async def _directly(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
         ranks = ranks_of(self.scene.config)

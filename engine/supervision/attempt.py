@@ -18,6 +18,7 @@ from engine.launch import direct, mlx_launch, ssh_shim
 from engine.launch.asking import at_once
 from engine.launch.environment import RankEnvironment, file_name, of_rank, rank_environment, ranks_per_host
 from engine.launch.hostfile import write_hostfile
+from engine.launch.launchers_own import launchers_own
 from engine.launch.place import Place
 from engine.launch.staging import Ways
 from engine.launch.start_script import start_script
@@ -25,7 +26,6 @@ from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan, PlannedRank
 from engine.security.hosts import LOCAL
-from engine.transport.openssh import write_openssh_config
 from engine.worker.memory_kills import memory_kills
 from engine.worker.processes import kill_group
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
@@ -179,34 +179,15 @@ def _start_launcher(run_dir: RunDir, plan: Plan, attempt: Attempt) -> mlx_launch
         backend=attempt.wiring.backend,
         ranks_per_host=ranks_per_host(attempt.wiring),
     )
+    home = run_dir.path.parent.parent
+    own = launchers_own(here, plan.config.nodes, attempt.places, home=home, run_id=plan.run_id, attempt=attempt.number)
     return mlx_launch.start(
         argv,
         stdin=here / "launcher.in",
         output=run_dir.log(LAUNCHER_SOURCE),
-        environment={NONCE_ENV: attempt.nonce, **_launchers_own(run_dir, plan, attempt)},
+        environment={NONCE_ENV: attempt.nonce, **own},
         directory=here,
     )
-
-
-def _launchers_own(run_dir: RunDir, plan: Plan, attempt: Attempt) -> dict[str, str]:
-    """What mlx.launch needs in its environment for its own part; start.sh undoes it for the ranks of this machine."""
-    here = run_dir.attempt(attempt.number)
-    temporary = here / "tmp"
-    temporary.mkdir(mode=0o700, exist_ok=True)
-    # What mlx.launch leaves in the temporary directory, and it removes nothing, goes with the run.
-    own = {"TMPDIR": str(temporary), ssh_shim.KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}
-    remote = False
-    for place in attempt.places:
-        if _is_local(plan, place):
-            own[ssh_shim.NODE_ROOT_ENV] = place.root
-        else:
-            remote = True
-    if remote:
-        config = here / "ssh_config"
-        write_openssh_config(config, run_dir.path.parent.parent)
-        folder = ssh_shim.write_shim(here, config, plan.run_id, attempt.number)
-        own["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}"
-    return own
 
 
 def _is_local(plan: Plan, place: Place) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,21 @@ async def fly(home: Path, plan: Plan, fleet: Ways, wiring: Wiring | None = None)
     if launched.launcher is not None:
         LAUNCHERS.append(launched.launcher)
     return Flown(run_dir, plan, attempt, launched, fleet)
+
+
+def write_config(cluster: Cluster, file: Path, *names: str) -> Path:
+    """A configuration of these nodes with a job of no account; `file` again."""
+    tables = [f'[[node]]\nname = "{name}"\nssh = "{name}"\npython = "{cluster[name].python}"\n' for name in names]
+    file.write_text("\n".join([*tables, '[job]\nname = "mine"\ncommand = ["true"]\n']))
+    return file
+
+
+@contextlib.contextmanager
+def unknown(cluster: Cluster, name: str) -> Iterator[str]:
+    """The node of this name, whose key nobody has accepted meanwhile."""
+    known, ip = cluster.known_hosts.read_text(), cluster[name].ip
+    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if ip not in line))
+    try:
+        yield name
+    finally:
+        cluster.known_hosts.write_text(known)

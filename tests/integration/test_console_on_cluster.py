@@ -12,6 +12,7 @@ import pytest
 from engine.models import CheckResult, CheckStatus
 from engine.session import Engine
 from tests.cluster.cluster import Cluster
+from tests.integration.over_ssh import unknown, write_config
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 
@@ -22,22 +23,14 @@ PATIENCE_S = 40.0
 def studio(cluster: Cluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The configuration of two of the nodes."""
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
-    tables = [
-        f'[[node]]\nname = "{name}"\nssh = "{name}"\npython = "{cluster[name].python}"\n' for name in ("ana", "bea")
-    ]
-    file = tmp_path / "flightdeck.toml"
-    file.write_text("\n".join([*tables, '[job]\nname = "mine"\ncommand = ["true"]\n']))
-    return file
+    return write_config(cluster, tmp_path / "flightdeck.toml", "ana", "bea")
 
 
 @pytest.fixture
 def stranger(cluster: Cluster) -> Iterator[str]:
     """bea, whose key nobody has accepted."""
-    known = cluster.known_hosts.read_text()
-    bea = cluster["bea"]
-    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if bea.ip not in line))
-    yield "bea"
-    cluster.known_hosts.write_text(known)
+    with unknown(cluster, "bea") as node:
+        yield node
 
 
 async def reach(console: Console, text: str) -> None:

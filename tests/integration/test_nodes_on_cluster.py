@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster
+from tests.integration.over_ssh import unknown, write_config
 from tests.tui.commands import FLIGHTDECK, environment, flightdeck
 
 PATIENCE_S = 30.0
@@ -21,22 +22,14 @@ PATIENCE_S = 30.0
 def studio(cluster: Cluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the configuration of two of the nodes."""
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
-    tables = [
-        f'[[node]]\nname = "{name}"\nssh = "{name}"\npython = "{cluster[name].python}"\n' for name in ("ana", "bea")
-    ]
-    job = '[job]\nname = "mine"\ncommand = ["true"]\n'
-    (tmp_path / "flightdeck.toml").write_text("\n".join([*tables, job]))
-    return tmp_path
+    return write_config(cluster, tmp_path / "flightdeck.toml", "ana", "bea").parent
 
 
 @pytest.fixture
 def stranger(cluster: Cluster) -> Iterator[str]:
     """ana, whose key nobody has accepted."""
-    known = cluster.known_hosts.read_text()
-    ana = cluster["ana"]
-    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if ana.ip not in line))
-    yield "ana"
-    cluster.known_hosts.write_text(known)
+    with unknown(cluster, "ana") as node:
+        yield node
 
 
 def asked_at_a_terminal(home: Path, studio: Path, before: bytes, answer: bytes) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.launch import mlx_launch
 from engine.launch.bundle import stage_bundle
+from engine.launch.launchers_own import temporary_files
 from engine.launch.start_script import start_script
 from engine.worker import processes
 from engine.worker.wire import NONCE_ENV, AttemptSpec, ExitRecord, NodeFiles, RankSpec, read_exit, write_atomic
@@ -120,6 +121,6 @@ def run_under_launcher(directory: Path, ranks: int, program: list[str], nonce: s
         argv,
         stdin=directory / "launcher.in",
         output=directory / "launcher.log",
-        environment={NONCE_ENV: nonce},
+        environment={NONCE_ENV: nonce, **temporary_files(directory)},
         directory=directory,
     )

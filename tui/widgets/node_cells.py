@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 
 from tui.formatting import age, size
-from tui.glyphs import MUTED
+from tui.glyphs import MUTED, Glyph
 from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 from tui.widgets import node_state
 from tui.widgets.columns import Head
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from engine.models import NodeFacts, NodeTelemetry
 
 Cells = tuple[Content, ...]
+Age = tuple[str | None, bool]
+"""In words, and whether that is past its limit."""
 
 HEADS: Final = (
     Head("node", 9),
@@ -73,7 +75,8 @@ class NodeRows:
             key = (common, rank, facts, values, shown, ages)
             known = self._rows.get(node)
             if known is None or not _same(known[0], key, ages=seen):
-                cells = dict(zip((head.title for head in HEADS), _cells(state, node, rank, versions), strict=True))
+                made = _cells(state, node, rank, versions, shown=shown, ages=ages)
+                cells = dict(zip((head.title for head in HEADS), made, strict=True))
                 known = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
             rows[node] = known[1]
         return rows
@@ -99,10 +102,18 @@ def heads(state: DeckState, *, full: bool) -> tuple[Head, ...]:
     return tuple(head for head in found if full or head.title not in BRIEF or head.priority == _DEAR)
 
 
-def _cells(state: DeckState, node: str, rank: RankStatus | None, versions: dict[str, str]) -> Cells:
+def _cells(
+    state: DeckState,
+    node: str,
+    rank: RankStatus | None,
+    versions: dict[str, str],
+    *,
+    shown: tuple[Glyph, str],
+    ages: tuple[Age, Age],
+) -> Cells:
     facts, values = state.facts.get(node), node_state.live(state, node)
     none = Content.styled(state.glyphs.none, MUTED)
-    glyph, word = node_state.condition(state, node, rank, versions)
+    (probed, old), (heard, _) = ages
 
     def known(text: str | None, style: str = "") -> Content:
         return none if text is None else Content.styled(text, style)
@@ -115,7 +126,7 @@ def _cells(state: DeckState, node: str, rank: RankStatus | None, versions: dict[
     rdma = node_state.rdma(facts) if facts else None
     return (
         Content(node),
-        state.glyphs.state(glyph, word),
+        state.glyphs.state(*shown),
         known(node_state.chip(facts) if facts else None),
         known(fact("gpu_cores")),
         known(_memory(state, facts, values)),
@@ -134,19 +145,19 @@ def _cells(state: DeckState, node: str, rank: RankStatus | None, versions: dict[
         known(str(rank.rank) if rank else None),
         known(f"{rank.iteration:,}" if rank and rank.iteration is not None else None),
         known(_rss(state, values, rank)),
-        known(_facts_age(state, facts)[0], "$warning" if _facts_age(state, facts)[1] else MUTED),
-        known(_live_age(state, state.telemetry.get(node))[0], "$warning" if values is None else MUTED),
+        known(probed, "$warning" if old else MUTED),
+        known(heard, "$warning" if values is None else MUTED),
     )
 
 
-def _facts_age(state: DeckState, facts: NodeFacts | None) -> tuple[str | None, bool]:
+def _facts_age(state: DeckState, facts: NodeFacts | None) -> Age:
     """How old, and whether that is stale."""
     if facts is None:
         return None, False
     return _age(facts.probed_at, state), state.age_s(facts.probed_at) > FACTS_LIMIT_S
 
 
-def _live_age(state: DeckState, values: NodeTelemetry | None) -> tuple[str | None, bool]:
+def _live_age(state: DeckState, values: NodeTelemetry | None) -> Age:
     if values is None or values.problem is not None:
         return None, values is not None
     return _age(values.at, state), state.age_s(values.at) > TELEMETRY_LIMIT_S
