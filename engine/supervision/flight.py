@@ -100,6 +100,8 @@ class Flight:
         self._settling_since: float | None = None
         self._stop: Stop | None = None
         self._trigger = Trigger.ENDED
+        self._owing: list[NodeLink] = []
+        """Nodes on which nothing is left but the rest of their logs."""
 
     @property
     def unconfirmed(self) -> list[str]:
@@ -120,14 +122,16 @@ class Flight:
         if missing := self._mirror.behind():
             lacking = f"the mirrors are not complete: the nodes hold what is missing of {', '.join(missing)}"
             self._logbook.append("note", message=lacking)
+            self._owing = [link for link in proved if self._owes(link)]
         self.intake.poll()
         return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger)
 
     async def aftermath(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it could not be proved, end there what is left, fetch what is
-        missing of their logs, and enter each as confirmed."""
+        missing of their logs, and enter each as confirmed. Those that were proved and then went away in the middle of
+        their logs are waited for likewise."""
         deadline = time.monotonic() + limit_s
-        while self.unconfirmed and time.monotonic() < deadline:
+        while (self.unconfirmed or self._owing) and time.monotonic() < deadline:
             await self._aside(self._try_to_confirm)
             await asyncio.sleep(TICK_S)
 
@@ -257,11 +261,15 @@ class Flight:
             left=[_named(proof.link, process) for proof in proofs if not proof.found for process in proof.left],
         )
 
+    def _owes(self, *links: NodeLink) -> bool:
+        """Whether these nodes have not sent all of their files yet."""
+        theirs = tuple(f"rank{rank}." for link in links for rank in link.ranks)
+        return any(name.startswith(theirs) for name in self._mirror.behind())
+
     def _last_bytes(self, links: Sequence[NodeLink]) -> None:
         """Wait for what these nodes have not sent yet of their files, as long as it comes."""
-        theirs = tuple(f"rank{rank}." for link in links for rank in link.ranks)
         moved_at = time.monotonic()
-        while any(name.startswith(theirs) for name in self._mirror.behind()):
+        while self._owes(*links):
             if self._mirror.pump():
                 moved_at = time.monotonic()
             elif time.monotonic() - moved_at > _LATE_BYTES_S:
@@ -276,6 +284,9 @@ class Flight:
         self._conditions.look()
         self._ranks.look(thorough=False)
         self._mirror.pump()
+        for link in [link for link in self._owing if not self._owes(link)]:
+            self._owing.remove(link)
+            self._logbook.append("note", message=f"the logs of {', '.join(link.names)} are complete")
         for proof in self._stop.proofs:
             if proof.found or not proof.link.state.answering:
                 continue

@@ -147,8 +147,8 @@ async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int
 
 
 def _end(process: asyncio.subprocess.Process) -> Coroutine[None, None, None]:
-    """Kill the process's whole group, at once; what comes back is to be awaited until it has left. Nobody in it runs on;
-    that the children's zombies go is left to init."""
+    """Kill the process's whole group, at once; what comes back is awaited until it has left. Nobody in it runs on; that
+    the children's zombies go is left to init."""
     # Not in the coroutine: as a task that is cancelled before its first step, it would kill nobody.
     kill_group(process.pid, signal.SIGKILL)
     return _left(process)

@@ -42,7 +42,7 @@ CONSOLE_S = 80.0
 
 PYTHON = """#!/bin/bash
 # Stands for a node's python: facts when its program comes over stdin, telemetry when it comes as an argument. Telemetry
-# starts no process: 64 nodes share the console's cores here, and only here.
+# starts no process, and the sshds are nice: 64 nodes share the console's cores here, and only here.
 case "$1" in
 -) cat >/dev/null; sleep 0.1; cat {facts} ;;
 *) line=$(<{telemetry}); exec {{never}}<> <(:)
@@ -117,7 +117,8 @@ def simulated(folder: Path) -> Iterator[list[NodeConfig]]:
             file = folder / f"sshd_config.{first}"
             listens = "".join(f"ListenAddress 127.0.0.1:{port}\n" for port in mine)
             file.write_text(SSHD.format(folder=folder, first=first) + listens)
-            server = servers.enter_context(subprocess.Popen([sshd, "-D", "-f", str(file), "-E", str(folder / "log")]))
+            argv = ["nice", "-n", "19", sshd, "-D", "-f", str(file), "-E", str(folder / "log")]
+            server = servers.enter_context(subprocess.Popen(argv))
             servers.callback(server.terminate)
             _await_port(mine[-1])
         yield [

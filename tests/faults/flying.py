@@ -89,6 +89,10 @@ class Run:
         return read_journal(self.dir.journal)
 
     @property
+    def notes(self) -> list[str]:
+        return [entry["message"] for entry in self.entries if entry["event"] == "note"]
+
+    @property
     def record(self) -> RunRecord:
         return replay(self.entries)
 

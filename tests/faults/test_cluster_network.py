@@ -13,7 +13,7 @@ from engine.supervision.adopt import adopt_orphans
 from engine.supervision.requests import ABORT, place_request
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import fly_on, ring_config
-from tests.faults.flying import HURRIED, kill_and_await
+from tests.faults.flying import HURRIED, kill_and_await, ring
 from tests.faults.test_cluster_flight import everybody_steps
 
 SHORT_LEASE = HURRIED.model_copy(update={"lease_s": 8.0})
@@ -143,3 +143,21 @@ def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> No
     run.await_condition("dov", "connected", within_s=20.0)
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_away_in_the_middle_of_its_last_words_still_owes_them(nodes: Cluster, home: Path) -> None:
+    run = fly_on(nodes, home, ring_config(nodes, script=f"{ring('pass')}\nprint('last words ' * 200_000)\n"))
+    everybody_steps(run)
+    dov = nodes["dov"]
+    dov.slow_link("1mbit")
+    run.finish()
+    run.wait(lambda: any(entry.get("stage") == "stopped" for entry in run.entries))
+    dov.cut()
+    run.wait(lambda: run.record.state.ended)
+    assert (run.record.state, run.record.unconfirmed) == (RunState.SUCCEEDED, []), run.troubles()
+    assert any("not complete" in words and "rank3.log" in words for words in run.notes), run.notes
+    dov.flush_rules()
+    dov.full_speed()
+    run.wait(lambda: "the logs of dov are complete" in run.notes)
+    run.mirrors_are_equal()

@@ -70,6 +70,6 @@ def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path:
     filler.unlink()
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED
-    notes = [entry["message"] for entry in run.entries if entry["event"] == "note"]
+    notes = run.notes
     assert any("rank0.log" in note for note in notes), notes
     assert run.dir.log(LAUNCHER_SOURCE).exists()

@@ -42,9 +42,7 @@ def test_after_a_fault_the_run_is_watched_on(home: Path, tmp_path: Path) -> None
     run = plan_run(home, tmp_path, script="print('done')")
     see_through(run, faults=1)
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
-    assert [entry["message"] for entry in run.entries if entry["event"] == "note"] == [
-        "a fault in the supervisor: RuntimeError: boom"
-    ]
+    assert run.notes == ["a fault in the supervisor: RuntimeError: boom"]
 
 
 def test_after_two_faults_nothing_is_left_and_the_run_says_why(home: Path, tmp_path: Path) -> None:
