@@ -163,8 +163,9 @@ def _starting(commands: Commands) -> None:
 
 
 def _cluster(commands: Commands) -> None:
-    """init, preflight, nodes, doctor."""
+    """init, plan, preflight, sync, calibrate, nodes, doctor."""
     _init(commands)
+    _planning(commands)
     preflight = _command(
         commands,
         "preflight",
@@ -205,6 +206,48 @@ def _cluster(commands: Commands) -> None:
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
         adopts=False,
     )
+
+
+def _planning(commands: Commands) -> None:
+    """plan, calibrate, sync."""
+    plan = _command(
+        commands,
+        "plan",
+        "plan.plan",
+        "what would be launched, on what, and why; every figure from a fact, the job or the calibration",
+        ("flightdeck plan", "in words"),
+        ("flightdeck plan --explain", "the reason of each choice, and where its figure came from"),
+        ("flightdeck plan --json | jq .batch_configuration", "the document, version 2.0.0"),
+        ("flightdeck plan --format v1", "the older document"),
+        adopts=False,
+    )
+    _config(plan)
+    plan.add_argument("--explain", action="store_true", help="why each choice was made, in prose")
+    plan.add_argument("--format", choices=("v1", "v2"), help="print the document of this version, as --json does")
+    plan.add_argument("--strategy", choices=("data", "sharded", "pipeline"), help="plan as if the job said so")
+    calibrate = _command(
+        commands,
+        "calibrate",
+        "calibrate.calibrate",
+        "measure the job's training step on every node, and the links between them",
+        ("flightdeck calibrate --quick", "10 s per node"),
+        ("flightdeck calibrate --json | jq '.nodes[].examples_per_s'", ""),
+        ("flightdeck calibrate --show", "what was measured last"),
+    )
+    _config(calibrate)
+    calibrate.add_argument("--quick", action="store_true", help="10 s of measuring per node, in place of 120")
+    calibrate.add_argument("--show", action="store_true", help="print what is stored; nothing is measured")
+    sync = _command(
+        commands,
+        "sync",
+        "sync.sync",
+        "make every node's workdir the same as this machine's, and prove it",
+        ("flightdeck sync", "runs [preflight] sync_script; without one, our own rsync"),
+        ("flightdeck sync --dry-run", "compares only; 1 when a node differs"),
+        adopts=False,
+    )
+    _config(sync)
+    sync.add_argument("--dry-run", action="store_true", help="compare the trees, copy nothing")
 
 
 def _init(commands: Commands) -> None:

@@ -17,7 +17,7 @@ from engine.config.places import path_form, resolved
 from engine.security.identifiers import ACCEPTED as IDENTIFIER
 from engine.security.identifiers import is_identifier, made_identifier
 
-OWN_KEYS = ("name", "command", "env", "strategy")
+OWN_KEYS = ("name", "command", "env", "strategy", "data_quality_report", "chunking", "chunk_size")
 COMMAND_KEYS = ("name", "command", "env")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _LATER = "nothing here: this comes with a later release"

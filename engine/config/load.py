@@ -14,17 +14,22 @@ from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Place
 from engine.config.hostfile_import import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
-from engine.config.models import FlightConfig, NodeConfig, PreflightConfig, RecoveryConfig, UiConfig
+from engine.config.models import (
+    CalibrationConfig,
+    ConsistencyConfig,
+    FlightConfig,
+    NodeConfig,
+    PreflightConfig,
+    RecoveryConfig,
+    UiConfig,
+)
 from engine.config.places import on_node, path_form, remote_path_form, resolved
 from engine.errors import ConfigError
 
-_TABLES = ("cluster", "node_defaults", "node", "job", "preflight", "recovery", "ui")
+_TABLES = ("cluster", "node_defaults", "node", "job", "preflight", "consistency", "calibration", "recovery", "ui")
 _LATER = "nothing here: this comes with a later release"
 _LATER_TABLES = {"checkpoint": _LATER, "nodes": "[[node]], one table per rank"}
 _LATER_KEYS = {
-    "sync_script": _LATER,
-    "consistency_threshold": _LATER,
-    "exclude_divergent": _LATER,
     "max_restarts": _LATER,
     "min_nodes": _LATER,
 }
@@ -54,12 +59,16 @@ def load_config(path: Path) -> FlightConfig:
     nodes = read_nodes(faults, tables, defaults, file.parent)
     job = read_job(faults, Place(name, "job"), job_table, file.parent)
     preflight = _section(faults, name, document, "preflight", PreflightConfig)
+    consistency = _section(faults, name, document, "consistency", ConsistencyConfig)
+    calibration = _section(faults, name, document, "calibration", CalibrationConfig)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
     ui = _section(faults, name, document, "ui", UiConfig)
     cross_check(faults, name, tables, defaults=defaults, cluster=cluster, job=job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
-    if faults.found or not (cluster and good and job.config and preflight and recovery and ui):
+    if faults.found or not (
+        cluster and good and job.config and preflight and recovery and ui and consistency and calibration
+    ):
         raise ConfigError(faults.found)
     config = job.config
     if imported and imported.env:
@@ -70,6 +79,8 @@ def load_config(path: Path) -> FlightConfig:
         nodes=tuple(_with_job(node, config.model, config.data, file.parent) for node in good),
         job=config,
         preflight=preflight,
+        consistency=consistency,
+        calibration=calibration,
         recovery=recovery,
         ui=ui,
     )

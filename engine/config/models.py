@@ -75,6 +75,13 @@ class JobConfig(_Section):
     """Every key of an mlx-lm training YAML with its default filled in (batch_size, iters, learning_rate, …),
     [job] keys winning over the YAML file's."""
     env: dict[str, str] = Field(default_factory=dict)
+    data_quality_report: str | None = None
+    """A JSON report on the data, on this machine (engine.planning): its number of examples, and whether they may be
+    trained on."""
+    chunking: bool = True
+    """Whether a large dataset is streamed in chunks."""
+    chunk_size: int = Field(default=50_000, ge=1)
+    """Examples of one chunk; a dataset of as many or more is chunked."""
 
 
 class PreflightConfig(_Section):
@@ -83,6 +90,42 @@ class PreflightConfig(_Section):
     all_sum_s: float = Field(default=2.0, gt=0, le=60)
     """How long the real all_sum runs, seconds."""
     skip: tuple[str, ...] = ()
+    sync: bool = True
+    """Whether the sync script runs before the launch."""
+    sync_script: str = "~/Dev/sync-dev.sh"
+    """On this machine; where there is none, that is a warning."""
+    block_on_failure: bool = True
+    """Whether a sync script that fails blocks the launch; else it warns."""
+    consistency: bool = True
+    """Whether the workers' files are compared before the launch."""
+    consistency_threshold: float = Field(default=0.95, gt=0, le=1)
+    """Agreeing workers over all, inclusive."""
+    exclude_divergent: bool = False
+    """Leave a divergent minority out and plan for the others, instead of blocking."""
+
+
+class ConsistencyConfig(_Section):
+    """[consistency]: what is watched of the workers while they train."""
+
+    enabled: bool = True
+    every: int = Field(default=50, ge=1)
+    """Updates between two comparisons of the replicas' parameters."""
+    staleness: int = Field(default=5, ge=0)
+    kl: float = Field(default=0.1, ge=0)
+    wasserstein: float = Field(default=1.0, ge=0)
+    on_corruption: Literal["stop", "warn"] = "stop"
+    """When replicas differ: stop at the last step where all agreed, or go on with an alarm."""
+
+
+class CalibrationConfig(_Section):
+    """[calibration]"""
+
+    enabled: bool = True
+    """Whether plan, preflight and shares use a stored calibration."""
+    seconds: float = Field(default=120.0, gt=0, le=3600)
+    """Of measuring per node; --quick takes 10."""
+    max_age_days: float = Field(default=30.0, gt=0)
+    """An older one is a warning."""
 
 
 class RecoveryConfig(_Section):
@@ -111,5 +154,7 @@ class FlightConfig(_Section):
     nodes: tuple[NodeConfig, ...] = Field(min_length=1)
     job: JobConfig
     preflight: PreflightConfig = PreflightConfig()
+    consistency: ConsistencyConfig = ConsistencyConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()

@@ -1,0 +1,92 @@
+"""What calibration has measured of a job on its nodes, as it is stored and used. None is "not measured", never a guess.
+
+`*_s` are seconds, `*_bytes` bytes, `*_per_s` per second; a spread is a coefficient of variation (standard deviation
+over mean).
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MemoryProbe(BaseModel):
+    """The peak of one training step at one batch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int = Field(ge=1)
+    """Sequences of this rank, each of the job's full length."""
+    peak_bytes: int = Field(ge=0)
+
+
+class NodeMeasure(BaseModel):
+    """One node alone, at the real training step of the job."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    host: str
+    examples_per_s: float | None = Field(default=None, ge=0)
+    """0: the node did its best and finished nothing: it counts as offline. None: not measured, `problem` says why."""
+    spread: float | None = None
+    """Of the throughput over the windows of the measurement."""
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    """Median of one step."""
+    batch: int | None = None
+    """Sequences of each step."""
+    steps: int = 0
+    measured_s: float = 0.0
+    state_bytes: int | None = None
+    """Weights, gradients and moments: MLX's own figure."""
+    probes: tuple[MemoryProbe, ...] = ()
+    """Of batch 1 and 2: the peak is affine in the batch."""
+    qos: str | None = None
+    """What was done about the trainer's priority, in words."""
+    problem: str | None = None
+
+
+class LinkMeasure(BaseModel):
+    """all_sum between two nodes, or over all of them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nodes: tuple[str, ...]
+    """Two, or all in rank order."""
+    latency_s: float | None = None
+    """Of a small all_sum."""
+    bandwidth_bytes_per_s: float | None = None
+    """Of a large one: its bytes over its time."""
+    problem: str | None = None
+
+
+class Calibration(BaseModel):
+    """One calibration of one job on one cluster."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    cluster: str
+    job: str
+    """The job's name."""
+    fingerprint: str
+    """SHA-256 of what the figures depend on: the job's model and settings, the nodes' hosts, chips and versions.
+    Another one is another calibration."""
+    taken_at: datetime
+    quick: bool = False
+    stand_in: bool = False
+    """The job has a command of its own: a model of the demo's kind was trained in its place."""
+    backend: str | None = None
+    nodes: tuple[NodeMeasure, ...] = ()
+    """In rank order."""
+    links: tuple[LinkMeasure, ...] = ()
+    """One per pair of neighbours."""
+    everyone: LinkMeasure | None = None
+    """All ranks at once."""
+    gradient_bytes: int | None = None
+    """What one step's all_sum carries."""
+    notes: tuple[str, ...] = ()
+
+    def of(self, node: str) -> NodeMeasure | None:
+        return next((measure for measure in self.nodes if measure.node == node), None)
