@@ -6,6 +6,8 @@ over mean).
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,6 +39,8 @@ class NodeMeasure(BaseModel):
     """Median of one step."""
     batch: int | None = None
     """Sequences of each step."""
+    overhead_s: float | None = Field(default=None, ge=0)
+    """Of a step, whatever its batch: with it `step_s` is affine in the batch. Measured at a second, smaller batch."""
     steps: int = 0
     measured_s: float = 0.0
     state_bytes: int | None = None
@@ -90,3 +94,26 @@ class Calibration(BaseModel):
 
     def of(self, node: str) -> NodeMeasure | None:
         return next((measure for measure in self.nodes if measure.node == node), None)
+
+
+@dataclass(frozen=True)
+class HardwareMetrics:
+    """What a benchmark has measured of one node. Raises ValueError for a name that is empty, and for a figure that is
+    below 0 or none."""
+
+    node_id: str
+    model_name: str
+    throughput: float
+    """Examples per second; 0 is an offline node."""
+    memory_gb: float
+    latency_ms: float
+    timestamp: datetime
+
+    def __post_init__(self) -> None:
+        for name in ("node_id", "model_name"):
+            if not (isinstance(text := getattr(self, name), str) and text):
+                raise ValueError(f"{name} must be a text that is not empty: {text!r}")
+        for name in ("throughput", "memory_gb", "latency_ms"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a number, 0 or more: {value!r}")

@@ -34,6 +34,7 @@ from engine.security.home import make_home
 
 if TYPE_CHECKING:
     from engine.config.draft import DraftJob, DraftNode
+    from engine.measured import Calibration
     from engine.nodes.discover import FoundHost
     from engine.nodes.find_python import FoundPython
     from engine.planning.wiring import Wiring
@@ -223,6 +224,16 @@ class Engine:
         known = {(facts.node, facts.host): facts for facts in store.last_facts(config.cluster.name)}
         self.notices += [notice for notice in store.notices if notice not in self.notices]
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
+
+    def last_calibration(self, config: FlightConfig) -> Calibration | None:
+        """The newest calibration of this job on these nodes as they were last seen, however old: `taken_at` says.
+        Raises StateError."""
+        from engine.planning.fingerprint import matching
+
+        facts, store = self.last_facts(config), self._store()
+        found = matching(config, facts, store.calibrations(config.cluster.name))
+        self.notices += [notice for notice in store.notices if notice not in self.notices]
+        return found
 
     def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
         """Who is cabled to whom over Thunderbolt."""

@@ -1,4 +1,5 @@
-"""The record of every run and what was last seen of each node: two TinyDB tables in `<home>/state.json`.
+"""The record of every run, what was last seen of each node, and what calibration has measured: three TinyDB tables in
+`<home>/state.json`.
 
 Readers take no lock and change nothing: the file is replaced whole. A change is a short lock, read, change, atomic
 write. What cannot be read is set aside by the next writer, the copy before is used, and it is said.
@@ -19,6 +20,7 @@ from tinydb.middlewares import CachingMiddleware
 from tinydb.table import Document, Table
 
 from engine.errors import StateError
+from engine.measured import Calibration
 from engine.models import NodeFacts, RunRecord
 from engine.security.audit import audit_log
 from engine.security.home import make_home
@@ -27,13 +29,15 @@ from engine.store.atomic import AtomicStorage
 from engine.store.lock import WAIT_S, WriteLock
 
 _Answer = TypeVar("_Answer")
-_RUNS, _FACTS = "runs", "facts"
+_RUNS, _FACTS, _CALIBRATIONS = "runs", "facts", "calibrations"
 FACTS_LIMIT = 128
 """Nodes whose facts are kept, the last probed ones: every change writes the whole file."""
+CALIBRATIONS_LIMIT = 64
+"""Calibrations that are kept, the newest ones."""
 
 
 class _Table(Table):
-    """Run id → record, or cluster/node → facts."""
+    """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration."""
 
     document_id_class = str  # type: ignore[assignment]
 
@@ -99,10 +103,25 @@ class Store:
             if fact.problem is None
         }
         if seen:
-            self._put(_FACTS, seen, limit=FACTS_LIMIT)
+            self._put(_FACTS, seen, limit=FACTS_LIMIT, by="probed_at")
 
-    def _put(self, table: str, documents: Mapping[str, Mapping[str, Any]], limit: int | None = None) -> None:
-        """Insert or replace by id, in one change; over the limit the earliest probed ones go."""
+    def calibrations(self, cluster: str) -> list[Calibration]:
+        """What was measured on this cluster, of every job and state of its nodes, newest first; [] when nothing was.
+        Raises StateError."""
+        found = self._transaction(_CALIBRATIONS, lambda table: table.all())
+        known = [taken for document in found if (taken := self._calibration(cluster, document)) is not None]
+        return sorted(known, key=lambda taken: taken.taken_at, reverse=True)
+
+    def put_calibration(self, calibration: Calibration) -> None:
+        """Keep it, in place of an earlier one of the same cluster and fingerprint. Raises StateError."""
+        key = f"{calibration.cluster}/{calibration.fingerprint}"
+        document = calibration.model_dump(mode="json", exclude_defaults=True)
+        self._put(_CALIBRATIONS, {key: document}, limit=CALIBRATIONS_LIMIT, by="taken_at")
+
+    def _put(
+        self, table: str, documents: Mapping[str, Mapping[str, Any]], limit: int | None = None, by: str = ""
+    ) -> None:
+        """Insert or replace by id, in one change; over the limit go those that are earliest by their field `by`."""
         whole = [Document(dict(values), doc_id=name) for name, values in documents.items()]  # type: ignore[arg-type]
 
         def put(rows: Table) -> None:
@@ -111,7 +130,7 @@ class Store:
                 rows.remove(doc_ids=known)
             rows.insert_multiple(whole)
             if limit is not None and len(rows) > limit:
-                oldest = sorted(rows.all(), key=lambda document: str(document.get("probed_at")))[: len(rows) - limit]
+                oldest = sorted(rows.all(), key=lambda document: str(document.get(by)))[: len(rows) - limit]
                 rows.remove(doc_ids=[document.doc_id for document in oldest])
 
         make_home(self._home)
@@ -149,4 +168,14 @@ class Store:
         except ValidationError as fault:
             why = shown(str(fault.errors()[0]["msg"]))
             self.notices.append(f"{self._path}: facts of node {shown(document.get('node'))} are left out: {why}")
+            return None
+
+    def _calibration(self, cluster: str, document: Mapping[str, Any]) -> Calibration | None:
+        if document.get("cluster") != cluster:
+            return None
+        try:
+            return Calibration.model_validate(document)
+        except ValidationError as fault:
+            why = shown(str(fault.errors()[0]["msg"]))
+            self.notices.append(f"{self._path}: a calibration of job {shown(document.get('job'))} is left out: {why}")
             return None

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .wire import ALL_SUM_LARGE_BYTES, write_atomic
 from .wire import AllSumResult as Result
-from .wire import write_atomic
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from .collective import Collective
 
 _SMALL = 1_000
-_LARGE = 2**20
-"""Numbers, 4 MiB."""
+_LARGE = ALL_SUM_LARGE_BYTES // 4
+"""Numbers."""
+_LEAST = 2
+"""Rounds before the last one."""
 _START_LIMIT_S = 45.0
 """The ring itself gives up on a missing peer after about 30 s."""
 
@@ -52,27 +54,30 @@ def measure(result: Result, backend: str, world_size: int, seconds: float) -> No
             result.error = f"the sum of {length} numbers over {world_size} ranks is wrong"
             return
     result.exact = True
-    result.latency_s = _median_s(collective, mx.array(1.0), seconds / 2)
-    large = mx.ones(_LARGE)
-    result.bandwidth_bytes_per_s = large.nbytes / _median_s(collective, large, seconds / 2)
+    result.latency_s = _median_s(collective, 1, seconds / 2)
+    result.bandwidth_bytes_per_s = ALL_SUM_LARGE_BYTES / _median_s(collective, _LARGE, seconds / 2)
 
 
-def _median_s(collective: Collective, array: mx.array, seconds: float) -> float:
-    """Median seconds of a sum of `array`, repeated for about `seconds` on all ranks alike."""
+def _median_s(collective: Collective, length: int, seconds: float) -> float:
+    """Median seconds of a sum of `length` ones, repeated for about `seconds` on all ranks alike, three times at least.
+
+    The first number is rank 0's word: all ranks stop after the sum in which it is not one. A number of rounds agreed on
+    beforehand would be a guess, wrong tenfold where ranks wait for one another's core.
+    """
     import mlx.core as mx
 
     from .arrays import number
 
-    def timed() -> float:
+    ones, last = mx.ones(length), (mx.arange(length) > 0).astype(mx.float32)
+    mx.eval(ones, last)
+    until, taken = time.perf_counter() + seconds, []
+    while True:
+        over = collective.rank == 0 and len(taken) >= _LEAST and time.perf_counter() >= until
         begun = time.perf_counter()
-        collective.sum(array)
-        return time.perf_counter() - begun
-
-    mx.eval(array)
-    guess = min(1_000, max(3, int(seconds / max(timed(), 1e-5))))
-    # How many rounds fit is rank 0's guess, made everybody's by a sum: all ranks must do the same number.
-    rounds = int(number(collective.sum(mx.array(float(guess if collective.rank == 0 else 0)))))
-    return statistics.median(timed() for _ in range(rounds))
+        total = collective.sum(last if over else ones)
+        taken.append(time.perf_counter() - begun)
+        if number(total[0]) < collective.size:
+            return statistics.median(taken)
 
 
 def main(arguments: list[str] | None = None) -> int:

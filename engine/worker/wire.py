@@ -138,6 +138,10 @@ class ExitRecord:
     """Why the program could not be started, in one line."""
 
 
+ALL_SUM_LARGE_BYTES = 4 * 2**20
+"""The largest array that `worker.all_sum` sums, the one that its bandwidth is of."""
+
+
 @dataclass
 class AllSumResult:
     """What one rank of the preflight's all_sum measured (`worker.all_sum` writes it)."""

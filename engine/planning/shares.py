@@ -1,0 +1,147 @@
+"""Each node's share of the global batch, and the micro-batches that follow: equal unless the evidence says otherwise."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from engine.config.models import FlightConfig
+from engine.measured import Calibration, HardwareMetrics
+from engine.planning.fingerprint import age_days, stale
+
+UNEQUAL_ABOVE = 0.10
+"""Coefficient of variation of the nodes' throughputs above which unequal shares are worth it."""
+WARN_ABOVE = 0.20
+MISSING = "hardware calibration missing, assuming equal performance"
+
+Source = Literal["fixed", "calibrated", "equal"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What part of the global batch each node gets."""
+
+    parts: Mapping[str, float]
+    """Node → its part; they sum to 1. In the configuration's order, without the nodes that are left out."""
+    source: Source
+    reason: str
+    """One line."""
+    variation: float | None = None
+    """Coefficient of variation of the measured throughputs; None where they are not all known."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that have finished nothing while they were measured."""
+    warnings: tuple[str, ...] = ()
+
+    def micro_batches(self, batch: int) -> dict[str, int]:
+        """Node → sequences of a global batch. Raises ValueError for a batch that is too small."""
+        counts = micro_batches(batch, list(self.parts.values()))
+        return dict(zip(self.parts, counts, strict=True))
+
+
+def shares(config: FlightConfig, calibration: Calibration | None, *, now: datetime | None = None) -> Shares:
+    """The shares of a job's nodes. `calibration` is one with the configuration's fingerprint; with `now` one that is
+    older than [calibration] max_age_days is not used.
+
+    A `share` in [[node]] wins. Without a calibration, or with it switched off, all are equal; so they are when the
+    measured throughputs vary by no more than UNEQUAL_ABOVE. Raises ValueError when no node has any throughput.
+    """
+    names = [node.name for node in config.nodes]
+    fixed = {node.name: node.share for node in config.nodes if node.share is not None}
+    if fixed:
+        relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
+        return Shares(_normalised(relative), "fixed", "fixed by share in [[node]]")
+    if not config.calibration.enabled:
+        return _equal(names, f"{MISSING}: it is switched off by [calibration] enabled")
+    if calibration is None:
+        return _equal(names, MISSING)
+    if now is not None and stale(config, calibration, now):
+        age, limit = age_days(calibration, now), config.calibration.max_age_days
+        return _equal(
+            names, f"hardware calibration is {age:.0f} days old (limit {limit:g}), assuming equal performance"
+        )
+    return _measured(names, calibration)
+
+
+def calculate_workload_distribution(metrics: Sequence[HardwareMetrics]) -> dict[str, float]:
+    """Node → its share of the work: its throughput over the sum of all. They sum to 1.
+
+    A node without throughput is offline: it is left out, and that is logged as a warning. Raises ValueError for an
+    empty list, a node that is there twice, and when none is left.
+    """
+    if not metrics:
+        raise ValueError("there are no metrics to distribute the work by")
+    names = [measured.node_id for measured in metrics]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"metrics of a node are there twice: {', '.join(twice)}")
+    online = {measured.node_id: measured.throughput for measured in metrics if measured.throughput > 0}
+    if not online:
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    for name in names:
+        if name not in online:
+            _log.warning("node %s has no throughput: it counts as offline and is left out", name)
+    return _normalised(online)
+
+
+def micro_batches(total: int, parts: Sequence[float]) -> list[int]:
+    """`total` sequences divided as `parts` ask, by largest remainder (Hamilton's method), at least 1 each; they sum to
+    `total`. The trainer divides a batch by the same rule.
+
+    Raises ValueError for a part that is not above 0, or fewer sequences than parts.
+    """
+    if not parts or not all(0 < part < float("inf") for part in parts):
+        raise ValueError(f"shares must be above 0: {list(parts)}")
+    if total < len(parts):
+        raise ValueError(f"a batch of {total} is too small for {len(parts)} ranks: batch_size must be at least that")
+    whole = sum(parts)
+    quotas = [total * part / whole for part in parts]
+    counts = [max(1, int(quota)) for quota in quotas]
+    ranks = range(len(parts))
+    while sum(counts) < total:
+        counts[max(ranks, key=lambda rank: (quotas[rank] - counts[rank], -rank))] += 1
+    while sum(counts) > total:
+        counts[max((r for r in ranks if counts[r] > 1), key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
+    return counts
+
+
+def variation(throughputs: Sequence[float]) -> float:
+    """Coefficient of variation: population standard deviation over mean; these nodes are all there are."""
+    return statistics.pstdev(throughputs) / statistics.fmean(throughputs)
+
+
+def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
+    measures = {name: calibration.of(name) for name in names}
+    speeds = {name: measure.examples_per_s if measure is not None else None for name, measure in measures.items()}
+    unknown = [name for name, speed in speeds.items() if speed is None]
+    offline = tuple(name for name, speed in speeds.items() if speed == 0)
+    warnings = [
+        f"{name} finished nothing while it was measured: it counts as offline and is left out" for name in offline
+    ]
+    online = {name: speed for name, speed in speeds.items() if speed}
+    left = [name for name in names if name not in offline]
+    if not left:
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    if unknown:
+        warnings.append(f"hardware calibration missing of {', '.join(unknown)}, assuming equal performance")
+        return Shares(_normalised(dict.fromkeys(left, 1.0)), "equal", warnings[-1], None, offline, tuple(warnings))
+    found = variation(list(online.values()))
+    if found > WARN_ABOVE:
+        warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold the others up")
+    if found <= UNEQUAL_ABOVE:
+        reason = f"equal: the measured throughputs vary by {found:.0%}, not above {UNEQUAL_ABOVE:.0%}"
+        return Shares(_normalised(dict.fromkeys(left, 1.0)), "equal", reason, found, offline, tuple(warnings))
+    reason = f"by the measured throughputs, which vary by {found:.0%} (above {UNEQUAL_ABOVE:.0%})"
+    return Shares(_normalised(online), "calibrated", reason, found, offline, tuple(warnings))
+
+
+def _equal(names: Sequence[str], warning: str) -> Shares:
+    return Shares(_normalised(dict.fromkeys(names, 1.0)), "equal", warning, warnings=(warning,))
+
+
+def _normalised(relative: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(relative.values())
+    return {name: part / whole for name, part in relative.items()}

@@ -1,0 +1,136 @@
+"""Shares are equal unless the evidence says otherwise; micro-batches are the trainer's own and sum to the batch."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.measured import HardwareMetrics
+from engine.planning.shares import MISSING, calculate_workload_distribution, micro_batches, shares, variation
+from engine.worker.sampler import share_counts
+from tests.unit.planning.calibrations import TAKEN, calibration, config
+
+SPEEDS = st.lists(st.floats(0.01, 1e4), min_size=1, max_size=9)
+
+
+def metrics(node: str, throughput: float) -> HardwareMetrics:
+    return HardwareMetrics(node, "m", throughput, memory_gb=1.0, latency_ms=1.0, timestamp=datetime.now(UTC))
+
+
+def test_without_a_calibration_all_are_equal_and_it_is_said() -> None:
+    found = shares(config(["a", "b", "c", "d"]), None)
+    assert found.parts == dict.fromkeys("abcd", 0.25)
+    assert (found.source, found.warnings) == ("equal", (MISSING,))
+
+
+def test_switched_off_it_is_as_if_there_were_none_and_it_is_said() -> None:
+    found = shares(config(["a", "b"], enabled=False), calibration({"a": 1.0, "b": 9.0}))
+    assert found.parts == {"a": 0.5, "b": 0.5}
+    assert "switched off" in found.warnings[0]
+
+
+def test_an_old_one_is_not_used_and_its_age_is_said() -> None:
+    deck, taken = config(["a", "b"], max_age_days=30), calibration({"a": 1.0, "b": 9.0})
+    assert shares(deck, taken, now=TAKEN + timedelta(days=29)).source == "calibrated"
+    found = shares(deck, taken, now=TAKEN + timedelta(days=45))
+    assert found.source == "equal" and "45 days old" in found.warnings[0]
+
+
+def test_a_fixed_share_wins_over_everything() -> None:
+    found = shares(config(["a", "b"], fixed={"a": 3.0}), calibration({"a": 1.0, "b": 9.0}))
+    assert found.parts == {"a": 0.75, "b": 0.25}
+    assert found.source == "fixed"
+
+
+@pytest.mark.parametrize(
+    ("slow", "source", "warned"),
+    [(1.0, "equal", False), (0.82, "equal", False), (0.80, "calibrated", False), (0.60, "calibrated", True)],
+)
+def test_unequal_shares_need_a_variation_above_a_tenth(slow: float, source: str, warned: bool) -> None:
+    found = shares(config(["a", "b"]), calibration({"a": 1.0, "b": slow}))
+    assert found.variation == pytest.approx((1 - slow) / (1 + slow))
+    assert found.source == source
+    assert bool(found.warnings) == warned
+    if source == "calibrated":
+        assert found.parts["b"] == pytest.approx(slow / (1 + slow))
+
+
+def test_a_node_that_finished_nothing_is_left_out() -> None:
+    found = shares(config(["a", "b", "c"]), calibration({"a": 1.0, "b": 0.0, "c": 3.0}))
+    assert found.parts == {"a": 0.25, "c": 0.75}
+    assert found.left_out == ("b",)
+    assert "b finished nothing" in found.warnings[0]
+
+
+def test_when_none_is_left_that_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no node has any throughput"):
+        shares(config(["a", "b"]), calibration({"a": 0.0, "b": 0.0}))
+
+
+def test_one_node_that_was_not_measured_makes_all_equal() -> None:
+    found = shares(config(["a", "b"]), calibration({"a": 1.0, "b": None}))
+    assert found.parts == {"a": 0.5, "b": 0.5}
+    assert found.warnings == ("hardware calibration missing of b, assuming equal performance",)
+
+
+@given(SPEEDS)
+def test_shares_sum_to_one_and_follow_the_throughputs(speeds: list[float]) -> None:
+    names = [f"n{number}" for number in range(len(speeds))]
+    found = shares(config(names), calibration(dict(zip(names, speeds, strict=True))))
+    assert sum(found.parts.values()) == pytest.approx(1)
+    if found.source == "calibrated":
+        assert variation(speeds) > 0.10
+        assert list(found.parts.values()) == pytest.approx([speed / sum(speeds) for speed in speeds])
+    else:
+        assert set(found.parts.values()) == {1 / len(speeds)}
+
+
+@given(SPEEDS, st.integers(1, 1000))
+def test_micro_batches_sum_to_the_batch_and_are_the_trainers_own(parts: list[float], batch: int) -> None:
+    if batch < len(parts):
+        with pytest.raises(ValueError, match="too small"):
+            micro_batches(batch, parts)
+        return
+    counts = micro_batches(batch, parts)
+    assert sum(counts) == batch and min(counts) >= 1
+    assert counts == share_counts(batch, parts)
+
+
+@pytest.mark.parametrize("parts", [[], [0.0, 1.0], [-1.0], [float("nan")], [float("inf")]])
+def test_parts_that_are_none_are_refused_as_the_trainer_refuses_them(parts: list[float]) -> None:
+    for divide in (micro_batches, share_counts):
+        with pytest.raises(ValueError, match="above 0"):
+            divide(8, parts)
+
+
+def test_the_distribution_is_throughput_over_the_sum() -> None:
+    assert calculate_workload_distribution([metrics("a", 1.0), metrics("b", 3.0)]) == {"a": 0.25, "b": 0.75}
+
+
+@given(SPEEDS)
+def test_the_distribution_sums_to_one(speeds: list[float]) -> None:
+    found = calculate_workload_distribution([metrics(f"n{number}", speed) for number, speed in enumerate(speeds)])
+    assert sum(found.values()) == pytest.approx(1)
+
+
+def test_an_offline_node_is_left_out_of_the_distribution_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert calculate_workload_distribution([metrics("a", 2.0), metrics("b", 0.0)]) == {"a": 1.0}
+    assert "node b has no throughput" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given_metrics", "why"),
+    [
+        ([], "no metrics"),
+        ([metrics("a", 0.0)], "no node has any throughput"),
+        ([metrics("a", 1.0), metrics("a", 2.0)], "twice: a"),
+    ],
+)
+def test_a_distribution_that_cannot_be(given_metrics: list[HardwareMetrics], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        calculate_workload_distribution(given_metrics)
