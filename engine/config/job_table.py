@@ -65,7 +65,7 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     if len(faults.found) > before:
         return ReadJob(None, settings, places, command)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
-    config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings})
+    config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(places)})
     return ReadJob(config, settings, places, command)
 
 

@@ -74,6 +74,8 @@ class JobConfig(_Section):
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
     """Every key of an mlx-lm training YAML with its default filled in (batch_size, iters, learning_rate, …),
     [job] keys winning over the YAML file's."""
+    given: tuple[str, ...] = ()
+    """Those of its keys that the configuration names itself; the others are defaults."""
     env: dict[str, str] = Field(default_factory=dict)
     data_quality_report: str | None = None
     """A JSON report on the data, on this machine (engine.planning): its number of examples, and whether they may be
@@ -90,6 +92,9 @@ class PreflightConfig(_Section):
     all_sum_s: float = Field(default=2.0, gt=0, le=60)
     """How long the real all_sum runs, seconds."""
     skip: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    """Folders, beside the home, the workdir and the state directory of a machine, in which scripts and checkpoints may
+    lie; a symlink out of all of them is refused."""
     sync: bool = True
     """Whether the sync script runs before the launch."""
     sync_script: str = "~/Dev/sync-dev.sh"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from engine.launch.hostfile import RING, ports_of
 from engine.planning.wiring import Wiring
 
+RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+"""What every rank has of ours; the job's own variables win."""
 NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "MLX_IBV_DEVICES"}
 """The variable that names the file without which MLX would make a group of size 1 and say nothing."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from engine.models import PreRdmaSync, WorkerConsistency
 from engine.planning.notes import Named, Reason
 
 VERSION: Final = "2.0.0"
@@ -170,16 +171,6 @@ class PerformancePart(_Part):
     """Of all iterations, without validation and saving."""
 
 
-class SyncPart(_Part):
-    enabled: Literal[True] = True
-    sync_script: str
-    validation_checks: tuple[str, ...]
-    block_on_failure: bool
-    sync_status: str | None
-    """None: preflight runs the script."""
-    sync_output: str | None
-
-
 class MeasuredNode(_Part):
     examples_per_s: float | None
     spread: float | None
@@ -206,14 +197,24 @@ class NoCalibrationPart(Disabled):
     calibration_notes: tuple[str, ...]
 
 
-class ConsistencyPart(_Part):
+class WatchPart(_Part):
+    """What is watched of the workers while they train."""
+
     enabled: Literal[True] = True
-    threshold: float
+    every_updates: int
+    staleness_threshold: int
+    kl_threshold: float
+    wasserstein_threshold: float
+    byzantine_rule: str
+    on_corruption: str
+
+
+class ConsistencyPart(WorkerConsistency):
+    """Before the launch, and while it trains."""
+
     workers: int
-    reference: str
     compared: tuple[str, ...]
-    exclude_divergent: bool
-    while_training: dict[str, float | int | str] | Disabled
+    while_training: WatchPart | Disabled
 
 
 class ChunkingPart(_Part):
@@ -315,9 +316,9 @@ class TrainingPlan(_Part):
     checkpoint_strategy: CheckpointPart
     performance_targets: PerformancePart
     verification_steps: tuple[str, ...]
-    pre_rdma_sync: SyncPart | Disabled
+    pre_rdma_sync: PreRdmaSync
     hardware_calibration: CalibrationPart | NoCalibrationPart
-    worker_consistency: ConsistencyPart | Disabled
+    worker_consistency: ConsistencyPart
     coordinator_chunking: ChunkingPart | Disabled
     pre_flight_checklist: ChecklistPart
     cluster: str

@@ -16,7 +16,14 @@ from engine.config.places import on_node
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import direct, mlx_launch, ssh_shim
 from engine.launch.asking import at_once
-from engine.launch.environment import RankEnvironment, file_name, of_rank, rank_environment, ranks_per_host
+from engine.launch.environment import (
+    RANK_ENVIRONMENT,
+    RankEnvironment,
+    file_name,
+    of_rank,
+    rank_environment,
+    ranks_per_host,
+)
 from engine.launch.hostfile import write_hostfile
 from engine.launch.launchers_own import launchers_own
 from engine.launch.place import Place
@@ -32,7 +39,6 @@ from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, writ
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Of the supervisor's environment: the ranks of every node get them."""
-_RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
         ],
         job=_job(config),
         command=list(config.job.command) if config.job.command is not None else None,
-        env={**_RANK_ENVIRONMENT, **secrets, **config.job.env},
+        env={**RANK_ENVIRONMENT, **secrets, **config.job.env},
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
         stop_grace_s=recovery.stop_grace_s,
@@ -306,7 +312,8 @@ def _job(config: FlightConfig) -> dict[str, Any] | None:
     if job.command is not None:
         return None
     named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "strategy": job.strategy}
-    return {**job.mlx_lm, **{key: value for key, value in named.items() if value is not None}}
+    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
 
 
 def _size(path: Path) -> int:

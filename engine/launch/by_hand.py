@@ -1,0 +1,151 @@
+"""The job's launch as a person would type it: stock mlx.launch and stock mlx-lm, nothing of ours.
+
+Each rank's shell picks its own line by MLX_RANK, since mlx.launch gives all ranks one program, and homes, pythons and
+paths differ.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import FlightConfig, NodeConfig
+from engine.config.places import on_node
+from engine.launch.environment import RANK_ENVIRONMENT, ranks_per_host
+from engine.launch.mlx_launch import arguments
+from engine.planning.wiring import Wiring
+from engine.security.redact import is_secret
+from engine.transport.base import quoted
+
+STARTING_PORT = 32323
+"""mlx.launch's own default."""
+_ALWAYS = ("batch_size", "iters", "learning_rate", "num_layers", "max_seq_length")
+_PER_NODE = frozenset({"model", "data", "adapter_path", "resume_adapter_file", "train", "config"})
+_FILE_ONLY = ("lora_parameters", "lr_schedule", "optimizer_config")
+_FEATURES = "_feature"
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """The command line for a shell, None when there is none, and what to know of it."""
+
+    command: str | None
+    notes: tuple[str, ...] = ()
+
+
+def by_hand(
+    config: FlightConfig, wiring: Wiring, hostfile: Path, *, layers: int | None = None, launcher: Path | None = None
+) -> ByHand:
+    """The launch of `config` over `wiring`, whose hostfile lies at `hostfile`. `layers` is how many the model has,
+    where that is known: mlx-lm refuses to train more. Raises LaunchError when there is no mlx.launch."""
+    notes: list[str] = []
+    ranks = len(config.nodes)
+    if config.job.command is None:
+        settings = _settings(config, ranks, layers, notes)
+        lines = [_training(config, node, settings) for node in config.nodes]
+        notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
+    else:
+        lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
+    cases = " ".join(f"{rank}) {line} ;;" for rank, line in enumerate(lines))
+    # For a lone rank mlx.launch names an empty hostfile, which MLX then cannot parse.
+    script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
+    secrets = sorted(name for name in config.job.env if is_secret(name))
+    if secrets:
+        notes.append(f"{', '.join(secrets)} of [job] env is left out: --env shows in ps on every node")
+    argv = arguments(
+        hostfile=hostfile,
+        starting_port=config.cluster.starting_port or STARTING_PORT,
+        program=["/bin/sh", "-c", script],
+        environment=RANK_ENVIRONMENT | {name: text for name, text in config.job.env.items() if not is_secret(name)},
+        backend=wiring.backend,
+        ranks_per_host=ranks_per_host(wiring),
+        launcher=launcher,
+    )
+    if any(not node.local for node in config.nodes):
+        notes.append("your own ssh must reach every node without a question")
+    return ByHand(shlex.join(argv), tuple(notes))
+
+
+def _settings(config: FlightConfig, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:
+    """The job's keys as stock mlx-lm takes them."""
+    settings = {key: value for key, value in config.job.mlx_lm.items() if key not in _PER_NODE}
+    settings["fine_tune_type"] = config.job.fine_tune_type
+    batch = int(settings["batch_size"])
+    if batch % ranks:
+        settings["batch_size"] = -(-batch // ranks) * ranks
+        notes.append(f"batch_size is {settings['batch_size']} here: mlx-lm's must divide by the {ranks} ranks")
+    if layers is not None and int(settings["num_layers"]) > layers:
+        settings["num_layers"] = layers
+        notes.append(f"num_layers is {layers} here, all that the model has: mlx-lm refuses more")
+    if settings.pop("optimizer_precision", None) != "parameter":
+        notes.append("mlx-lm keeps its optimizer's state in the parameters' own type; optimizer_precision is ours")
+    if settings.pop("max_grad_norm", None) is not None:
+        notes.append("max_grad_norm is ours and left out")
+    return settings
+
+
+def _training(config: FlightConfig, node: NodeConfig, settings: Mapping[str, Any]) -> str:
+    job = config.job
+    words = [quoted(node.python), "-m", "mlx_lm", "lora", "--train"]
+    paths = {
+        "--model": node.model or job.model,
+        "--data": node.data or job.data,
+        "--adapter-path": job.mlx_lm.get("adapter_path") or f"~/.flightdeck/by-hand/{job.name}",
+        "--resume-adapter-file": job.mlx_lm.get("resume_adapter_file"),
+    }
+    for option, path in paths.items():
+        if path is not None:
+            words += [option, quoted(_there(config, node, path))]
+    in_file = {}
+    for key, value in settings.items():
+        if key in _FILE_ONLY or key.endswith(_FEATURES):
+            if value is not None and value != DEFAULTS.get(key):
+                in_file[key] = value
+        elif key in _ALWAYS or value != DEFAULTS.get(key):
+            words += _option(key, value)
+    into = f"cd {quoted(node.workdir)} && "
+    if not in_file:
+        return f"{into}exec {' '.join(words)}"
+    # These have no option; JSON is YAML.
+    return f"{into}printf %s {shlex.quote(json.dumps(in_file))} | {' '.join(words)} --config /dev/stdin"
+
+
+def _option(key: str, value: Any) -> list[str]:
+    option = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [option] if value else []
+    return [] if value is None else [option, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
+
+
+def _command(config: FlightConfig, rank: int, node: NodeConfig) -> str:
+    """The job's own program with the same words put in as a rank's keeper does."""
+    program, *rest = config.job.command or ()
+    here = {
+        "{workdir}": quoted(node.workdir),
+        "{model}": quoted(_there(config, node, node.model)) if node.model else "",
+        "{data}": quoted(_there(config, node, node.data)) if node.data else "",
+        "{python}": quoted(node.python),
+        "{rank}": str(rank),
+    }
+    words = [here["{python}"] if program in ("python", "python3") else _filled(program, here)]
+    words += [_filled(word, here) for word in rest]
+    return f"cd {quoted(node.workdir)} && exec {' '.join(words)}"
+
+
+def _filled(word: str, here: Mapping[str, str]) -> str:
+    """One word for the shell, with the node's own in place of the names in braces."""
+    for name, value in here.items():
+        before, found, after = word.partition(name)
+        if found:
+            parts = [_filled(before, here) if before else "", value, _filled(after, here) if after else ""]
+            return "".join(parts) or "''"
+    return shlex.quote(word)
+
+
+def _there(config: FlightConfig, node: NodeConfig, path: str) -> str:
+    return on_node(path, node, config.file.parent if config.file is not None else Path("/"))
