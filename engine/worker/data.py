@@ -1,21 +1,37 @@
-"""Examples: read as mlx-lm reads them (text, prompt and completion, chat), and padded into batches."""
+"""Examples: read as mlx-lm reads them (text, prompt and completion, chat), and padded into batches.
+
+A small split is held in memory and tokenised once. A large one is streamed in chunks: its examples are read from the
+file when their batch comes, so that memory is that of one chunk however many there are.
+"""
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from numpy.typing import NDArray
 
+from .chunks import chunk_plan
 from .job import Job, JobError
+from .jsonl import LineIndex, has_examples, parse_row
+from .sampler import (
+    Batches,
+    ChunkedSampler,
+    Indices,
+    Sampler,
+    fixed_batches,
+    fixed_chunked_batches,
+)
 
 _PAD_TO = 32
+
+Tokens = tuple[list[int], int]
+"""An example's tokens, and the first of them that is a target."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +46,34 @@ class Batch:
     """How many tokens are targets in all."""
 
 
+class Split(Protocol):
+    """One file of examples."""
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the file."""
+
+    @property
+    def num_chunks(self) -> int | None:
+        """Of how many chunks it is streamed; None when it is in memory."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most.
+        Raises JobError."""
+
+    def sampler(self, batch_size: int, seed: int) -> Batches:
+        """Global batches of it without end. Raises ValueError for fewer examples than a batch."""
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
+        """Batches for validation and test, at most `limit`: the same every time."""
+
+
 class Examples:
-    """One split of the data, tokenised when asked for."""
+    """A split in memory, tokenised when asked for."""
+
+    num_chunks = None
 
     def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
         """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
@@ -40,58 +82,94 @@ class Examples:
         self._on_truncate = on_truncate
         raw = path.read_bytes() if path.exists() else b""
         self.checksum = zlib.crc32(raw)
-        rows = _rows(path, raw)
-        try:
-            self._data = CacheDataset(create_dataset(rows, tokenizer, job)) if rows else []
-        except ValueError as error:
-            raise JobError(f"{path}: {str(error).splitlines()[0]}") from error
+        lines = enumerate(raw.split(b"\n"), 1)
+        rows = [parse_row(path, number, line) for number, line in lines if line.strip()]
+        self._data = CacheDataset(_dataset(path, rows, tokenizer, job)) if rows else []
         self.lengths = [_length(row) for row in rows]
         """A measure of each example's length, for sorting."""
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch:
-        """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most."""
-        examples = [self._example(int(index)) for index in indices]
-        longest = max(len(tokens) for tokens, _ in examples)
-        if longest > self._max_length:
-            self._on_truncate(longest)
-        bounds = [(max(start, 1), min(len(tokens), self._max_length)) for tokens, start in examples]
-        # One more than a multiple, since the input is all but the last token.
-        width = min(1 + _PAD_TO * -(-max(longest - 1, 1) // _PAD_TO), max(self._max_length, 2))
-        array = np.zeros((len(examples), width), np.int32)
-        for row, ((tokens, _), (_, end)) in enumerate(zip(examples, bounds, strict=True)):
-            array[row, :end] = tokens[:end]
-        targets = sum(max(0, end - start) for start, end in bounds)
-        return Batch(array, np.asarray(bounds, np.int32), targets)
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        examples = [_tokens(self._path, int(index), self._data.__getitem__, int(index)) for index in indices]
+        return _padded(examples, self._max_length, self._on_truncate)
 
-    def _example(self, index: int) -> tuple[list[int], int]:
-        try:
-            tokens, start = self._data[index]
-        except (KeyError, TypeError, IndexError) as error:
-            raise JobError(f"{self._path}: example {index + 1} has not the form of the first one: {error!r}") from error
-        return tokens, start
+    def sampler(self, batch_size: int, seed: int) -> Sampler:
+        return Sampler(self.lengths, batch_size, seed)
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> list[Indices]:
+        return fixed_batches(len(self), batch_size, seed, limit)
 
 
-def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int], None]) -> Examples:
-    """The split `name` (train, valid or test) of the job's data directory. Raises JobError."""
-    return Examples(job.data / f"{name}.jsonl", tokenizer, job, on_truncate)
+class StreamedExamples:
+    """A split on disk: an example is read and tokenised each time that it is asked for."""
+
+    def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
+        """Index `path`, which has at least one example. Raises JobError for what cannot be read."""
+        self._path = path
+        self._max_length = job.max_seq_length
+        self._on_truncate = on_truncate
+        self._index = LineIndex.of(path, job.home / "index")
+        self._plan = chunk_plan(len(self._index), job.chunk_size)
+        self._process = _dataset(path, self._index.rows([0]), tokenizer, job).process
+        self.checksum = self._index.checksum
+        self.num_chunks = self._plan.num_chunks
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        wanted = [int(index) for index in indices]
+        rows = self._index.rows(wanted)
+        examples = [_tokens(self._path, index, self._process, row) for index, row in zip(wanted, rows, strict=True)]
+        return _padded(examples, self._max_length, self._on_truncate)
+
+    def sampler(self, batch_size: int, seed: int) -> ChunkedSampler:
+        return ChunkedSampler(self._plan, self._index.lengths, batch_size, seed)
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
+        return fixed_chunked_batches(self._plan, batch_size, seed, limit)
 
 
-def _rows(path: Path, raw: bytes) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise JobError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise JobError(f"{path}, line {number}: not a JSON object")
-        rows.append(row)
-    return rows
+def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int], None]) -> Split:
+    """The split `name` (train, valid or test) of the job's data directory: streamed from [job] chunk_size examples on,
+    unless chunking is switched off. Raises JobError."""
+    path = job.data / f"{name}.jsonl"
+    try:
+        large = job.chunking and path.exists() and has_examples(path, job.chunk_size)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    return (StreamedExamples if large else Examples)(path, tokenizer, job, on_truncate)
+
+
+def _dataset(path: Path, rows: list[dict[str, Any]], tokenizer: Any, job: Job) -> Any:
+    """mlx-lm's own dataset of `rows`, whose first one tells their form."""
+    try:
+        return create_dataset(rows, tokenizer, job)
+    except ValueError as error:
+        raise JobError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def _tokens(path: Path, index: int, process: Callable[[Any], Tokens], example: Any) -> Tokens:
+    try:
+        return process(example)
+    except (KeyError, TypeError, IndexError) as error:
+        raise JobError(f"{path}: example {index + 1} has not the form of the first one: {error!r}") from error
+
+
+def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int], None]) -> Batch:
+    longest = max(len(tokens) for tokens, _ in examples)
+    if longest > max_length:
+        on_truncate(longest)
+    bounds = [(max(start, 1), min(len(tokens), max_length)) for tokens, start in examples]
+    # One more than a multiple, since the input is all but the last token.
+    width = min(1 + _PAD_TO * -(-max(longest - 1, 1) // _PAD_TO), max(max_length, 2))
+    array = np.zeros((len(examples), width), np.int32)
+    for row, ((tokens, _), (_, end)) in enumerate(zip(examples, bounds, strict=True)):
+        array[row, :end] = tokens[:end]
+    targets = sum(max(0, end - start) for start, end in bounds)
+    return Batch(array, np.asarray(bounds, np.int32), targets)
 
 
 def _length(value: Any) -> int:

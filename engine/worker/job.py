@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .chunks import COORDINATOR_CHUNK_SIZE
+
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
@@ -22,6 +24,8 @@ class Job:
     model: Path
     data: Path
     adapter_path: Path
+    home: Path
+    """Ours: the run's folder on this node."""
     fine_tune_type: str = "lora"
     strategy: str = "data"
     optimizer: str = "adam"
@@ -59,6 +63,9 @@ class Job:
     """Ours: clip the global gradient to this norm."""
     optimizer_precision: str = "float32"
     """Ours: "float32" keeps float32 master weights and moments, "parameter" the model's own type."""
+    chunking: bool = True
+    """Ours: a split of chunk_size examples or more is streamed in chunks of as many."""
+    chunk_size: int = COORDINATOR_CHUNK_SIZE
 
     @classmethod
     def of(cls, raw: dict[str, Any], *, model: str | None, data: str | None, workdir: Path, home: Path) -> Job:
@@ -72,6 +79,7 @@ class Job:
             chosen[key] = workdir / Path(str(path)).expanduser()
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
+        chosen["home"] = home
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         job.check()
@@ -95,6 +103,7 @@ class Job:
             "steps_per_eval",
             "save_every",
             "max_seq_length",
+            "chunk_size",
         ):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:

@@ -1,19 +1,50 @@
 """Which examples are in which batch, and which rank takes which of them.
 
-The order is a function of seed and epoch, the position is one integer, and ranks take slices of the same global batch:
-so the sequence of global batches is the same for every world size, and nothing else that draws random numbers moves it.
+The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), the position is one
+integer, and ranks take slices of the same global batch: so the sequence of global batches is the same for every world
+size, and nothing else that draws random numbers moves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .chunks import ChunkPlan
+
 Indices = NDArray[np.int64]
 
-_PERMUTE, _DROP, _BATCHES, _WITHIN = range(4)
+_PERMUTE, _DROP, _BATCHES, _WITHIN, _CHUNKS, _SAMPLE = range(6)
+
+
+@dataclass(frozen=True)
+class ChunkEnd:
+    """A chunk of which the last batch has been."""
+
+    epoch: int
+    """From 0."""
+    chunk: int
+    """The how many-th of its epoch, from 1: chunks come in another order every epoch."""
+    num_chunks: int
+
+
+class Batches(Protocol):
+    """Global batches of training examples, without end."""
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    def batch(self, position: int) -> Indices:
+        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+
+    def chunk_end(self, position: int) -> ChunkEnd | None:
+        """The chunk that ends with the batch at `position`."""
 
 
 class Sampler:
@@ -46,16 +77,88 @@ class Sampler:
         chosen: Indices = self._order[number]
         return chosen
 
+    def chunk_end(self, position: int) -> None:
+        """None: it is all one piece."""
+
     def _epoch_order(self, epoch: int) -> Indices:
-        count, size = self.batches_per_epoch, self._batch_size
-        shuffled = _permutation(len(self._lengths), self._seed, epoch, _DROP)[: count * size]
-        # A stable sort of a shuffled order breaks ties of length at random.
-        by_length = shuffled[np.argsort(self._lengths[shuffled], kind="stable")].reshape(count, size)
-        batches = by_length[_permutation(count, self._seed, epoch, _BATCHES)]
-        # Without this the last rank would always have the longest examples of a batch.
-        within = _raw(count * size, self._seed, epoch, _WITHIN).reshape(count, size)
-        order: Indices = np.take_along_axis(batches, np.argsort(within, axis=1, kind="stable"), axis=1)
-        return order
+        count = self.batches_per_epoch * self._batch_size
+        shuffled = _permutation(len(self._lengths), self._seed, epoch, _DROP)[:count]
+        return _batched(shuffled, self._lengths[shuffled], self._batch_size, self._seed, epoch)
+
+
+class ChunkedSampler:
+    """The same for a dataset that is streamed: only one chunk's order and lengths are ever in memory.
+
+    Every epoch takes the chunks in another order, and shuffles the examples within each. The sequence of all is cut
+    into one window of batches per chunk; what does not fill a window's last batch goes over to the next one, so that an
+    epoch leaves out no more examples than it does without chunks. Batches of like length are made within a window.
+    """
+
+    def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
+        """`lengths` gives those of the examples of a half-open range. Raises ValueError for fewer examples than a
+        batch."""
+        if plan.dataset_size < batch_size:
+            raise ValueError(f"{plan.dataset_size} examples do not fill one batch of {batch_size}")
+        self._plan = plan
+        self._lengths = lengths
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = -1
+        self._chunks: list[int] = []
+        self._starts: list[int] = []
+        """Where each chunk begins in the epoch's sequence of examples, and the end of the last one."""
+        self._windows: list[int] = []
+        """The number of the first batch of each chunk's window, and the end of the last one."""
+        self._window = -1
+        self._order = np.empty((0, batch_size), dtype=np.int64)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._plan.dataset_size // self._batch_size
+
+    def batch(self, position: int) -> Indices:
+        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        self._begin_epoch(epoch)
+        window = bisect_right(self._windows, number) - 1
+        if window != self._window:
+            self._order = self._window_order(window)
+            self._window = window
+        chosen: Indices = self._order[number - self._windows[window]]
+        return chosen
+
+    def chunk_end(self, position: int) -> ChunkEnd | None:
+        """The chunk that ends with the batch at `position`; the last one, where several do."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        self._begin_epoch(epoch)
+        chunk = bisect_right(self._windows, number + 1) - 1
+        ended = self._windows[chunk] == number + 1
+        return ChunkEnd(epoch, chunk, self._plan.num_chunks) if ended else None
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._chunks = _permutation(self._plan.num_chunks, self._seed, epoch, _CHUNKS).tolist()
+        sizes = (end - start for start, end in map(self._plan.bounds, self._chunks))
+        self._starts = list(accumulate(sizes, initial=0))
+        self._windows = [start // self._batch_size for start in self._starts]
+        self._epoch, self._window = epoch, -1
+
+    def _window_order(self, window: int) -> Indices:
+        first, last = (self._windows[edge] * self._batch_size for edge in (window, window + 1))
+        examples, lengths = [], []
+        # A window begins with what the chunks before it have left over.
+        chunk = bisect_right(self._starts, first) - 1
+        while chunk <= window:
+            start, end = self._plan.bounds(self._chunks[chunk])
+            begun = self._starts[chunk]
+            shuffled = _permutation(end - start, self._seed, self._epoch, _DROP, 1 + self._chunks[chunk])
+            taken = shuffled[max(0, first - begun) : max(0, last - begun)]
+            examples.append(start + taken)
+            lengths.append(self._lengths(start, end)[taken])
+            chunk += 1
+        together = np.concatenate(examples), np.concatenate(lengths)
+        return _batched(*together, self._batch_size, self._seed, self._epoch, part=1 + window)
 
 
 def fixed_batches(examples: int, batch_size: int, seed: int, limit: int) -> list[Indices]:
@@ -66,6 +169,37 @@ def fixed_batches(examples: int, batch_size: int, seed: int, limit: int) -> list
     order = _permutation(examples, seed, 0, _PERMUTE)
     batches = [order[start : start + batch_size] for start in range(0, examples, batch_size)]
     return batches if limit < 0 else batches[:limit]
+
+
+def fixed_chunked_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
+    """The same for a dataset that is streamed. A limited number of batches takes its examples from everywhere, one from
+    each of as many equal parts; all of them come chunk by chunk."""
+    size = plan.dataset_size
+    wanted = size if limit < 0 else min(size, limit * batch_size)
+    left = np.empty(0, dtype=np.int64)
+    for pool in _whole(plan, seed) if wanted == size else _sample(size, wanted, seed):
+        left = np.concatenate([left, pool])
+        whole = len(left) // batch_size * batch_size
+        yield from left[:whole].reshape(-1, batch_size)
+        left = left[whole:]
+    if len(left):
+        yield left
+
+
+def _whole(plan: ChunkPlan, seed: int) -> Iterator[Indices]:
+    """Every example, in pieces: the chunks, shuffled, in random order."""
+    for chunk in _permutation(plan.num_chunks, seed, 0, _CHUNKS).tolist():
+        start, end = plan.bounds(chunk)
+        yield start + _permutation(end - start, seed, 0, _PERMUTE, 1 + chunk)
+
+
+def _sample(size: int, wanted: int, seed: int) -> Iterator[Indices]:
+    """`wanted` of `size` examples in random order, as one piece; nothing when none is wanted."""
+    if wanted:
+        edges = np.arange(wanted + 1) * size // wanted
+        offsets = _raw(wanted, seed, 0, _SAMPLE) % np.diff(edges).astype(np.uint64)
+        chosen = edges[:-1] + offsets.astype(np.int64)
+        yield chosen[_permutation(wanted, seed, 0, _PERMUTE)]
 
 
 def share_counts(total: int, shares: Sequence[float]) -> list[int]:
@@ -94,11 +228,24 @@ def share_slice(length: int, counts: Sequence[int], rank: int) -> slice:
     return slice(min(start, length), min(start + counts[rank], length))
 
 
-def _permutation(length: int, seed: int, epoch: int, purpose: int) -> Indices:
-    return np.argsort(_raw(length, seed, epoch, purpose), kind="stable")
+def _batched(shuffled: Indices, lengths: Indices, size: int, seed: int, epoch: int, *, part: int = 0) -> Indices:
+    """A whole number of batches of like length from examples in random order, [batches, size]."""
+    count = len(shuffled) // size
+    # A stable sort of a shuffled order breaks ties of length at random.
+    by_length = shuffled[np.argsort(lengths, kind="stable")].reshape(count, size)
+    batches = by_length[_permutation(count, seed, epoch, _BATCHES, part)]
+    # Without this the last rank would always have the longest examples of a batch.
+    within = _raw(count * size, seed, epoch, _WITHIN, part).reshape(count, size)
+    order: Indices = np.take_along_axis(batches, np.argsort(within, axis=1, kind="stable"), axis=1)
+    return order
 
 
-def _raw(length: int, seed: int, epoch: int, purpose: int) -> NDArray[np.uint64]:
+def _permutation(length: int, seed: int, epoch: int, purpose: int, part: int = 0) -> Indices:
+    return np.argsort(_raw(length, seed, epoch, purpose, part), kind="stable")
+
+
+def _raw(length: int, seed: int, epoch: int, purpose: int, part: int = 0) -> NDArray[np.uint64]:
+    """Random numbers of their own for each `part` of a dataset: 0 is the whole, from 1 on its chunks."""
     # The raw stream of a named bit generator is the same in every numpy, which Generator.permutation does not promise.
-    counter = [0, 0, purpose, epoch]
+    counter = [0, part, purpose, epoch]
     return np.random.Philox(key=seed & (2**64 - 1), counter=counter).random_raw(length)

@@ -125,9 +125,10 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
         total_parameters=total,
         device=str(mx.default_device()),
     )
+    pieces = f" in {train.num_chunks} chunks of {job.chunk_size}" if train.num_chunks is not None else ""
     reporter.say(
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
-        f"{len(train)} examples, {job.iters} iterations of {job.batch_size}"
+        f"{len(train)} examples{pieces}, {job.iters} iterations of {job.batch_size}"
     )
     training = DataParallel(
         job=job,

@@ -19,11 +19,12 @@ from .. import checkpoints
 from ..arrays import floats, number
 from ..collective import Collective
 from ..control import Control
-from ..data import Examples
+from ..data import Split
+from ..feed import Feed
 from ..job import Job, JobError
 from ..optimizer import Updater
 from ..reporting import Reporter, ReportWindow
-from ..sampler import Indices, Sampler, fixed_batches, share_counts, share_slice
+from ..sampler import Indices, share_counts, share_slice
 from .gradients import Gradients
 
 _CACHE_BYTES = 2**30
@@ -61,8 +62,8 @@ class DataParallel:
         *,
         job: Job,
         model: nn.Module,
-        train: Examples,
-        valid: Examples,
+        train: Split,
+        valid: Split,
         collective: Collective,
         shares: list[float],
         control: Control,
@@ -71,14 +72,13 @@ class DataParallel:
         """Raises JobError when the batch is too small for the ranks or too large for the data."""
         self._job = job
         self._model = model
-        self._train = train
         self._valid = valid
         self._collective = collective
         self._control = control
         self._reporter = reporter
         try:
             self._counts = share_counts(job.batch_size, shares)
-            self._sampler = Sampler(train.lengths, job.batch_size, job.seed)
+            self._feed = Feed(train, job, self._counts, collective.rank, reporter)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
         self._gradients = Gradients(model)
@@ -108,6 +108,7 @@ class DataParallel:
             self._accumulate(iteration)
             if iteration % job.grad_accumulation_steps == 0 or iteration == job.iters:
                 self._update()
+            self._feed.finish(iteration - 1)
             if self._stop and iteration < job.iters:
                 return self._leave(Outcome(False, True, iteration))
             if iteration % job.save_every == 0:
@@ -116,12 +117,11 @@ class DataParallel:
                 mx.clear_cache()
         return self._leave(Outcome(True, self._stop, job.iters))
 
-    def evaluate(self, examples: Examples, limit: int) -> float | None:
+    def evaluate(self, examples: Split, limit: int) -> float | None:
         """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
         self._model.eval()
         loss, tokens = 0.0, 0.0
-        batches = fixed_batches(len(examples), self._job.batch_size, self._job.seed, limit)
-        for indices in batches:
+        for indices in examples.fixed_batches(self._job.batch_size, self._job.seed, limit):
             mine = self._mine(indices)
             batch = examples.batch(mine) if len(mine) else None
             sums = [self._gradients.loss(batch), float(batch.targets)] if batch else [0.0, 0.0]
@@ -150,7 +150,7 @@ class DataParallel:
     def _accumulate(self, iteration: int) -> None:
         """This rank's share of one global batch, added to the sums of the update under way."""
         begun = time.perf_counter()
-        batch = self._train.batch(self._mine(self._sampler.batch(iteration - 1)))
+        batch = self._feed.batch(iteration - 1)
         ready = time.perf_counter()
         loss, buckets = self._gradients.of(batch)
         if self._sums is not None:

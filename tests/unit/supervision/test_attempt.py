@@ -41,7 +41,15 @@ def attempt(directory: Path, of: Plan) -> Attempt:
 
 def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
     spec = spec_of(plan(), attempt(tmp_path, plan()), {})
-    assert spec.job == {"iters": 5, "model": "/m", "data": "/d", "fine_tune_type": "lora", "strategy": "data"}
+    assert spec.job == {
+        "iters": 5,
+        "model": "/m",
+        "data": "/d",
+        "fine_tune_type": "lora",
+        "strategy": "data",
+        "chunking": True,
+        "chunk_size": 50_000,
+    }
     assert spec.command is None
     assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce", 2, "ring")
 
