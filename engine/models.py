@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -95,6 +96,42 @@ class CheckStatus(StrEnum):
     SKIP = "skip"
 
 
+class PreRdmaSync(BaseModel):
+    """What came of the sync script, and of the proof after it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["pre_rdma_sync"] = "pre_rdma_sync"
+    enabled: bool
+    reason: str | None = None
+    """Why it is not enabled, or was not run."""
+    sync_script: str
+    validation_checks: tuple[str, ...] = ()
+    """What was proved after it, in words."""
+    block_on_failure: bool
+    sync_status: Literal["success", "failed", "not_found", "not_run"]
+    sync_output: tuple[str, ...] = ()
+    """Its last lines, sanitised."""
+
+
+class WorkerConsistency(BaseModel):
+    """How far the workers' files agree with the reference."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["worker_consistency"] = "worker_consistency"
+    enabled: bool
+    reason: str | None = None
+    threshold: float
+    """Agreeing workers over all, inclusive."""
+    agreement: float | None = None
+    """0 to 1; null when it was not compared, or no reference could be found."""
+    reference: Literal["head", "plurality"] | None = None
+    divergent: tuple[str, ...] = ()
+    """Nodes, in the configuration's order."""
+    excluded: tuple[str, ...] = ()
+
+
 class CheckResult(BaseModel):
     """One preflight check's answer (preflight.md)."""
 
@@ -111,6 +148,10 @@ class CheckResult(BaseModel):
     duration_s: float | None = None
     blames: tuple[int, str] | None = None
     """(rank, node) of the first failing rank, where one can be named."""
+    excludes: tuple[str, ...] = ()
+    """Nodes that a launch is to leave out; the plan is then made again for the others."""
+    detail: PreRdmaSync | WorkerConsistency | None = Field(default=None, discriminator="kind")
+    """What the plan document says of it, where it says anything."""
 
 
 class PreflightReport(BaseModel):

@@ -59,6 +59,7 @@ def load_config(path: Path) -> FlightConfig:
     nodes = read_nodes(faults, tables, defaults, file.parent)
     job = read_job(faults, Place(name, "job"), job_table, file.parent)
     preflight = _section(faults, name, document, "preflight", PreflightConfig)
+    _check_preflight_paths(faults, Place(name, "preflight"), preflight)
     consistency = _section(faults, name, document, "consistency", ConsistencyConfig)
     calibration = _section(faults, name, document, "calibration", CalibrationConfig)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
@@ -105,6 +106,16 @@ def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) 
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
             faults.add(job.places[key], key, value, accepted)
+
+
+def _check_preflight_paths(faults: Faults, place: Place, preflight: PreflightConfig | None) -> None:
+    if preflight is None:
+        return
+    if accepted := path_form(preflight.sync_script):
+        faults.add(place, "sync_script", preflight.sync_script, accepted)
+    for number, root in enumerate(preflight.roots):
+        if accepted := remote_path_form(root):
+            faults.add(place, f"roots[{number}]", root, accepted)
 
 
 def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:

@@ -134,3 +134,16 @@ class Left(Answer):
 
     left: Annotated[list[Words], Field(max_length=1_000)]
     """Commands of what outlived every KILL."""
+
+
+class Tree(Answer):
+    """Of worker.looks.tree."""
+
+    home: bool = False
+    problem: Words | None = None
+    absent: bool = False
+    cut: bool = False
+    left: Annotated[list[Words], Field(max_length=10_000)] = []
+    """Folders that were left out for what they are: environments, and what the question set apart."""
+    entries: Annotated[dict[Words, tuple[Annotated[int, Field(ge=-1)], Words | None]], Field(max_length=100_000)] = {}
+    """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""

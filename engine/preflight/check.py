@@ -30,8 +30,12 @@ class Check:
     """An answer later than this is a failure."""
     needs: tuple[str, ...] = ()
     """Checks that must not have failed: what they find would only be found again, less clearly."""
+    after: tuple[str, ...] = ()
+    """Checks that must have ended, whatever they found: what they change is looked at afterwards."""
     not_applicable: Applies = _always
     """Why the check does not apply to a configuration; None when it does."""
+    switched_off: Applies = _always
+    """Which words of a configuration leave it out; None when none do. That is told in the audit log."""
 
 
 def verdict(

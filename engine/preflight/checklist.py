@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 
 from engine.errors import FlightDeckError, InputError
@@ -40,12 +40,14 @@ async def run_checks(
     checks: Mapping[str, Check] = CHECKS,
     audit: Audit = audit_log,
 ) -> PreflightReport:
-    """Run every check; `on_result` hears each as RUNNING and again when it ends, in the event loop's thread.
+    """Run every check; `on_result` hears each as RUNNING, once or more, and again when it ends, in the event
+    loop's thread.
 
     `skip` adds to the configuration's own list. A check that breaks or is late is a failure of that check alone;
     cancelling ends what the checks started. Raises InputError when a name in `skip` is no check.
     """
     overridden = check_names([*scene.config.preflight.skip, *skip], checks)
+    scene.progress = lambda name, words: on_result(verdict(name, CheckStatus.RUNNING, words))
     ended: dict[str, asyncio.Future[CheckResult]] = {
         name: asyncio.get_running_loop().create_future() for name in checks
     }
@@ -62,7 +64,7 @@ async def run_checks(
     report = PreflightReport(
         checks=results, overall_status=overall(results), overridden=overridden, finished_at=datetime.now(UTC)
     )
-    _tell_audit(audit, report)
+    _tell_audit(audit, report, [check.name for check in checks.values() if check.not_applicable(scene.config)])
     return report
 
 
@@ -85,12 +87,13 @@ async def _answer(
 ) -> CheckResult:
     if check.name in overridden:
         return verdict(check.name, CheckStatus.SKIP, OVERRIDDEN)
-    why_not = check.not_applicable(scene.config)
+    why_not = check.not_applicable(scene.config) or check.switched_off(scene.config)
     if why_not:
         return verdict(check.name, CheckStatus.SKIP, why_not)
     for needed in check.needs:
         if (await asyncio.shield(ended[needed])).status is CheckStatus.FAIL:
             return verdict(check.name, CheckStatus.SKIP, f"not run: {needed} failed")
+    await asyncio.gather(*(asyncio.shield(ended[earlier]) for earlier in check.after if earlier in ended))
     on_result(verdict(check.name, CheckStatus.RUNNING, check.title))
     began = time.monotonic()
     try:
@@ -105,9 +108,15 @@ async def _answer(
     return result.model_copy(update={"name": check.name, "duration_s": round(time.monotonic() - began, 3)})
 
 
-def _tell_audit(audit: Audit, report: PreflightReport) -> None:
+def _tell_audit(audit: Audit, report: PreflightReport, not_applicable: Collection[str]) -> None:
+    """What blocks a launch, and what a launch is let through in spite of."""
     for name in report.overridden:
         audit("preflight_override", OVERRIDDEN, {"check": name})
     for result in report.checks:
+        context = {"check": result.name, "summary": result.summary}
         if result.status is CheckStatus.FAIL:
-            audit("preflight_failure", "fail", {"check": result.name, "summary": result.summary})
+            audit("preflight_failure", "fail", context)
+        elif result.status is CheckStatus.WARN:
+            audit("preflight_warning", "warn", context)
+        elif result.status is CheckStatus.SKIP and result.name not in (*report.overridden, *not_applicable):
+            audit("preflight_warning", "skip", context)

@@ -14,7 +14,7 @@ from pathlib import PurePath, PurePosixPath
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
-from engine.preflight import connectivity
+from engine.preflight import connectivity, sync
 from engine.preflight.answers import Jsonl, JsonlFile
 from engine.preflight.check import Check, Findings, trains
 from engine.preflight.fixes import copies
@@ -165,5 +165,6 @@ CHECK = Check(
     look,
     time_limit_s=_READ_LIMIT_S + 30,
     needs=(connectivity.NAME,),
+    after=(sync.NAME,),
     not_applicable=trains,
 )

@@ -31,6 +31,44 @@ def copies(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[s
     return " && ".join(lines) or None
 
 
+def tree_copies(
+    source: NodeConfig,
+    targets: Sequence[NodeConfig],
+    folders: Mapping[str, str],
+    *,
+    without: Sequence[str],
+    left: Sequence[str],
+) -> str | None:
+    """As `copies`, with what is hidden too, and nothing that is left out: `without` are names wherever they are, `left`
+    paths below the folder. By tar, which every system has, and nothing is deleted."""
+    excluded = " ".join(f"--exclude {shlex.quote(name)}" for name in (*without, *(f"./{path}" for path in left)))
+    # macOS's tar would put a file beside each that has attributes.
+    pack = f"env COPYFILE_DISABLE=1 tar -C {quoted(folders[source.name])} {excluded} -cf - ."
+    theirs = {(node.ssh, folders[node.name]): node for node in targets}
+    theirs.pop((source.ssh, folders[source.name]), None)
+    lines = []
+    for (_, folder), node in theirs.items():
+        unpack = f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} -xf -"
+        lines.append(f"{_on(source, pack)} | {_piped(node, unpack)}")
+    return " && ".join(lines) or None
+
+
+def file_copies(source: NodeConfig, targets: Sequence[NodeConfig], files: Mapping[str, str]) -> str | None:
+    """As `copies`, of one file; `files` has each node's own path of it."""
+    theirs = {(node.ssh, files[node.name]): node for node in targets}
+    theirs.pop((source.ssh, files[source.name]), None)
+    lines = []
+    for (_, file), node in theirs.items():
+        unpack = f"mkdir -p {quoted(PurePosixPath(file).parent)} && cat > {quoted(file)}"
+        lines.append(f"{_on(source, f'cat {quoted(files[source.name])}')} | {_piped(node, unpack)}")
+    return " && ".join(lines) or None
+
+
+def _piped(node: NodeConfig, command: str) -> str:
+    """A command that reads its stdin, on this machine in a shell of its own: its && would end the pipe."""
+    return f"({command})" if node.local else _on(node, command)
+
+
 def _copy(source: NodeConfig, there: str, target: NodeConfig, here: str) -> str:
     make = f"mkdir -p {quoted(here)}"
     if source.local and target.local:

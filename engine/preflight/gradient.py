@@ -10,7 +10,7 @@ import re
 
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus
-from engine.preflight import connectivity, hostfile, versions
+from engine.preflight import connectivity, hostfile, sync, versions
 from engine.preflight.all_sum import START_ALLOWANCE_S, Summed, summed
 from engine.preflight.check import Check, ranks_of, verdict
 from engine.preflight.scene import Scene
@@ -91,5 +91,5 @@ CHECK = Check(
     "a real all_sum over the real ring",
     look,
     time_limit_s=_MOST_S,
-    needs=(connectivity.NAME, versions.NAME, hostfile.NAME),
+    needs=(connectivity.NAME, versions.NAME, hostfile.NAME, sync.NAME),
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
-from engine.preflight import connectivity
+from engine.preflight import connectivity, sync
 from engine.preflight.answers import Model
 from engine.preflight.check import Check, Findings, trains
 from engine.preflight.fixes import copies
@@ -60,5 +60,6 @@ CHECK = Check(
     look,
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
+    after=(sync.NAME,),
     not_applicable=trains,
 )

@@ -70,7 +70,7 @@ async def run(
                 code = None
             finally:
                 if process.returncode is None:
-                    await asyncio.shield(_end_group(process))
+                    await asyncio.shield(end_group(process))
             return Finished(code, _tail(stdout.fileno()), _tail(stderr.fileno()))
     finally:
         if newlines is not None:
@@ -86,7 +86,7 @@ async def _newlines(descriptor: int, every_s: float) -> None:
             os.write(descriptor, b"\n")
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
+async def end_group(process: asyncio.subprocess.Process) -> None:
     """TERM, then KILL, for everyone in the group of `process`; returns when the group is empty, or killed."""
     for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
         if not kill_group(process.pid, number):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
-from engine.preflight import connectivity
+from engine.preflight import connectivity, sync
 from engine.preflight.answers import Program
 from engine.preflight.check import Check, Findings
 from engine.preflight.scene import Scene
@@ -50,5 +50,6 @@ CHECK = Check(
     look,
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
+    after=(sync.NAME,),
     not_applicable=_no_command,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, versions
+from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, sync, versions
 from engine.preflight.check import Check
 
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
         connectivity.CHECK,
+        sync.CHECK,
         versions.CHECK,
         hostfile.CHECK,
         ports.CHECK,
@@ -25,7 +26,6 @@ NOT_YET: dict[str, str] = {
     "checkpoint_layer": "checkpoints are not written yet",
     "performance_layer": "needs a calibration",
     "health_check": "swap, heavy processes, low power mode, sleep",
-    "pre_rdma_sync": "the sync script is not run yet",
     "worker_consistency": "hashes of script, bundle and configuration over the nodes",
 }
 """Check of preflight.md → what it would look at, or why it is not there. Shown as "not checked in this release"."""

@@ -62,6 +62,8 @@ class Scene:
     def __init__(self, config: FlightConfig, fleet: Fleet) -> None:
         self.config = config
         self.fleet = fleet
+        self.progress: Callable[[str, str], None] = _unheard
+        """Hears how far a check has come: its name, and one line."""
         self.facts = _Once(self._facts)
         """Node name → NodeFacts; of an unreachable one they say why."""
         self.topology = _Once(self._topology)
@@ -154,6 +156,10 @@ class Scene:
             return await ask(self.transport(node), node.python)
         except NodeUnreachable as error:
             return Interpreter(problem=str(error))
+
+
+def _unheard(check: str, words: str) -> None:
+    """Where nobody looks on."""
 
 
 def look_argv(place: Place, node: NodeConfig, name: str, *arguments: str) -> list[str]:

@@ -1,0 +1,236 @@
+"""pre_rdma_sync runs the user's script, hears it, and believes the trees alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig, PreflightConfig
+from engine.models import CheckResult, CheckStatus
+from engine.preflight import gradient, sync
+from engine.preflight.checklist import run_checks
+from engine.preflight.scene import Scene
+from engine.preflight.script import LAST_LINES, run
+from engine.runs.layout import state_home
+from engine.transport.fleet import Fleet
+from engine.worker.processes import start_time
+from tests.unit.preflight.conftest import looked
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own, beside the workdirs."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def script(user: Path) -> Path:
+    return write(user / "Dev" / "sync-dev.sh", "echo synced")
+
+
+@pytest.fixture
+def two(config: FlightConfig, tmp_path: Path) -> FlightConfig:
+    """Two workdirs of one content."""
+    nodes = []
+    for node in config.nodes:
+        folder = tmp_path / node.name
+        (folder / "src").mkdir(parents=True)
+        (folder / "src" / "train.py").write_text("print(1)\n")
+        (folder / "link").symlink_to("src/train.py")
+        nodes.append(node.model_copy(update={"workdir": str(folder)}))
+    return config.model_copy(update={"nodes": tuple(nodes)})
+
+
+def write(path: Path, body: str, mode: int = 0o755) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(mode)
+    return path
+
+
+def told(config: FlightConfig, **preflight: object) -> FlightConfig:
+    return config.model_copy(update={"preflight": config.preflight.model_copy(update=preflight)})
+
+
+def workdir(config: FlightConfig, rank: int) -> Path:
+    return Path(config.nodes[rank].workdir)
+
+
+async def test_a_script_that_succeeds_and_equal_trees_pass(two: FlightConfig, script: Path) -> None:
+    result = await looked(sync.look, two)
+    assert (result.status, result.summary) == (
+        CheckStatus.PASS,
+        "sync-dev.sh: success; 1 of 1 trees are as that of node0",
+    )
+    assert result.evidence["this machine"] == "synced"
+    assert result.detail is not None and result.detail.kind == "pre_rdma_sync"
+    assert (result.detail.sync_status, result.detail.sync_output) == ("success", ("synced",))
+    assert CheckResult.model_validate_json(result.model_dump_json()) == result
+
+
+async def test_a_script_that_lies_is_found_out_and_its_fix_mends_it(two: FlightConfig, script: Path) -> None:
+    (workdir(two, 1) / "src" / "train.py").write_text("print(2)\n")
+    (workdir(two, 0) / ".hidden").write_text("here alone")
+    result = await looked(sync.look, two)
+    assert result.status is CheckStatus.FAIL
+    assert "node1 has not what node0 has: differ: src/train.py; missing: .hidden" in result.summary
+    assert result.blames == (1, "node1")
+    assert result.fix_command is not None
+    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    assert (await looked(sync.look, two)).status is CheckStatus.PASS
+
+
+@pytest.mark.parametrize("name", [".git/index", "pkg/__pycache__/a.cpython-311.pyc", "env/pyvenv.cfg", ".DS_Store"])
+async def test_what_each_machine_has_of_its_own_is_no_difference(two: FlightConfig, script: Path, name: str) -> None:
+    path = workdir(two, 0) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    assert (await looked(sync.look, two)).status is CheckStatus.PASS
+
+
+async def test_what_a_node_has_beyond_the_reference_is_told_and_stays(two: FlightConfig, script: Path) -> None:
+    (workdir(two, 1) / "output.log").write_text("mine")
+    result = await looked(sync.look, two)
+    assert result.status is CheckStatus.PASS
+    assert "1 of its own (output.log)" in result.evidence["node1"]
+
+
+async def test_a_link_that_leads_elsewhere_is_a_difference(two: FlightConfig, script: Path) -> None:
+    (workdir(two, 1) / "link").unlink()
+    (workdir(two, 1) / "link").symlink_to("elsewhere")
+    assert "differ: link" in (await looked(sync.look, two)).summary
+
+
+async def test_a_workdir_that_is_missing_comes_with_what_makes_it(two: FlightConfig, script: Path) -> None:
+    workdir(two, 1).rename(workdir(two, 1).with_name("away"))
+    result = await looked(sync.look, two)
+    assert result.status is CheckStatus.FAIL
+    assert "is not there" in result.summary
+    assert result.fix_command is not None
+    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    assert (await looked(sync.look, two)).status is CheckStatus.PASS
+
+
+async def test_a_bare_home_is_not_read_and_nothing_is_claimed_of_it(
+    two: FlightConfig, script: Path, user: Path
+) -> None:
+    nodes = (two.nodes[0], two.nodes[1].model_copy(update={"workdir": str(user)}))
+    result = await looked(sync.look, two.model_copy(update={"nodes": nodes}))
+    assert result.status is CheckStatus.WARN
+    assert "not compared on node1: the workdir is a bare home" in result.summary
+
+
+async def test_without_a_script_it_warns_and_goes_on(two: FlightConfig) -> None:
+    result = await looked(sync.look, two)
+    assert result.status is CheckStatus.WARN
+    assert result.summary.startswith("no sync script ~/Dev/sync-dev.sh")
+    (workdir(two, 1) / "src" / "train.py").write_text("print(2)\n")
+    differing = await looked(sync.look, two)
+    assert differing.status is CheckStatus.WARN
+    assert "node1 has not what node0 has" in differing.summary
+
+
+async def test_a_script_that_fails_blocks_with_its_last_lines(two: FlightConfig, script: Path) -> None:
+    write(script, "for n in $(seq 50); do echo line $n; done; echo no space >&2; exit 23")
+    result = await looked(sync.look, two)
+    assert result.status is CheckStatus.FAIL
+    assert "sync-dev.sh ended with 23: no space" in result.summary
+    lines = result.evidence["this machine"].splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (LAST_LINES, "line 32", "no space")
+    assert result.detail is not None and result.detail.kind == "pre_rdma_sync"
+    assert result.detail.sync_status == "failed"
+    lenient = await looked(sync.look, told(two, block_on_failure=False))
+    assert lenient.status is CheckStatus.WARN
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(
+    two: FlightConfig, script: Path, mode: int
+) -> None:
+    script.chmod(mode)
+    result = await looked(sync.look, two)
+    assert (result.status, result.summary) == (CheckStatus.FAIL, f"{script} may not be executed")
+    assert result.fix_command == f"chmod u+rx {script}"
+    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    assert (await looked(sync.look, two)).status is CheckStatus.PASS
+
+
+async def test_a_script_without_its_first_line_is_run_as_a_shell_would(two: FlightConfig, script: Path) -> None:
+    script.write_text("echo by the shell\n")
+    result = await looked(sync.look, two)
+    assert (result.status, result.evidence["this machine"]) == (CheckStatus.PASS, "by the shell")
+
+
+@pytest.mark.parametrize(
+    "path", ["~/Dev/../../etc/sync.sh", "/etc/passwd", "~/a\0b", "~/$(id).sh", "-rf", "a" * 5000, "~/out/sync.sh"]
+)
+async def test_a_script_outside_of_the_allowed_roots_is_not_run(
+    two: FlightConfig, user: Path, tmp_path: Path, path: str
+) -> None:
+    (tmp_path / "outside").mkdir()
+    write(tmp_path / "outside" / "sync.sh", f"touch {tmp_path}/ran")
+    (user / "out").symlink_to(tmp_path / "outside")
+    result = await looked(sync.look, told(two, sync_script=path))
+    assert (result.status, result.detail and result.detail.kind) == (CheckStatus.FAIL, "pre_rdma_sync")
+    assert result.summary.startswith("[preflight] sync_script: ")
+    assert not (tmp_path / "ran").exists()
+    allowed = told(two, sync_script="~/out/sync.sh", roots=(str(tmp_path / "outside"),))
+    assert (await looked(sync.look, allowed)).status is CheckStatus.PASS
+
+
+async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
+    script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
+    heard: list[str] = []
+    ran = await run([str(script)], limit_s=1.0, directory=tmp_path, heard=heard.append)
+    assert (ran.code, ran.lines, heard) == (None, ("waiting",), ["waiting"])
+    assert start_time(int((tmp_path / "child").read_text())) is None
+
+
+async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
+    script = write(tmp_path / "daemon.sh", "sleep 600 & echo $!")
+    ran = await asyncio.wait_for(run([str(script)], limit_s=60, directory=tmp_path, heard=lambda _: None), 20)
+    assert ran.code == 0
+    os.kill(int(ran.lines[0]), 9)
+
+
+async def test_the_running_check_shows_the_last_line_without_escapes(two: FlightConfig, script: Path) -> None:
+    write(script, "printf 'one\\n'; sleep 0.6; printf '\\033[31mtwo\\033[0m\\n'; sleep 0.6")
+    heard: list[str] = []
+    async with Fleet(two.nodes, state_home()) as fleet:
+        scene = Scene(two, fleet)
+        scene.progress = lambda name, words: heard.append(words)
+        await sync.look(scene)
+        await scene.close()
+    assert heard[:2] == ["one", "two"]
+
+
+async def test_switched_off_it_is_a_skip_that_the_audit_log_tells_of(two: FlightConfig) -> None:
+    audited: list[tuple[str, str, dict[str, object]]] = []
+    remote = two.model_copy(update={"nodes": (two.nodes[0], two.nodes[1].model_copy(update={"ssh": "mac"}))})
+    async with Fleet((), state_home()) as fleet:
+        report = await run_checks(
+            Scene(told(remote, sync=False), fleet),
+            on_result=lambda _: None,
+            checks={sync.NAME: sync.CHECK},
+            audit=lambda event, status, context: audited.append((event, status, context)),
+        )
+    assert (report.checks[0].status, report.checks[0].summary) == (
+        CheckStatus.SKIP,
+        "switched off: [preflight] sync = false",
+    )
+    assert [(event, status, context["check"]) for event, status, context in audited] == [
+        ("preflight_warning", "skip", sync.NAME)
+    ]
+
+
+def test_a_cluster_of_this_machine_has_nothing_to_sync(config: FlightConfig) -> None:
+    assert sync.CHECK.not_applicable(config) is not None
+    assert sync.NAME in gradient.CHECK.needs
+    assert PreflightConfig().sync_script == "~/Dev/sync-dev.sh"
