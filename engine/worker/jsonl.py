@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -77,7 +78,8 @@ class LineIndex:
         index that cannot be written.
         """
         document = directory / f"{blake2b(os.fsencode(path), digest_size=8).hexdigest()}.json"
-        return _kept(path, document) or _made(path, document)
+        kept = _kept(path, document)
+        return kept if kept is not None else _made(path, document)
 
     def __len__(self) -> int:
         return self._examples
@@ -168,7 +170,8 @@ def _made(path: Path, document: Path) -> LineIndex:
     except OSError as error:
         raise JobError(f"{path} could not be indexed in {document.parent}: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _write_offsets(path: Path, file: BinaryIO, stored: BinaryIO) -> tuple[int, int]:
