@@ -113,7 +113,7 @@ def _tell_audit(audit: Audit, report: PreflightReport, not_applicable: Collectio
     for name in report.overridden:
         audit("preflight_override", OVERRIDDEN, {"check": name})
     for result in report.checks:
-        context = {"check": result.name, "summary": result.summary}
+        context: dict[str, object] = {"check": result.name, "summary": result.summary}
         if result.status is CheckStatus.FAIL:
             audit("preflight_failure", "fail", context)
         elif result.status is CheckStatus.WARN:

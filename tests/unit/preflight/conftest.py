@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -84,3 +85,10 @@ def flight(
         ),
         preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
     )
+
+
+async def pasted(command: str | None) -> None:
+    """What a check has printed, run by a shell of this machine as a person would."""
+    assert command is not None
+    shell = await asyncio.create_subprocess_exec("/bin/sh", "-c", command)
+    assert await shell.wait() == 0, command

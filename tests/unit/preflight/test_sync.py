@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from engine.preflight.script import LAST_LINES, run
 from engine.runs.layout import state_home
 from engine.transport.fleet import Fleet
 from engine.worker.processes import start_time
-from tests.unit.preflight.conftest import looked
+from tests.unit.preflight.conftest import looked, pasted
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +81,7 @@ async def test_a_script_that_lies_is_found_out_and_its_fix_mends_it(two: FlightC
     assert result.status is CheckStatus.FAIL
     assert "node1 has not what node0 has: differ: src/train.py; missing: .hidden" in result.summary
     assert result.blames == (1, "node1")
-    assert result.fix_command is not None
-    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    await pasted(result.fix_command)
     assert (await looked(sync.look, two)).status is CheckStatus.PASS
 
 
@@ -113,8 +111,7 @@ async def test_a_workdir_that_is_missing_comes_with_what_makes_it(two: FlightCon
     result = await looked(sync.look, two)
     assert result.status is CheckStatus.FAIL
     assert "is not there" in result.summary
-    assert result.fix_command is not None
-    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    await pasted(result.fix_command)
     assert (await looked(sync.look, two)).status is CheckStatus.PASS
 
 
@@ -158,7 +155,7 @@ async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(
     result = await looked(sync.look, two)
     assert (result.status, result.summary) == (CheckStatus.FAIL, f"{script} may not be executed")
     assert result.fix_command == f"chmod u+rx {script}"
-    subprocess.run(["/bin/sh", "-c", result.fix_command], check=True)
+    await pasted(result.fix_command)
     assert (await looked(sync.look, two)).status is CheckStatus.PASS
 
 
