@@ -62,8 +62,9 @@ class ConfigError(FlightDeckError):
         return "\n".join(str(fault) for fault in self.faults)
 
 
-class InputError(FlightDeckError):
-    """An identifier, path or argument that is refused before anything happens."""
+class InputError(FlightDeckError, ValueError):
+    """An identifier, path or argument that is refused before anything happens. A ValueError for other programs too,
+    which call our checks from Python."""
 
 
 class NodeUnreachable(FlightDeckError):
