@@ -6,11 +6,13 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine.security.sanitise import plain
 from engine.transport.base import Transport
 
+IMPORT_SCRIPT = Path(__file__).with_name("import_script.py")
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm from a cold disk; from a warm one it takes one or two."""
 
@@ -24,21 +26,6 @@ try:
     said["backends"] = [name for name in ("ring", "jaccl", "nccl") if mx.distributed.is_available(name)]
 except Exception as error:
     said["mlx_error"] = f"{type(error).__name__}: {error}"
-print(json.dumps(said))
-"""
-_ASK_MLX_LM = """
-import importlib.metadata, importlib.util, json, sys
-said = {}
-try:
-    if sys.argv[1] == "import":
-        import mlx_lm
-        said["mlx_lm"] = mlx_lm.__version__
-    elif importlib.util.find_spec("mlx_lm") is None:
-        raise ModuleNotFoundError("No module named 'mlx_lm'")
-    else:
-        said["mlx_lm"] = importlib.metadata.version("mlx-lm")
-except Exception as error:
-    said["mlx_lm_error"] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
 
@@ -82,13 +69,13 @@ async def ask(transport: Transport, python: str) -> Interpreter:
 
 
 async def with_mlx_lm(transport: Transport, python: str, seen: Interpreter, *, imported: bool = True) -> Interpreter:
-    """`seen`, and whether that interpreter can also import mlx-lm: seconds of work; not `imported`, it is only looked
-    for. Raises NodeUnreachable."""
+    """`seen`, and whether that interpreter can also import mlx-lm: seconds of work where nothing proves it; not
+    `imported`, it is only looked for. Raises NodeUnreachable."""
     if seen.python is None:
         return seen
     try:
         finished = await transport.run(
-            [python, "-c", _ASK_MLX_LM, "import" if imported else "find"], timeout_s=IMPORT_LIMIT_S
+            [python, "-", "import" if imported else "find"], timeout_s=IMPORT_LIMIT_S, stdin=IMPORT_SCRIPT.read_bytes()
         )
     except OSError as error:
         return _with_problem(seen, f"{python} cannot be run: {error.strerror}")

@@ -28,6 +28,16 @@ _LIMIT_S = 2 * IMPORT_LIMIT_S + 5
 
 
 async def look(scene: Scene) -> CheckResult:
+    seen, wiring = await asyncio.gather(versions(scene), backend(scene))
+    return judge(scene.config, seen, wiring)
+
+
+async def versions(scene: Scene) -> dict[str, Interpreter]:
+    """Node name → its interpreter, mlx-lm asked for; once for all checks."""
+    return await scene.shared(NAME, lambda: _versions(scene))
+
+
+async def _versions(scene: Scene) -> dict[str, Interpreter]:
     found = await scene.interpreters()
     # Several ranks of a host may share an interpreter: it is asked once.
     asked = {(node.ssh, node.python): node for node in scene.config.nodes}
@@ -40,16 +50,25 @@ async def look(scene: Scene) -> CheckResult:
         )
     )
     whole = dict(zip(asked, answers, strict=True))
-    wiring = await _backend(scene)
-    return judge(scene.config, {node.name: whole[node.ssh, node.python] for node in scene.config.nodes}, wiring)
+    return {node.name: whole[node.ssh, node.python] for node in scene.config.nodes}
 
 
-async def _backend(scene: Scene) -> str:
+async def backend(scene: Scene) -> str:
     """What the ranks are to speak; where that cannot be told, hostfile_valid says why."""
     try:
         return (await scene.wiring()).backend
     except LaunchError:
         return "ring"
+
+
+def without_mlx(seen: dict[str, Interpreter], backend: str) -> list[str]:
+    """The nodes on which no rank could begin, whatever else differs."""
+    return [name for name, each in seen.items() if each.mlx is None or mlx_name(backend) not in each.backends]
+
+
+def mlx_name(backend: str) -> str:
+    """What MLX calls the backend of a wiring."""
+    return _MLX_NAMES.get(backend, backend)
 
 
 def judge(config: FlightConfig, seen: dict[str, Interpreter], backend: str = "ring") -> CheckResult:
@@ -77,7 +96,7 @@ def _fault(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str | N
         return f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}", {"mlx": mlx}
     if not new_enough(seen.mlx_lm, MLX_LM_MINIMUM):
         return f"mlx-lm {seen.mlx_lm} is older than {dotted(MLX_LM_MINIMUM)}", {"mlx-lm": mlx_lm}
-    needed = _MLX_NAMES.get(backend, backend)
+    needed = mlx_name(backend)
     if needed not in seen.backends:
         return f"this build of mlx has no {needed} backend", {"mlx": mlx}
     if seen.mlx != first.mlx and first.mlx is not None:
