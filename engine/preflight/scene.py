@@ -73,6 +73,7 @@ class Scene:
         """One Place per distinct host. Raises the first host's LaunchError or NodeUnreachable."""
         self.interpreters = _Once(self._interpreters)
         """Node name → Interpreter, mlx-lm not asked for."""
+        self._shared: dict[str, _Once[Any]] = {}
         self._hosts = {host: _Once(partial(self._place, ranks)) for host, ranks in hosts_of(config.nodes).items()}
 
     @property
@@ -91,6 +92,11 @@ class Scene:
         """A path of [job] as `node` has it, the same as for its rank; it may begin with `~/`."""
         base = self.config.file.parent if self.config.file is not None else Path("/")
         return on_node(text, node, base)
+
+    async def shared(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` finds out, for all checks that ask by this name: the first one's is done."""
+        answer: T = await self._shared.setdefault(name, _Once(work))()
+        return answer
 
     async def look(self, node: NodeConfig, name: str, *arguments: str, said: type[Said], timeout_s: float) -> Said:
         """What `worker.looks.<name>` says on `node`, with the node's own python. Paths may begin with `~/`.
@@ -125,7 +131,7 @@ class Scene:
     async def close(self) -> None:
         """End what is still being found out."""
         found: tuple[_Once[Any], ...] = (self.wiring, self.topology, self.facts, self.interpreters, self.places)
-        for once in (*found, *self._hosts.values()):
+        for once in (*self._shared.values(), *found, *self._hosts.values()):
             await once.end()
 
     async def _facts(self) -> dict[str, NodeFacts]:
