@@ -5,7 +5,7 @@ A node may be anybody's, and a file name on it anything: nothing of an answer is
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -147,3 +147,24 @@ class Tree(Answer):
     """Folders that were left out for what they are: environments, and what the question set apart."""
     entries: Annotated[dict[Words, tuple[Annotated[int, Field(ge=-1)], Words | None]], Field(max_length=100_000)] = {}
     """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""
+
+
+class Hashes(Answer):
+    """Of worker.looks.consistency."""
+
+    hashes: Annotated[dict[Words, Words | None], Field(max_length=10_000)]
+    """Name → SHA-256; None where there is no such file."""
+
+
+class Configuration(Answer):
+    """Of worker.looks.configuration: its figures are used, its words are never shown."""
+
+    configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
+    problem: Words | None = None
+
+
+class Examples(Answer):
+    """Of worker.looks.examples."""
+
+    examples: Count | None = None
+    problem: Words | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, sync, versions
+from engine.preflight import connectivity, consistency, data, gradient, hostfile, model, ports, program, sync, versions
 from engine.preflight.check import Check
 
 CHECKS: dict[str, Check] = {
@@ -17,6 +17,7 @@ CHECKS: dict[str, Check] = {
         data.CHECK,
         program.CHECK,
         gradient.CHECK,
+        consistency.CHECK,
     )
 }
 
@@ -26,6 +27,5 @@ NOT_YET: dict[str, str] = {
     "checkpoint_layer": "checkpoints are not written yet",
     "performance_layer": "needs a calibration",
     "health_check": "swap, heavy processes, low power mode, sleep",
-    "worker_consistency": "hashes of script, bundle and configuration over the nodes",
 }
 """Check of preflight.md → what it would look at, or why it is not there. Shown as "not checked in this release"."""
