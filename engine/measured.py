@@ -66,6 +66,24 @@ class LinkMeasure(BaseModel):
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class CalibrationProgress:
+    """How far a calibration has come, in memory only."""
+
+    what: str
+    """A node, "a - b" for the link between two, or "all ranks"."""
+    phase: str
+    """ "loading", "probing", "warming up", "measuring", "measured", "not measured"."""
+    elapsed_s: float = 0.0
+    """Of measuring."""
+    seconds: float | None = None
+    """How long it is measured; None where that is not known."""
+    examples_per_s: float | None = None
+    """So far."""
+    note: str = ""
+    """One line."""
+
+
 class Calibration(BaseModel):
     """One calibration of one job on one cluster."""
 
@@ -91,6 +109,13 @@ class Calibration(BaseModel):
     gradient_bytes: int | None = None
     """What one step's all_sum carries."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def sums(self) -> tuple[LinkMeasure, ...]:
+        """The links, and everyone where that is another measurement."""
+        if self.everyone is None or self.everyone in self.links:
+            return self.links
+        return (*self.links, self.everyone)
 
     def of(self, node: str) -> NodeMeasure | None:
         return next((measure for measure in self.nodes if measure.node == node), None)

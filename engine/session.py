@@ -34,9 +34,11 @@ from engine.security.home import make_home
 
 if TYPE_CHECKING:
     from engine.config.draft import DraftJob, DraftNode
-    from engine.measured import Calibration
+    from engine.measured import Calibration, CalibrationProgress
     from engine.nodes.discover import FoundHost
     from engine.nodes.find_python import FoundPython
+    from engine.planning.document import TrainingPlan
+    from engine.planning.outlook import Outlook
     from engine.planning.wiring import Wiring
     from engine.store.store import Store
     from engine.transport.base import Completed
@@ -225,6 +227,53 @@ class Engine:
         self.notices += [notice for notice in store.notices if notice not in self.notices]
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
+    async def calibrate(
+        self, config: FlightConfig, *, quick: bool = False
+    ) -> AsyncIterator[CalibrationProgress | Calibration]:
+        """Measure the job's step on every node and the links between them: how far it has come, and at last the
+        calibration, kept when every node was measured. Closing the iterator ends it on the nodes. Raises InputError
+        while a run is going on there, and the first node's error when none can be reached."""
+        from engine.calibration.calibrate import calibrate, complete
+        from engine.preflight.scene import Scene
+
+        await asyncio.to_thread(self._check_idle, config)
+        before = await asyncio.to_thread(self.last_facts, config)
+        scene = Scene(config, self.fleet(config))
+        progress: asyncio.Queue[CalibrationProgress | None] = asyncio.Queue()
+
+        async def run() -> Calibration:
+            try:
+                return await calibrate(scene, quick=quick, known=before, tell=progress.put_nowait)
+            finally:
+                await scene.close()
+                progress.put_nowait(None)
+
+        running = asyncio.create_task(run(), name="calibration")
+        try:
+            while (told := await progress.get()) is not None:
+                yield told
+            taken = await running
+            if complete(taken):
+                facts = (await scene.facts()).values()
+                await asyncio.to_thread(self._store().put_facts, config.cluster.name, facts)
+                await asyncio.to_thread(self._store().put_calibration, taken)
+            yield taken
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    def _check_idle(self, config: FlightConfig) -> None:
+        """Raises InputError when a run on one of the nodes' hosts has not ended: both would be slowed down."""
+        from engine.runs.plan_file import read_plan
+
+        hosts = {node.ssh for node in config.nodes}
+        for record in self.runs():
+            if not record.state.ended:
+                with contextlib.suppress(StateError):
+                    if hosts & {rank.host for rank in read_plan(self._directory(record.id).plan).ranks}:
+                        raise InputError(f"{record.id} goes on on these nodes", todo="wait for its end, or abort it")
+
     def last_calibration(self, config: FlightConfig) -> Calibration | None:
         """The newest calibration of this job on these nodes as they were last seen, however old: `taken_at` says.
         Raises StateError."""
@@ -234,6 +283,16 @@ class Engine:
         found = matching(config, facts, store.calibrations(config.cluster.name))
         self.notices += [notice for notice in store.notices if notice not in self.notices]
         return found
+
+    def outlook(self, config: FlightConfig, calibration: Calibration | None) -> Outlook:
+        """What `calibration`, a last_calibration, means for the next launch. Raises InputError when it says that no
+        node has any throughput."""
+        from engine.planning.outlook import outlook
+
+        try:
+            return outlook(config, calibration, datetime.now(UTC))
+        except ValueError as error:
+            raise InputError("nothing can be shared out", why=str(error), todo="flightdeck calibrate again") from error
 
     def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
         """Who is cabled to whom over Thunderbolt."""
@@ -284,6 +343,23 @@ class Engine:
         from engine.preflight.registry import NOT_YET
 
         return dict(NOT_YET)
+
+    async def plan(self, config: FlightConfig, *, strategy: str | None = None) -> TrainingPlan:
+        """What would be launched, on what, and why; `strategy` in place of the job's. A node that does not answer makes
+        no plan fail: what was last seen of it is used."""
+        from engine.preflight.planned import planned
+        from engine.preflight.scene import Scene
+
+        scene = Scene(config, self.fleet(config))
+        try:
+            made = await planned(scene, self._store(), strategy=strategy)
+            facts = (await scene.facts()).values()
+        finally:
+            await scene.close()
+        # A state that cannot be written is no reason to keep back the plan.
+        with contextlib.suppress(StateError):
+            await asyncio.to_thread(self._store().put_facts, config.cluster.name, facts)
+        return made
 
     async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
         """Run the checks; each is yielded as RUNNING and again when it ends. Closing the iterator ends them.

@@ -55,6 +55,25 @@ def rate(value: float | None, unit: str = "tok/s") -> str:
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.1f} {unit}"
 
 
+def latency(seconds: float | None) -> str:
+    """ "48 µs", "1.2 ms", "0.42 s"."""
+    if seconds is None:
+        return NOT_MEASURED
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+def bandwidth(bytes_per_s: float | None) -> str:
+    """ "8.1 GB/s"."""
+    return NOT_MEASURED if bytes_per_s is None else f"{size(bytes_per_s)}/s"
+
+
+def spread(variation: float | None) -> str:
+    """A coefficient of variation: "±2 %"."""
+    return NOT_MEASURED if variation is None else f"±{variation * 100:.0f} %"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

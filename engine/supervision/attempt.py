@@ -29,6 +29,7 @@ from engine.launch.launchers_own import launchers_own
 from engine.launch.place import Place
 from engine.launch.staging import Ways
 from engine.launch.start_script import start_script
+from engine.launch.trainer_job import trainer_job
 from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan, PlannedRank
@@ -276,7 +277,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
             _rank_spec(config, rank, node, attempt.place(rank.rank))
             for rank, node in zip(plan.ranks, config.nodes, strict=True)
         ],
-        job=_job(config),
+        job=trainer_job(config),
         command=list(config.job.command) if config.job.command is not None else None,
         env={**RANK_ENVIRONMENT, **secrets, **config.job.env},
         lease_s=recovery.lease_s,
@@ -305,15 +306,6 @@ def _rank_spec(config: FlightConfig, rank: PlannedRank, node: NodeConfig, place:
         resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
         share=rank.share,
     )
-
-
-def _job(config: FlightConfig) -> dict[str, Any] | None:
-    job = config.job
-    if job.command is not None:
-        return None
-    named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "strategy": job.strategy}
-    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
-    return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
 
 
 def _size(path: Path) -> int:

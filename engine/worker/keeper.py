@@ -43,6 +43,7 @@ from . import processes
 from .detach import STARTED, Parting, detach
 from .events import last_phase
 from .guardian import Guardian
+from .priority import stay_awake
 from .program import Program
 from .rank_log import Pump, RankLog
 from .wire import (
@@ -107,7 +108,7 @@ class Keeper:
         self._identify(program)
         if self._parting is not None:
             self._parting.tell(STARTED)
-        _stay_awake(program.pid)
+        _say(f"sleep prevented: {stay_awake(program.pid)}")
         code = self._wait(program)
         self._sweep(program)
         if not pump.finish(_DRAIN_S):
@@ -296,22 +297,6 @@ def _catch_signals(caught: list[int]) -> int:
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, catch)
     return read_end
-
-
-def _stay_awake(pid: int) -> None:
-    """Keep a Mac from sleeping while `pid` lives."""
-    if sys.platform != "darwin":
-        _say("caffeinate and QoS classes are macOS's: not used here")
-        return
-    try:
-        subprocess.Popen(
-            ["/usr/bin/caffeinate", "-ims", "-w", str(pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError as error:
-        _say(f"caffeinate: {error}")
 
 
 def _say(message: str) -> None:

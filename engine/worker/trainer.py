@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from .control import Control
 from .events import EventWriter
+from .priority import raise_priority
 from .wire import EVENTS_ENV, SPEC_ENV, AttemptSpec
 
 if TYPE_CHECKING:
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
 
 EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST = 1, 3, 4, 5
 
-_QOS_CLASS_USER_INTERACTIVE = 0x21
-
 
 def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     control = Control()
-    _raise_priority()
+    raise_priority()
     spec_path = Path(os.environ[SPEC_ENV])
     spec = AttemptSpec.from_json(spec_path.read_text())
     rank = int(os.environ["MLX_RANK"])
@@ -164,14 +163,6 @@ def _fail(error: BaseException, events: EventWriter) -> int:
     known = code != EXIT_EXCEPTION or name == "JobError"
     print(f"{name}: {error}" if known else text, file=sys.stderr)
     return code
-
-
-def _raise_priority() -> None:
-    """macOS: keep this thread, and those it makes, off the efficiency cores."""
-    if sys.platform == "darwin":
-        import ctypes
-
-        ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INTERACTIVE, 0)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,61 @@ class AllSumResult:
 
 
 @dataclass(frozen=True)
+class MeasureSpec:
+    """What `worker.calibrate` measures, on one node alone. Paths are absolute on it."""
+
+    workdir: str
+    job: dict[str, Any] | None
+    """As AttemptSpec has it; None is a job with a command of its own, for which a stand-in is measured."""
+    model: str | None
+    data: str | None
+    batch: int
+    """Sequences of each step."""
+    seconds: float
+    """Of measuring, apart from loading and warming up."""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MeasureSpec:
+        return cls(**json.loads(text))
+
+
+@dataclass
+class MeasureProgress:
+    """How far `worker.calibrate` has come."""
+
+    phase: str
+    """ "loading", "probing", "warming up" or "measuring"."""
+    elapsed_s: float = 0.0
+    """Of measuring."""
+    steps: int = 0
+    examples_per_s: float | None = None
+
+
+@dataclass
+class Measured:
+    """What `worker.calibrate` measured; engine.measured.NodeMeasure says what each is."""
+
+    examples_per_s: float | None = None
+    spread: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    batch: int | None = None
+    overhead_s: float | None = None
+    steps: int = 0
+    measured_s: float = 0.0
+    state_bytes: int | None = None
+    gradient_bytes: int | None = None
+    probes: list[tuple[int, int]] = field(default_factory=list)
+    """(batch, peak bytes)"""
+    qos: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
 class NodeFiles:
     """The paths of one attempt on a node."""
 

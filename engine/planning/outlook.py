@@ -1,0 +1,47 @@
+"""What a calibration means for the next launch: shares, micro-batches, and what all ranks will do together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from engine.config.models import FlightConfig
+from engine.measured import Calibration
+from engine.planning.fingerprint import stale
+from engine.planning.prediction import Prediction, prediction
+from engine.planning.shares import Shares, shares
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """As of one moment."""
+
+    calibration: Calibration | None
+    """The newest of this job on these nodes, however old."""
+    stale: bool
+    """It is older than [calibration] max_age_days."""
+    shares: Shares
+    """Without what is stale."""
+    prediction: Prediction
+    micro_batches: Mapping[str, int] | None
+    """Node → sequences of a global batch; None where there is no batch (a command), or it is too small."""
+
+
+def outlook(config: FlightConfig, calibration: Calibration | None, now: datetime) -> Outlook:
+    """Raises ValueError when no node has any throughput."""
+    divided = shares(config, calibration, now=now)
+    return Outlook(
+        calibration,
+        calibration is not None and stale(config, calibration, now),
+        divided,
+        prediction(config, calibration, divided),
+        _micro_batches(config, divided),
+    )
+
+
+def _micro_batches(config: FlightConfig, divided: Shares) -> dict[str, int] | None:
+    batch = config.job.mlx_lm.get("batch_size")
+    if config.job.command is not None or not isinstance(batch, int) or batch < len(divided.parts):
+        return None
+    return divided.micro_batches(batch)

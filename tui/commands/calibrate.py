@@ -1,0 +1,141 @@
+"""calibrate: what every node does with the job's own step, the links between them, and what follows for a launch."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from contextlib import aclosing
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.config.models import FlightConfig
+from engine.errors import LaunchError
+from engine.measured import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
+from engine.planning.outlook import Outlook
+from engine.session import Engine
+from tui.commands.terminal import Lines, config_file, print_json
+from tui.formatting import NOT_MEASURED, age, bandwidth, latency, rate, size, spread, table
+
+OK, FAILED = 0, 1
+_HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
+_EVERY_S = 5.0
+"""Between two lines on the same thing that is measured."""
+
+
+def calibrate(options: argparse.Namespace, engine: Engine) -> int:
+    """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
+    config = engine.load_config(config_file(options))
+    if options.show:
+        taken = engine.last_calibration(config)
+    else:
+        taken = asyncio.run(_measured(engine, config, options.quick, Lines(sys.stderr)))
+    found = engine.outlook(config, taken)
+    if options.json:
+        print_json(document(found))
+    else:
+        _print(Lines(), config, found)
+    return OK if taken is not None and not _problems(taken) else FAILED
+
+
+def document(found: Outlook) -> dict[str, Any]:
+    """The calibration with what follows from it, for JSON."""
+    shares = asdict(found.shares) | {"micro_batches": found.micro_batches}
+    taken = found.calibration.model_dump(mode="json") if found.calibration is not None else {"nodes": [], "links": []}
+    return taken | {"stale": found.stale, "shares": shares, "prediction": asdict(found.prediction)}
+
+
+async def _measured(engine: Engine, config: FlightConfig, quick: bool, told: Lines) -> Calibration:
+    progress = _Progress(told)
+    try:
+        async with aclosing(engine.calibrate(config, quick=quick)) as steps:
+            async for step in steps:
+                if isinstance(step, Calibration):
+                    return step
+                progress.tell(step)
+    finally:
+        await engine.close()
+    raise LaunchError("the calibration has ended without a result")
+
+
+class _Progress:
+    """A line for each new phase, and now and then for one that goes on."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._told: dict[str, tuple[str, float]] = {}
+
+    def tell(self, step: CalibrationProgress) -> None:
+        phase, elapsed_s = self._told.get(step.what, ("", 0.0))
+        if step.phase == phase and step.elapsed_s - elapsed_s < _EVERY_S:
+            return
+        self._told[step.what] = step.phase, step.elapsed_s
+        so_far = f"  {step.elapsed_s:.0f} of {step.seconds:g} s" if step.seconds and step.elapsed_s else ""
+        speed = f"  {rate(step.examples_per_s, 'ex/s')}" if step.examples_per_s is not None else ""
+        note = f": {step.note}" if step.note else ""
+        self._lines.say(f"{step.what}: {step.phase}{so_far}{speed}{note}")
+
+
+def _problems(taken: Calibration) -> list[str]:
+    said = [f"{measure.node}: {measure.problem}" for measure in taken.nodes if measure.problem]
+    return said + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
+
+
+def _print(lines: Lines, config: FlightConfig, found: Outlook) -> None:
+    taken = found.calibration
+    if taken is None:
+        lines.say("not calibrated: this job has not been measured on these nodes as they are now")
+    else:
+        old = f", stale (limit {config.calibration.max_age_days:g} days)" if found.stale else ""
+        how = "quick" if taken.quick else "full"
+        lines.say(f"{taken.cluster}, {taken.job}: measured {_ago(taken)}{old}, {how}")
+        lines.say(table(_HEADERS, [_row(found, measure) for measure in taken.nodes]))
+        for link in taken.sums:
+            what = "link" if link in taken.links else "all ranks"
+            lines.say(f"{what} {' - '.join(link.nodes)}: {_link(link)}")
+        qos = {measure.qos for measure in taken.nodes if measure.qos}
+        lines.say(f"priority: {'; '.join(sorted(qos)) or NOT_MEASURED}")
+        for problem in _problems(taken):
+            lines.say(f"{lines.ink('not measured', 'red')}: {problem}")
+        for note in taken.notes:
+            lines.say(f"note: {note}")
+    lines.say(f"shares: {found.shares.reason}")
+    for warning in found.shares.warnings:
+        if warning != found.shares.reason:
+            lines.say(f"{lines.ink('warning', 'yellow')}: {warning}")
+    lines.say(_predicted(found))
+
+
+def _row(found: Outlook, measure: NodeMeasure) -> list[str]:
+    part, batches = found.shares.parts.get(measure.node), found.micro_batches
+    peaks = {probe.batch: probe.peak_bytes for probe in measure.probes}
+    return [
+        measure.node,
+        rate(measure.examples_per_s, "ex/s"),
+        spread(measure.spread),
+        NOT_MEASURED if part is None else f"{part:.1%}",
+        str(batches.get(measure.node, NOT_MEASURED)) if batches is not None else NOT_MEASURED,
+        rate(measure.tokens_per_s),
+        latency(measure.step_s),
+        *(size(figure) for figure in (measure.state_bytes, peaks.get(1), peaks.get(2))),
+    ]
+
+
+def _link(link: LinkMeasure) -> str:
+    return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+def _predicted(found: Outlook) -> str:
+    told = found.prediction
+    if told.examples_per_s is None or told.speed_up is None or told.efficiency is None:
+        return f"prediction: none, {told.why_not}"
+    return (
+        f"prediction: {rate(told.examples_per_s, 'ex/s')}, {rate(told.tokens_per_s)}, "
+        f"{told.speed_up:.2f} times the fastest node alone, efficiency {told.efficiency:.0%}"
+    )
+
+
+def _ago(taken: Calibration) -> str:
+    said = age(taken.taken_at, datetime.now(UTC))
+    return "just now" if said == "now" else f"{said} ago"
