@@ -85,6 +85,8 @@ class RunRecord(BaseModel):
     tokens_per_second: float | None = None
     unconfirmed: list[str] = Field(default_factory=list)
     """Nodes on which a stop could not be proved."""
+    excluded: list[str] = Field(default_factory=list)
+    """Nodes of the configuration that the preflight left out: their files were not those of the others."""
 
 
 class CheckStatus(StrEnum):

@@ -3,6 +3,7 @@
 Every entry is `{"at": UTC ISO time, "event": …, …}`:
 
     planned       run (RunRecord), nonce: what is to be, before anything starts
+    replanned     excluded [nodes], why, world_size: the preflight left these out, and plan.json is another from here on
     supervisor    pid, start, boot_id, adopted: who watches from here on
     state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
                   val_loss, tokens_per_second, unconfirmed
@@ -32,7 +33,7 @@ from engine.errors import StateError
 from engine.models import RunRecord
 from engine.runs.line_file import LineFile
 
-_SYNCED = frozenset({"planned", "state", "attempt", "launcher", "request", "stop", "confirmed"})
+_SYNCED = frozenset({"planned", "replanned", "state", "attempt", "launcher", "request", "stop", "confirmed"})
 _END_FIELDS = (
     "reason",
     "rank",
@@ -120,6 +121,9 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
             record.update({key: entry[key] for key in _END_FIELDS if entry.get(key) is not None})
             if RunRecord.model_validate(record).state.ended:
                 record["ended_at"] = entry["at"]
+        case "replanned":
+            record["excluded"] = [*(record.get("excluded") or []), *entry["excluded"]]
+            record["world_size"] = entry["world_size"]
         case "attempt":
             record["attempts"] = entry["attempt"]
             # What "auto" has come to; attempts of before had nothing to choose.

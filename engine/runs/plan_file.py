@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.config.models import FlightConfig
+from engine.config.subset import only
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
 from engine.worker.wire import write_atomic
@@ -50,6 +52,11 @@ class Plan(BaseModel):
         )
         left_out = tuple(dict.fromkeys((*config.preflight.skip, *skip)))
         return cls(run_id=run_id, created_at=created_at, config=config, skip=left_out, ranks=ranks)
+
+    def without(self, nodes: Collection[str]) -> Plan:
+        """The plan of the same run without these nodes, its ranks counted anew. Raises InputError when none is left."""
+        kept = [node.name for node in self.config.nodes if node.name not in nodes]
+        return Plan.of(only(self.config, kept), run_id=self.run_id, created_at=self.created_at, skip=self.skip)
 
     @property
     def backend(self) -> str:

@@ -38,7 +38,7 @@ class RunWatch:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`diagnose` is asked once, when the run has ended otherwise than succeeded. Raises StateError when the plan
-        cannot be read."""
+        cannot be read, as `poll` does when it was made again."""
         self._rundir = rundir
         self._plan: Plan = read_plan(rundir.plan)
         self._clock = clock
@@ -46,6 +46,7 @@ class RunWatch:
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
         self._journal = JournalView(rundir, self._plan)
+        self._plans = 0
         self._metrics = JsonLinesTail(rundir.metrics)
         self._series = SeriesBuilder()
         self._ranks = {rank.rank: RankEvents(rundir.events(rank.rank)) for rank in self._plan.ranks}
@@ -59,6 +60,7 @@ class RunWatch:
         # Liveness first: a supervisor that leaves after this has written everything that is read below.
         supervised = self._supervisor_alive()
         self._journal.poll()
+        self._follow_plan()
         for row in self._metrics.objects():
             self._series.add(row)
         news = {rank: events.poll() for rank, events in self._ranks.items()}
@@ -82,6 +84,13 @@ class RunWatch:
             stop=self._journal.stop,
             taken_at=self._clock(),
         )
+
+    def _follow_plan(self) -> None:
+        """A plan that was made again has fewer ranks, and they are counted anew."""
+        if self._plans == self._journal.replanned:
+            return
+        self._plan, self._plans = read_plan(self._rundir.plan), self._journal.replanned
+        self._ranks = {rank.rank: RankEvents(self._rundir.events(rank.rank)) for rank in self._plan.ranks}
 
     def _record(self, news: dict[int, RankNews]) -> RunRecord:
         """The journal's record with the figures that have come since: it only has them at the end."""
@@ -175,6 +184,8 @@ class JournalView:
         self.record = plan.record()
         self.state_since = plan.created_at
         self.stop: StopProgress | None = None
+        self.replanned = 0
+        """How often the plan was made again."""
         self.conditions: dict[str, NodeCondition] = {}
         """By the node's name; of nodes that are not this machine."""
 
@@ -198,6 +209,8 @@ class JournalView:
         match entry["event"]:
             case "state":
                 self.state_since = datetime.fromisoformat(entry["at"])
+            case "replanned":
+                self.replanned += 1
             case "attempt":
                 self._ranks.clear()
                 self.conditions.clear()
@@ -214,7 +227,7 @@ class JournalView:
                 self.stop = stop_progress(entry, self.stop)
 
 
-_RECORD_EVENTS = frozenset({"planned", "state", "attempt", "rank_started", "confirmed"})
+_RECORD_EVENTS = frozenset({"planned", "replanned", "state", "attempt", "rank_started", "confirmed"})
 
 
 def stop_progress(entry: dict[str, Any], before: StopProgress | None) -> StopProgress:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.errors import StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.preflight.checklist import run_checks
 from engine.preflight.scene import Scene
 from engine.runs.layout import RunDir
-from engine.runs.plan_file import Plan
+from engine.runs.plan_file import Plan, write_plan
 from engine.security.audit import audit_log
 from engine.supervision.culprit import Verdict
 from engine.worker.wire import write_atomic
@@ -36,6 +37,24 @@ async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> Prefli
         raise
     _write(run_dir, report)
     return report
+
+
+def excluded(report: PreflightReport) -> dict[str, str]:
+    """Nodes that the launch is to leave out → why."""
+    return {node: f"{result.name}: {result.summary}" for result in report.checks for node in result.excludes}
+
+
+def replan(run_dir: RunDir, plan: Plan, left_out: Mapping[str, str], home: Path) -> Plan:
+    """The plan without these nodes, written in place of the run's. Raises StateError."""
+    made = plan.without(left_out)
+    try:
+        write_plan(run_dir.plan, made)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StateError("the plan could not be made again", where=str(run_dir.plan), why=why) from error
+    context = {"run": plan.run_id, "excluded": list(left_out), "ranks": len(made.ranks), "why": [*left_out.values()]}
+    audit_log("replan", "excluded", context, home=home)
+    return made
 
 
 def verdict_of(failed: CheckResult) -> Verdict:

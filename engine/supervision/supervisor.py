@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, StateError
 from engine.launch.ports import fresh_ports
-from engine.models import Reason, RunState
+from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
 from engine.preflight.scene import Scene
 from engine.runs.diagnosis import explain
@@ -41,7 +41,7 @@ from engine.supervision.inheritance import anybody_came, kill_everywhere, old_la
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook
-from engine.supervision.preflight_phase import check, verdict_of
+from engine.supervision.preflight_phase import check, excluded, replan, verdict_of
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
 from engine.transport.fleet import Fleet
@@ -155,8 +155,7 @@ class Supervisor:
             return _ABORTED_EARLY
         self._logbook.change(RunState.PREFLIGHT)
         try:
-            checking = check(self._run_dir, self._plan, self._scene, _home(self._run_dir))
-            failed = first_failure(await self._until_abort(checking))
+            failed = first_failure(await self._until_abort(self._check()))
         except _Aborted:
             return _ABORTED_EARLY
         except FlightDeckError as error:
@@ -222,6 +221,21 @@ class Supervisor:
                 raise _Aborted
             await asyncio.wait({task}, timeout=TICK_S)
         return task.result()
+
+    async def _check(self) -> PreflightReport:
+        """The plan's preflight. Where that leaves nodes out, the plan is made again for the others, and checked again:
+        their ring is another one."""
+        home = _home(self._run_dir)
+        while True:
+            report = await check(self._run_dir, self._plan, self._scene, home)
+            left_out = excluded(report)
+            if not left_out:
+                return report
+            self._plan = replan(self._run_dir, self._plan, left_out, home)
+            why = "; ".join(dict.fromkeys(left_out.values()))
+            self._logbook.append("replanned", excluded=list(left_out), why=why, world_size=len(self._plan.ranks))
+            await self._scene.close()
+            self._scene = Scene(self._plan.config, self._fleet)
 
     async def _prepare(self) -> Attempt:
         """What the next attempt will be, entered in the journal before anything of it starts."""

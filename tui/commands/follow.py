@@ -38,6 +38,7 @@ class Follower:
         self._lines = lines
         self._state: RunState | None = None
         self._checks: dict[str, CheckStatus] = {}
+        self._excluded = 0
         self._trained_to = -1
         self._validated: set[int] = set()
         self._marked: set[tuple[int, str]] = set()
@@ -58,6 +59,10 @@ class Follower:
             self._tell_state(snapshot.record.state)
         for check in snapshot.checks:
             self._tell_check(check)
+        if len(snapshot.record.excluded) > self._excluded:
+            self._excluded = len(snapshot.record.excluded)
+            words = f"left out: {', '.join(snapshot.record.excluded)}; planned again, and checked, for the others"
+            self._lines.say(self._lines.ink(words, "yellow"))
         self._tell_state(snapshot.record.state)
         self._tell_progress(snapshot)
 

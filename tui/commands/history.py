@@ -95,6 +95,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
         lines.say(f"    | {line}")
     if record.unconfirmed:
         lines.say(f"  {'unconfirmed':<10} {', '.join(record.unconfirmed)}")
+    if record.excluded:
+        lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
     _show_figures(lines, snapshot)
     _show_ranks(lines, snapshot)
     lines.say(f"  {'files':<10} {directory.path}")

@@ -119,6 +119,8 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         lines.append(pair("first cause", run.cause, width))
     if run.fix:
         lines.append(pair("fix", run.fix, width))
+    if run.excluded:
+        lines.append(pair("left out", f"{', '.join(run.excluded)}: the files there differ", width))
     if run.unconfirmed:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}", width))
     return Content("\n").join(lines)

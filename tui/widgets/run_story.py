@@ -137,6 +137,8 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     failures = sum(check.status == "fail" for check in snapshot.checks)
     if record.reason == "preflight_failed" and failures:
         lines.append(pair("", f"{plural(failures, 'failed check')}: 2 shows evidence and fix", width))
+    if record.excluded:
+        lines.append(pair("left out", f"{', '.join(record.excluded)}: the files there differ", width, style="$warning"))
     if record.unconfirmed:
         nodes = ", ".join(record.unconfirmed)
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
