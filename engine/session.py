@@ -34,10 +34,11 @@ from engine.security.home import make_home
 
 if TYPE_CHECKING:
     from engine.config.draft import DraftJob, DraftNode
-    from engine.measured import Calibration, CalibrationProgress
+    from engine.measured import Calibration, CalibrationProgress, Division
     from engine.nodes.discover import FoundHost
     from engine.nodes.find_python import FoundPython
     from engine.planning.document import TrainingPlan
+    from engine.planning.inputs import Parallelism
     from engine.planning.outlook import Outlook
     from engine.planning.wiring import Wiring
     from engine.store.store import Store
@@ -344,7 +345,7 @@ class Engine:
 
         return dict(NOT_YET)
 
-    async def plan(self, config: FlightConfig, *, strategy: str | None = None) -> TrainingPlan:
+    async def plan(self, config: FlightConfig, *, strategy: Parallelism | None = None) -> TrainingPlan:
         """What would be launched, on what, and why; `strategy` in place of the job's. A node that does not answer makes
         no plan fail: what was last seen of it is used."""
         from engine.preflight.planned import planned
@@ -460,6 +461,7 @@ class Engine:
         from engine.security.audit import audit_log
 
         check_names([*config.preflight.skip, *skip])
+        config, division = self._divided(config)
         created = datetime.now(UTC)
         directory = RunDir(self.home / "runs" / run_id(config.job.name, created))
         make_home(self.home)
@@ -467,16 +469,39 @@ class Engine:
             directory.path.parent.mkdir(mode=0o700, exist_ok=True)
             directory.path.mkdir(mode=0o700)
             directory.requests.mkdir(mode=0o700)
-            plan = Plan.of(config, run_id=directory.id, created_at=created, skip=skip)
+            plan = Plan.of(config, run_id=directory.id, created_at=created, skip=skip, division=division)
             write_plan(directory.plan, plan)
         except OSError as error:
             why = error.strerror or str(error)
             raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
         self._store().put_run(plan.record())
         overridden = list(plan.skip)
-        context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden}
+        context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self.home)
         return directory
+
+    def _divided(self, config: FlightConfig) -> tuple[FlightConfig, Division]:
+        """The shares that the newest calibration gives, and the configuration without the nodes that it leaves out.
+        Raises InputError when none is left, StateError."""
+        from engine.config.subset import only
+        from engine.measured import Division
+
+        found = self.outlook(config, self.last_calibration(config))
+        shares, told = found.shares, found.prediction
+        division = Division(
+            source=shares.source,
+            reason=shares.reason,
+            parts=dict(shares.parts),
+            left_out=shares.left_out,
+            warnings=shares.warnings,
+            examples_per_s=told.examples_per_s,
+            tokens_per_s=told.tokens_per_s,
+            compute_s=dict(told.compute_s),
+            speed_up=told.speed_up,
+            efficiency=told.efficiency,
+            why_not=told.why_not,
+        )
+        return (only(config, shares.parts) if shares.left_out else config), division
 
     def _store(self) -> Store:
         from engine.store.store import Store

@@ -77,7 +77,7 @@ class SuggestedBatch(_Part):
 class BatchPart(_Part):
     """What is trained with, as the job says."""
 
-    per_gpu_batch_size: float | None
+    per_gpu_batch_size: int | float | None
     """Mean of `micro_batch`: whole where the shares are equal."""
     total_batch_size: int | None
     """Sequences of an update: per_gpu_batch_size · ranks · gradient_accumulation_steps."""
@@ -247,8 +247,14 @@ class RankMemory(_Part):
     activations_bytes: int | None = None
     logits_bytes: int | None = None
     communication_bytes: int | None = None
+    update_bytes: int | None = None
+    """What the optimizer's step works with."""
     reserve_bytes: int | None = None
+    """Of the process, beside MLX's arrays."""
     peak_bytes: int | None = None
+    """Of MLX: state, and the larger of the backward pass and the update."""
+    needed_bytes: int | None = None
+    """peak_bytes and reserve_bytes."""
     source: str | None = None
     """ "estimate" from config.json, or "calibration"."""
     limit_bytes: int | None = None

@@ -168,3 +168,29 @@ class Examples(Answer):
 
     examples: Count | None = None
     problem: Words | None = None
+
+
+class Busy(Answer):
+    """A process that works its node hard."""
+
+    pid: Pid
+    command: Words
+    cores: Annotated[float, Field(ge=0, le=100_000)]
+    """How many it keeps busy."""
+    rss_bytes: Count
+    run: bool = False
+    """It belongs to a Flight Deck run."""
+    ours: bool = False
+    """It is of the node's own user."""
+
+
+class Load(Answer):
+    """Of worker.looks.load; the texts are the system's own."""
+
+    processes: Annotated[list[Busy], Field(max_length=100)]
+    memory_bytes: Count = 0
+    nvidia: Annotated[str, Field(max_length=100_000)] = ""
+    ioreg: Annotated[str, Field(max_length=100_000)] = ""
+    assertions: Annotated[str, Field(max_length=1_000_000)] = ""
+    caffeinate: bool | None = None
+    """None where there is no such thing."""

@@ -1,0 +1,111 @@
+"""What several parts of a plan need, worked out of its inputs once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import JobConfig
+from engine.planning.fingerprint import age_days, stale
+from engine.planning.inputs import PlanInputs
+from engine.planning.notes import Notes
+from engine.planning.prediction import Prediction, prediction
+from engine.planning.shares import Shares, shares
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One plan's ground."""
+
+    inputs: PlanInputs
+    platform: str
+    """ "apple", "cuda", "cpu" or "unknown"."""
+    divided: Shares
+    micro: Mapping[str, int] | None
+    """Node → its sequences of a global batch; None for a command of the user's own, or a batch that is too small."""
+    predicted: Prediction
+
+    @property
+    def job(self) -> JobConfig:
+        return self.inputs.config.job
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """mlx-lm's keys; {} for a command of the user's own."""
+        return {} if self.job.command is not None else self.job.mlx_lm
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes in rank order."""
+        return [node.name for node in self.inputs.config.nodes]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.inputs.config.nodes)
+
+    @property
+    def full(self) -> bool:
+        return bool(self.settings) and self.job.fine_tune_type == "full"
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.settings.get("grad_accumulation_steps") or 1)
+
+    @property
+    def total_batch(self) -> int | None:
+        """Sequences of an update; None for a command of the user's own."""
+        return int(self.settings["batch_size"]) * self.accumulation if self.settings else None
+
+    @property
+    def updates(self) -> int | None:
+        """Of the whole run: what is left of the last accumulation is applied too."""
+        return -(-int(self.settings["iters"]) // self.accumulation) if self.settings else None
+
+    @property
+    def updates_per_epoch(self) -> float | None:
+        if self.total_batch is None or self.inputs.examples is None:
+            return None
+        return self.inputs.examples / self.total_batch
+
+    def given(self, *keys: str) -> bool:
+        """Whether the configuration names any of these keys of [job] itself, or they are at least no defaults."""
+        return any(key in self.job.given or self.settings.get(key) != DEFAULTS.get(key) for key in keys)
+
+
+def situation(inputs: PlanInputs, notes: Notes) -> Situation:
+    """Divide the batch, and predict. A batch that cannot be divided is refused in `notes`."""
+    config = inputs.config
+    try:
+        divided = shares(config, inputs.calibration, now=inputs.now)
+    except ValueError as error:
+        notes.refuse("hardware_calibration", str(error))
+        divided = shares(config, None)
+    for name in inputs.left_out:
+        notes.warn("hardware_calibration", f"{name} finished nothing while it was measured: it is left out")
+    for warning in divided.warnings:
+        notes.warn("hardware_calibration", warning)
+    micro = None
+    if config.job.command is None:
+        try:
+            micro = divided.micro_batches(int(config.job.mlx_lm["batch_size"]))
+        except ValueError as error:
+            notes.refuse("batch_size", str(error))
+    usable = inputs.calibration
+    if usable is not None and (not config.calibration.enabled or stale(config, usable, inputs.now)):
+        usable = None
+    predicted = prediction(config, usable, divided)
+    if inputs.calibration is not None and usable is None:
+        days = age_days(inputs.calibration, inputs.now)
+        predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
+    return Situation(inputs, _platform(inputs), divided, micro, predicted)
+
+
+def _platform(inputs: PlanInputs) -> str:
+    facts = list(inputs.facts.values())
+    if any(fact.system == "Darwin" for fact in facts):
+        return "apple"
+    if any(fact.gpu == "gpu" for fact in facts):
+        return "cuda"
+    return "cpu" if facts else "unknown"

@@ -1,0 +1,240 @@
+"""Gathers what a plan is made of: the nodes' facts, the model's config.json, the number of examples, what was measured.
+
+A node that does not answer makes no plan fail: what was last seen of it is used, and what is then not known is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config.models import FlightConfig, NodeConfig
+from engine.config.places import resolved
+from engine.errors import FlightDeckError, InputError, LaunchError, StateError
+from engine.launch.by_hand import by_hand
+from engine.launch.environment import RANK_ENVIRONMENT
+from engine.launch.hostfile import document, write_hostfile
+from engine.measured import Calibration
+from engine.models import NodeFacts
+from engine.nodes.topology import topology
+from engine.planning.data_report import DataReport, read_data_report
+from engine.planning.document import CheckPart
+from engine.planning.fingerprint import matching
+from engine.planning.inputs import Launching, Parallelism, PlanInputs, Tools
+from engine.planning.memory.shape import ModelShape
+from engine.planning.shares import shares
+from engine.planning.wire import wire
+from engine.planning.wiring import Wiring
+from engine.preflight.answers import Answer, Configuration, Examples
+from engine.preflight.scene import Scene
+from engine.security.home import make_home
+from engine.security.paths import default_roots, validate_path
+from engine.security.redact import REDACTED, is_secret
+from engine.store.store import Store
+
+_LOOK_S = 20.0
+_COUNT_S = 60.0
+"""For millions of examples from a slow disk."""
+Said = TypeVar("Said", bound=Answer)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the store still knows of the cluster."""
+
+    facts: tuple[NodeFacts, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, store: Store, cluster: str) -> Past:
+        """Blocking. A state that cannot be read is one in which nothing is known."""
+        try:
+            return cls(tuple(store.last_facts(cluster)), tuple(store.calibrations(cluster)))
+        except StateError as error:
+            return cls(problem=str(error))
+
+
+async def survey(
+    scene: Scene,
+    past: Past,
+    home: Path,
+    *,
+    strategy: Parallelism | None = None,
+    checks: Iterable[CheckPart] = (),
+    checks_not_yet: Mapping[str, str] | None = None,
+) -> PlanInputs:
+    """What is known now; `strategy` is one that is asked about. The hostfile of the launch by hand is written below
+    `home`."""
+    config, now = scene.config, datetime.now(UTC)
+    fresh = await scene.facts()
+    problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
+    known = _known(config, fresh, past.facts)
+    calibration = matching(config, known.values(), past.calibrations)
+    planned, left_out = _taking_part(config, calibration, now)
+    joined = topology([known[node.name] for node in planned.nodes if node.name in known])
+    wiring, unwired = _wired(planned, known, scene)
+    report, report_problem = _report(config)
+    answering = [node for node in planned.nodes if node.name not in problems]
+    (model, model_from), (examples, examples_from) = await asyncio.gather(
+        _model(scene, answering), _examples(scene, answering, report)
+    )
+    return PlanInputs(
+        config=planned,
+        strategy=strategy or config.job.strategy,
+        now=now,
+        topology=joined,
+        tools=_tools(),
+        facts={name: facts for name, facts in known.items() if name not in left_out},
+        problems=problems,
+        wiring=wiring,
+        unwired=unwired,
+        model=model,
+        model_from=model_from,
+        examples=examples,
+        examples_from=examples_from,
+        report=report,
+        report_problem=report_problem,
+        calibration=calibration,
+        left_out=left_out,
+        launching=await asyncio.to_thread(_launching, planned, wiring, home, model),
+        rank_environment=RANK_ENVIRONMENT
+        | {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()},
+        checks=tuple(checks),
+        checks_not_yet=checks_not_yet or {},
+    )
+
+
+def _known(config: FlightConfig, fresh: Mapping[str, NodeFacts], past: Iterable[NodeFacts]) -> dict[str, NodeFacts]:
+    """Each node as it was seen last; without those that were never seen."""
+    last = {(facts.node, facts.host): facts for facts in past}
+    found = {}
+    for node in config.nodes:
+        seen = fresh.get(node.name)
+        if seen is None or seen.problem is not None:
+            seen = last.get((node.name, node.ssh))
+        if seen is not None and seen.problem is None:
+            found[node.name] = seen
+    return found
+
+
+def _taking_part(
+    config: FlightConfig, calibration: Calibration | None, now: datetime
+) -> tuple[FlightConfig, tuple[str, ...]]:
+    """The configuration without the nodes that have finished nothing when they were measured; and those."""
+    try:
+        left_out = shares(config, calibration, now=now).left_out
+    except ValueError:
+        return config, ()
+    nodes = tuple(node for node in config.nodes if node.name not in left_out)
+    return config.model_copy(update={"nodes": nodes}), left_out
+
+
+def _wired(config: FlightConfig, known: Mapping[str, NodeFacts], scene: Scene) -> tuple[Wiring | None, str | None]:
+    facts = list(known.values())
+    try:
+        return wire(config, facts, topology([known[node.name] for node in config.nodes if node.name in known])), None
+    except LaunchError as error:
+        return None, str(error)
+
+
+def _report(config: FlightConfig) -> tuple[DataReport | None, str | None]:
+    named = config.job.data_quality_report
+    if named is None:
+        return None, None
+    base = config.file.parent if config.file is not None else Path("/")
+    try:
+        roots = (*default_roots(), base, *(Path(root) for root in config.preflight.roots))
+        path = validate_path(resolved(named, base), "data_quality_report", roots=roots)
+        return read_data_report(path), None
+    except InputError as error:
+        return None, str(error)
+
+
+async def _first(
+    nodes: Iterable[NodeConfig], ask: Callable[[NodeConfig], Awaitable[Said]]
+) -> tuple[NodeConfig | None, Said | None, str]:
+    """The first node that answers, its answer; else the last one's reason."""
+    why = "no node answers"
+    for node in nodes:
+        try:
+            return node, await ask(node), ""
+        except FlightDeckError as error:
+            why = str(error)
+    return None, None, why
+
+
+async def _model(scene: Scene, nodes: list[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
+    """The model's config.json, and where it was read, or why not."""
+    job = scene.config.job
+    if job.command is not None:
+        return None, "the job runs a command of its own, with a model of its own"
+
+    async def ask(node: NodeConfig) -> Configuration:
+        path = scene.path(node, node.model or job.model or "")
+        said = await scene.look(node, "configuration", path, said=Configuration, timeout_s=_LOOK_S)
+        if said.configuration is None:
+            raise InputError(said.problem or "no model configuration", where=node.name)
+        return said
+
+    node, said, why = await _first(nodes, ask)
+    if node is None or said is None:
+        return None, why
+    return said.configuration, f"config.json of {scene.path(node, node.model or job.model or '')} on {node.name}"
+
+
+async def _examples(scene: Scene, nodes: list[NodeConfig], report: DataReport | None) -> tuple[int | None, str]:
+    """How many examples there are to train on, and who says so, or why that is not known."""
+    job = scene.config.job
+    if job.command is not None:
+        return None, "the job runs a command of its own, with data of its own"
+    if report is not None and report.ifd_score.total_examples is not None:
+        return report.ifd_score.total_examples, "the data quality report"
+
+    async def ask(node: NodeConfig) -> Examples:
+        path = f"{scene.path(node, node.data or job.data or '')}/train.jsonl"
+        said = await scene.look(node, "examples", path, said=Examples, timeout_s=_COUNT_S)
+        if said.examples is None:
+            raise InputError(said.problem or "not counted", where=node.name)
+        return said
+
+    node, counted, why = await _first(nodes, ask)
+    if node is None or counted is None:
+        return None, why
+    return counted.examples, f"counted in train.jsonl on {node.name}"
+
+
+def _launching(config: FlightConfig, wiring: Wiring | None, home: Path, model: Mapping[str, Any] | None) -> Launching:
+    if wiring is None:
+        return Launching()
+    hosts = document(wiring)
+    path = home / "plans" / f"{config.cluster.name}-{config.job.name}.hostfile.json"
+    try:
+        make_home(home)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_hostfile(path, wiring)
+        line = by_hand(config, wiring, path, layers=_layers(model))
+    except OSError as error:
+        return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
+    except (LaunchError, ValueError) as error:
+        return Launching(None, (str(error),), hosts, str(path))
+    return Launching(line.command, line.notes, hosts, str(path))
+
+
+def _layers(model: Mapping[str, Any] | None) -> int | None:
+    """None for a kind of model that is not known."""
+    try:
+        return ModelShape.of(model).layers if model is not None else None
+    except InputError:
+        return None
+
+
+def _tools() -> Tools:
+    beside = Path(sys.executable).with_name("flightdeck")
+    return Tools(python=sys.executable, flightdeck=shlex.quote(str(beside)) if beside.exists() else "flightdeck")

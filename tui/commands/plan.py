@@ -1,0 +1,96 @@
+"""plan: what would be launched, on what, and why; in prose, or as the document."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+
+from engine.planning.document import TrainingPlan
+from engine.planning.explain import explained, summary
+from engine.session import Engine
+from tui.commands.terminal import Lines, config_file, print_json
+
+OK, FAILED = 0, 1
+_WIDEST = 120
+
+
+def plan(options: argparse.Namespace, engine: Engine) -> int:
+    """Make the plan; 1 when it could not be launched as it stands, or not by this release."""
+    config = engine.load_config(config_file(options))
+
+    async def make() -> TrainingPlan:
+        try:
+            return await engine.plan(config, strategy=options.strategy)
+        finally:
+            await engine.close()
+
+    made = asyncio.run(make())
+    if options.json or options.format is not None:
+        print_json(made.document(options.format or "v2"))
+        _say_refusals(Lines(sys.stderr), made)
+    else:
+        _print(Lines(), made, explain=options.explain)
+    return FAILED if made.refused else OK
+
+
+def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
+    rows = summary(made)
+    width = max(len(label) for label, _ in rows) + 2
+    for label, text in rows:
+        _say(lines, f"{label:<{width}}", text, width)
+    if explain:
+        for section, reasons in explained(made):
+            lines.say()
+            lines.say(lines.ink(section, "bold"))
+            for label, text in reasons:
+                _say(lines, f"  {label}: ", text, 4)
+    else:
+        lines.say()
+        for advice in made.advice:
+            _say(lines, "advice: ", advice.text + (" [disputed]" if advice.disputed else ""), 2)
+    command = made.distributed_config.mlx_launch_command
+    if command is not None:
+        lines.say()
+        lines.say(lines.ink("without Flight Deck it is", "dim"))
+        # Not wrapped: it is there to be pasted.
+        lines.say(command)
+        for note in made.distributed_config.launch_notes:
+            _say(lines, lines.ink("  note: ", "dim"), note, 4)
+    lines.say()
+    for warning in made.warnings:
+        _say(lines, f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
+    _say_refusals(lines, made)
+    if not made.refusals:
+        lines.say(lines.ink("flightdeck launch launches it; --explain says why, --json is the document", "dim"))
+
+
+def _say_refusals(lines: Lines, made: TrainingPlan) -> None:
+    for refusal in made.refusals:
+        override = f" (in spite of it: {refusal.override})" if refusal.override else ""
+        _say(lines, f"{lines.ink('refused', 'red')} {refusal.name}: ", refusal.text + override, 2)
+
+
+def _say(lines: Lines, label: str, text: str, indent: int) -> None:
+    """A text after its label, broken at the terminal's width, or not at all in a pipe."""
+    if not lines.stream.isatty():
+        lines.say(label + text)
+        return
+    for line in _broken(label, text, indent, min(_WIDEST, shutil.get_terminal_size().columns)):
+        lines.say(line)
+
+
+def _broken(label: str, text: str, indent: int, width: int) -> Iterable[str]:
+    # Colours in the label take no room on the screen; a line a few cells shorter does no harm.
+    return textwrap.wrap(
+        label + text,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        replace_whitespace=False,
+    )
