@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from engine.measured import Division
 from engine.models import CheckResult, RunRecord
 
 
@@ -104,3 +105,5 @@ class RunSnapshot:
     diagnosis: Diagnosis | None = None
     stop: StopProgress | None = None
     taken_at: datetime | None = None
+    division: Division | None = None
+    """The nodes' shares of the batch, and what was predicted of them when the run was made."""

@@ -7,6 +7,7 @@ over mean).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -119,6 +120,37 @@ class Calibration(BaseModel):
 
     def of(self, node: str) -> NodeMeasure | None:
         return next((measure for measure in self.nodes if measure.node == node), None)
+
+
+class Division(BaseModel):
+    """How the global batch is divided over the nodes, and what was predicted of that when the run was made. None is
+    "not known", and `why_not` says why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str
+    """ "fixed" (by [[node]] share), "calibrated" or "equal"."""
+    reason: str
+    parts: dict[str, float]
+    """Node → its part; they sum to 1."""
+    left_out: tuple[str, ...] = ()
+    """Nodes of the configuration that have finished nothing while they were measured."""
+    warnings: tuple[str, ...] = ()
+    examples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    compute_s: dict[str, float] = Field(default_factory=dict)
+    """Node → its own part of an iteration."""
+    speed_up: float | None = None
+    efficiency: float | None = None
+    why_not: str | None = None
+
+    def without(self, nodes: Collection[str]) -> Division:
+        """The same for the other nodes; of those together nothing was predicted."""
+        kept = {name: part for name, part in self.parts.items() if name not in nodes}
+        whole = sum(kept.values())
+        parts = {name: part / whole for name, part in kept.items()} if whole else {}
+        why_not = f"left out: {', '.join(nodes)}"
+        return Division(source=self.source, reason=self.reason, parts=parts, warnings=self.warnings, why_not=why_not)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,15 @@ class Outlook:
 def outlook(config: FlightConfig, calibration: Calibration | None, now: datetime) -> Outlook:
     """Raises ValueError when no node has any throughput."""
     divided = shares(config, calibration, now=now)
+    if calibration is not None and calibration.stand_in:
+        predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
+    else:
+        predicted = prediction(config, calibration, divided)
     return Outlook(
         calibration,
         calibration is not None and stale(config, calibration, now),
         divided,
-        prediction(config, calibration, divided),
+        predicted,
         _micro_batches(config, divided),
     )
 

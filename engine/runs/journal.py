@@ -4,6 +4,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
 
     planned       run (RunRecord), nonce: what is to be, before anything starts
     replanned     excluded [nodes], why, world_size: the preflight left these out, and plan.json is another from here on
+    shares        source, reason, parts {node: part of the batch}, and what was predicted of that (measured.Division)
     supervisor    pid, start, boot_id, adopted: who watches from here on
     state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
                   val_loss, tokens_per_second, unconfirmed

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from engine.config.models import FlightConfig
 from engine.config.subset import only
 from engine.errors import StateError
+from engine.measured import Division
 from engine.models import RunRecord, RunState
 from engine.worker.wire import write_atomic
 
@@ -42,21 +43,40 @@ class Plan(BaseModel):
     skip: tuple[str, ...] = ()
     """Checks to leave out, from the configuration and from --skip."""
     ranks: tuple[PlannedRank, ...]
+    division: Division | None = None
+    """None where nobody has looked for a calibration."""
 
     @classmethod
-    def of(cls, config: FlightConfig, *, run_id: str, created_at: datetime, skip: tuple[str, ...] = ()) -> Plan:
-        """The plan of one run of `config`: one rank per node, in the configuration's order."""
+    def of(
+        cls,
+        config: FlightConfig,
+        *,
+        run_id: str,
+        created_at: datetime,
+        skip: tuple[str, ...] = (),
+        division: Division | None = None,
+    ) -> Plan:
+        """The plan of one run of `config`: one rank per node, in the configuration's order. The nodes' shares are those
+        of `division`, without it those of the configuration."""
+        parts = division.parts if division is not None else {}
         ranks = tuple(
-            PlannedRank(rank=number, node=node.name, host=node.ssh, share=node.share or 1.0)
+            PlannedRank(rank=number, node=node.name, host=node.ssh, share=parts.get(node.name) or node.share or 1.0)
             for number, node in enumerate(config.nodes)
         )
         left_out = tuple(dict.fromkeys((*config.preflight.skip, *skip)))
-        return cls(run_id=run_id, created_at=created_at, config=config, skip=left_out, ranks=ranks)
+        return cls(run_id=run_id, created_at=created_at, config=config, skip=left_out, ranks=ranks, division=division)
 
     def without(self, nodes: Collection[str]) -> Plan:
         """The plan of the same run without these nodes, its ranks counted anew. Raises InputError when none is left."""
         kept = [node.name for node in self.config.nodes if node.name not in nodes]
-        return Plan.of(only(self.config, kept), run_id=self.run_id, created_at=self.created_at, skip=self.skip)
+        division = self.division.without(nodes) if self.division is not None else None
+        return Plan.of(
+            only(self.config, kept),
+            run_id=self.run_id,
+            created_at=self.created_at,
+            skip=self.skip,
+            division=division,
+        )
 
     @property
     def backend(self) -> str:

@@ -83,6 +83,7 @@ class RunWatch:
             diagnosis=self._diagnosis,
             stop=self._journal.stop,
             taken_at=self._clock(),
+            division=self._plan.division,
         )
 
     def _follow_plan(self) -> None:

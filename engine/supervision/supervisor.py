@@ -80,6 +80,8 @@ class Supervisor:
         """Write who is in charge from here on; with supervisor.json there, the launch has been accepted."""
         if self._logbook.record is None:
             self._logbook.plan(self._plan.record(), self._nonce)
+            if self._plan.division is not None:
+                self._logbook.append("shares", **self._plan.division.model_dump(mode="json"))
         who = {
             "pid": os.getpid(),
             "start": processes.start_time(os.getpid()) or "",
