@@ -35,7 +35,7 @@ def rdma_over_cables(
     configuration gives are taken as they are."""
     obstacles = _of_the_cluster(nodes, facts, ring=ring)
     for node in nodes:
-        obstacles += [f"{node.name}: {fault}" for fault in _of_the_node(facts.get(node.name))]
+        obstacles += [f"{node.name}: {fault}" for fault in node_obstacles(facts.get(node.name))]
     pairs = _pairs(len(nodes), ring=ring)
     given = all(node.rdma is not None for node in nodes)
     if given:
@@ -94,7 +94,8 @@ def _of_the_cluster(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts],
     return obstacles
 
 
-def _of_the_node(fact: NodeFacts | None) -> list[str]:
+def node_obstacles(fact: NodeFacts | None) -> list[str]:
+    """What stands in RDMA's way on one node, its cables apart."""
     if fact is None:
         return ["not probed"]
     if fact.problem is not None:

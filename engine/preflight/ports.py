@@ -31,30 +31,40 @@ async def look(scene: Scene) -> CheckResult:
     first = scene.config.cluster.starting_port
     if first is None:
         return await _fresh(scene, wiring)
-    wanted = {node.name: _endpoints(rank, wiring, first) for rank, node in ranks_of(scene.config)}
-
-    async def ask(node: NodeConfig) -> list[Holder | None]:
-        endpoints = wanted[node.name]
-        if not endpoints:
-            return []
-        return (await scene.look(node, "ports", *endpoints, said=Ports, timeout_s=_LIMIT_S)).ports
-
-    answers = await scene.on_all(ask)
+    seen = await held_ports(scene, wiring, first)
     found = Findings(NAME, scene.config)
-    for node in scene.config.nodes:
-        said = answers[node.name]
-        if isinstance(said, FlightDeckError):
-            found.fault(node, str(said))
-            continue
-        held = {endpoint: who for endpoint, who in zip(wanted[node.name], said, strict=True) if who is not None}
-        pids = [str(who.pid) for who in held.values() if who.pid is not None]
-        if held:
-            found.fault(node, _held(node, held), f"kill {' '.join(dict.fromkeys(pids))}" if pids else None)
+    for rank, node in ranks_of(scene.config):
+        held = seen[node.name]
+        if isinstance(held, FlightDeckError):
+            found.fault(node, str(held))
+        elif held:
+            found.fault(node, held_words(node, held), held_fix(held))
         else:
-            found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in wanted[node.name])
+            endpoints = _endpoints(rank, wiring, first)
+            found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in endpoints)
     last = first + port_count(wiring) - 1
     advice = "or leave starting_port out of [cluster]: fresh ports are then taken"
     return found.verdict(f"{first} to {last} are free", advice=advice)
+
+
+async def held_ports(scene: Scene, wiring: Wiring, first: int) -> dict[str, dict[str, Holder] | FlightDeckError]:
+    """Node name → who holds those of its IP:PORT that are held, or why that is not known; once for all checks."""
+    wanted = {node.name: _endpoints(rank, wiring, first) for rank, node in ranks_of(scene.config)}
+
+    async def ask(node: NodeConfig) -> dict[str, Holder]:
+        endpoints = wanted[node.name]
+        if not endpoints:
+            return {}
+        said = (await scene.look(node, "ports", *endpoints, said=Ports, timeout_s=_LIMIT_S)).ports
+        return {endpoint: who for endpoint, who in zip(endpoints, said, strict=True) if who is not None}
+
+    return await scene.shared(NAME, lambda: scene.on_all(ask))
+
+
+def held_fix(held: Mapping[str, Holder]) -> str | None:
+    """What frees them, where it is known who holds them."""
+    pids = dict.fromkeys(str(who.pid) for who in held.values() if who.pid is not None)
+    return f"kill {' '.join(pids)}" if pids else None
 
 
 def _endpoints(rank: int, wiring: Wiring, first: int) -> list[str]:
@@ -62,7 +72,7 @@ def _endpoints(rank: int, wiring: Wiring, first: int) -> list[str]:
     return [f"{ip}:{port}" for ip, port in zip(wiring.hosts[rank].ips, ports, strict=False)]
 
 
-def _held(node: NodeConfig, held: Mapping[str, Holder]) -> str:
+def held_words(node: NodeConfig, held: Mapping[str, Holder]) -> str:
     """Which ports of a node are held, and by whom."""
     orphan = ", a rank of a Flight Deck run, perhaps an orphan"
     return "; ".join(

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from engine.preflight import connectivity, consistency, data, gradient, hostfile, model, ports, program, sync, versions
+from engine.preflight import (
+    connectivity,
+    consistency,
+    data,
+    gradient,
+    hardware,
+    health,
+    hostfile,
+    model,
+    performance,
+    ports,
+    program,
+    sync,
+    versions,
+    workers,
+)
 from engine.preflight.check import Check
 
 CHECKS: dict[str, Check] = {
@@ -18,14 +33,14 @@ CHECKS: dict[str, Check] = {
         program.CHECK,
         gradient.CHECK,
         consistency.CHECK,
+        workers.CHECK,
+        hardware.CHECK,
+        performance.CHECK,
+        health.CHECK,
     )
 }
 
 NOT_YET: dict[str, str] = {
-    "hardware_layer": "GPU, macOS version, RDMA, power source, heat and memory against the plan; ports_free is a part",
-    "worker_layer": "stale ranks on this machine; ssh_connectivity and versions_match are the rest",
     "checkpoint_layer": "checkpoints are not written yet",
-    "performance_layer": "needs a calibration",
-    "health_check": "swap, heavy processes, low power mode, sleep",
 }
 """Check of preflight.md → what it would look at, or why it is not there. Shown as "not checked in this release"."""

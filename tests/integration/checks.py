@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import (
     ClusterConfig,
     FlightConfig,
@@ -23,7 +24,9 @@ from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 
-MODEL = {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "model.safetensors": "x" * 1000}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIGURATION = {"model_type": "llama", **SIZES, "vocab_size": 256, "rms_norm_eps": 1e-6}
+MODEL = {"config.json": json.dumps(CONFIGURATION), "tokenizer.json": "{}", "model.safetensors": "x" * 1000}
 LINES = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(12))
 LISTEN = """
 import socket, time
@@ -49,7 +52,7 @@ def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bo
         )
         for node in cluster.nodes
     )
-    job = JobConfig(name="job", mlx_lm={"batch_size": 4, "iters": 10})
+    job = JobConfig(name="job", mlx_lm=with_defaults({"batch_size": 4, "iters": 10}))
     if command:
         job = JobConfig(name="job", command=("python", "mine.py"))
     return FlightConfig(

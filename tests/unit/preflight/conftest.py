@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckResult
 from engine.preflight.check import Look
@@ -81,7 +82,7 @@ def flight(
             name="job",
             model=str(model),
             data=str(data),
-            mlx_lm={"batch_size": 4, "iters": 10, "val_batches": 25, **(settings or {})},
+            mlx_lm=with_defaults({"batch_size": 4, "iters": 10, "val_batches": 25, **(settings or {})}),
         ),
         preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
     )
