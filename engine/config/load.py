@@ -23,7 +23,7 @@ from engine.config.models import (
     RecoveryConfig,
     UiConfig,
 )
-from engine.config.places import on_node, path_form, remote_path_form, resolved
+from engine.config.places import host_form, on_node, path_form, remote_path_form, resolved
 from engine.errors import ConfigError
 
 _TABLES = ("cluster", "node_defaults", "node", "job", "preflight", "consistency", "calibration", "recovery", "ui")
@@ -100,7 +100,8 @@ def _imported(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path)
 
 def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
     """~somebody is a user of this machine, and need not be one elsewhere."""
-    if all(node.local for node in nodes):
+    # What is no host at all has been said by now.
+    if all(host_form(node.ssh) is not None or node.local for node in nodes):
         return
     for key in PATH_KEYS:
         value = job.settings.get(key)

@@ -197,7 +197,12 @@ CASES = [
     # the rest
     (NODES + JOB + "[preflight]\nall_sum_s = 0", "preflight.all_sum_s", "above 0"),
     (NODES + JOB + "[preflight]\nskip = 'ports'", "preflight.skip", "a list"),
-    (NODES + JOB + "[preflight]\nsync_script = 'x'", "preflight.sync_script", "a later release"),
+    (NODES + JOB + "[preflight]\nsync_script = '../x.sh'", "preflight.sync_script", "a path without .."),
+    (NODES + JOB + "[preflight]\nsync_script = '$(id)'", "preflight.sync_script", "a plain path"),
+    (NODES + JOB + "[preflight]\nsync_script = '-rf'", "preflight.sync_script", "does not begin with -"),
+    (NODES + JOB + "[preflight]\nroots = ['/a/../b']", "preflight.roots[0]", "a path without .."),
+    (NODES + JOB + "[preflight]\nroots = ['here']", "preflight.roots[0]", "absolute, or below the home"),
+    (NODES + JOB + "[preflight]\nconsistency_threshold = 1.5", "preflight.consistency_threshold", "1 or less"),
     (NODES + JOB + "[recovery]\nlease_s = 1", "recovery.lease_s", "3 or more"),
     (NODES + JOB + "[recovery]\nlease_s = inf", "recovery.lease_s", "finite"),
     (NODES + JOB + "[recovery]\non_lease_expiry = 'die'", "recovery.on_lease_expiry", "'end' or 'continue'"),
