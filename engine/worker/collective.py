@@ -52,17 +52,21 @@ class Collective:
         """Return when all ranks have come here. Raises PeerLost."""
         self.sum(mx.array(1.0))
 
-    def agree(self, facts: dict[str, int]) -> None:
-        """Check that `facts` (32 bits each) are the same on all ranks. Raises GroupError, PeerLost."""
-        mine = mx.array(list(facts.values()), dtype=mx.uint32)[None]
+    def gather(self, words: list[int]) -> list[list[int]]:
+        """Everybody's `words` (32 bits each, as many on every rank), one row per rank. Raises PeerLost."""
         if self.size == 1:
-            return
+            return [words]
+        mine = mx.array(words, dtype=mx.uint32)[None]
         try:
             table = mx.distributed.all_gather(mine, group=self._group, stream=mx.cpu)
             mx.eval(table)
         except RuntimeError as error:
             raise _lost(error) from error
-        rows = cast("list[list[int]]", table.tolist())
+        return cast("list[list[int]]", table.tolist())
+
+    def agree(self, facts: dict[str, int]) -> None:
+        """Check that `facts` (32 bits each) are the same on all ranks. Raises GroupError, PeerLost."""
+        rows = self.gather(list(facts.values()))
         for rank, row in enumerate(rows):
             for name, ours, theirs in zip(facts, rows[0], row, strict=True):
                 if ours != theirs:

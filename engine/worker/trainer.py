@@ -3,7 +3,7 @@
 It imports MLX late and mlx-lm after the group has been made: a rank that comes 15 seconds after the others fails the
 ring's start, and what loads slowly must not be in between.
 Exit codes: 0 completed, or stopped as asked; 1 an exception; 3 the group is not the planned one; 4 diverged; 5 a peer
-was lost; 6 the keeper is gone.
+was lost; 6 the keeper is gone; 7 its parameters differ from the other ranks'.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from .collective import Collective
     from .reporting import Reporter
 
-EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST = 1, 3, 4, 5
+EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST, EXIT_CORRUPTED = 1, 3, 4, 5, 7
+_EXIT_CODES = {
+    "GroupError": EXIT_GROUP,
+    "Diverged": EXIT_DIVERGED,
+    "PeerLost": EXIT_PEER_LOST,
+    "Corrupted": EXIT_CORRUPTED,
+}
+"""By the exception's name: it is imported late, where it is raised."""
 
 
 def main() -> int:
@@ -75,6 +82,7 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
     from .data import load_split
     from .job import Job, JobError, config_hash
     from .model import load_model, parameter_checksum, sizes
+    from .replicas import Replicas
     from .strategies.data import DataParallel
 
     here = next(entry for entry in spec.ranks if entry.rank == collective.rank)
@@ -138,6 +146,9 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
         shares=[entry.share for entry in spec.ranks],
         control=control,
         reporter=reporter,
+        replicas=Replicas(
+            model, collective, reporter, every=spec.replica_check_every, stops=spec.on_corruption == "stop"
+        ),
     )
     if job.optimizer_precision == "parameter" and training.in_16_bits:
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
@@ -156,9 +167,9 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
 def _fail(error: BaseException, events: EventWriter) -> int:
     """Say what happened, in the events and on standard error; the exit code."""
     name = type(error).__name__
-    code = {"GroupError": EXIT_GROUP, "Diverged": EXIT_DIVERGED, "PeerLost": EXIT_PEER_LOST}.get(name, EXIT_EXCEPTION)
+    code = _EXIT_CODES.get(name, EXIT_EXCEPTION)
     text = "".join(traceback.format_exception(error))
-    events.write("failure", error_type=name, message=str(error) or name, traceback=text)
+    events.write("failure", error_type=name, message=str(error) or name, traceback=text, **getattr(error, "facts", {}))
     # What the user can mend is told in a line; what only we can, with where it happened.
     known = code != EXIT_EXCEPTION or name == "JobError"
     print(f"{name}: {error}" if known else text, file=sys.stderr)

@@ -85,6 +85,10 @@ class AttemptSpec:
     """From "stop" to TERM, once the trainer has begun to save."""
     term_grace_s: float = 1.0
     """From TERM to KILL."""
+    replica_check_every: int = 50
+    """Updates between two comparisons of the ranks' parameters; 0: never."""
+    on_corruption: str = "stop"
+    """"stop" or "warn"."""
     version: int = WIRE_VERSION
 
     def to_json(self) -> str:

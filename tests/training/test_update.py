@@ -24,6 +24,7 @@ from engine.worker.events import EventWriter
 from engine.worker.job import Job, JobError
 from engine.worker.model import load_model, parameter_checksum
 from engine.worker.optimizer import Updater
+from engine.worker.replicas import Replicas
 from engine.worker.reporting import Reporter
 from engine.worker.sampler import Sampler
 from engine.worker.strategies import gradients as gradients_module
@@ -72,15 +73,17 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     reporter = Reporter(0, EventWriter(path, 0, 1))
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
+    collective = Collective("ring", 1, 0)
     loop = DataParallel(
         job=job,
         model=model,
         train=splits[0],
         valid=splits[1],
-        collective=Collective("ring", 1, 0),
+        collective=collective,
         shares=[1.0],
         control=control or Control(),
         reporter=reporter,
+        replicas=Replicas(model, collective, reporter, every=50, stops=True),
     )
     trained = Trained(job, model)
     trained.outcome = loop.run()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx import nn
@@ -23,6 +23,7 @@ from ..data import Split
 from ..feed import Feed
 from ..job import Job, JobError
 from ..optimizer import Updater
+from ..replicas import Corrupted, Replicas
 from ..reporting import Reporter, ReportWindow
 from ..sampler import Indices, share_counts, share_slice
 from .gradients import Gradients
@@ -52,6 +53,8 @@ class _Micro:
     tokens: int
     data_s: float
     compute_s: float
+    own: dict[str, float | None] = field(default_factory=dict)
+    """Of the update that it ends: what this rank says for itself."""
 
 
 class DataParallel:
@@ -68,6 +71,7 @@ class DataParallel:
         shares: list[float],
         control: Control,
         reporter: Reporter,
+        replicas: Replicas,
     ) -> None:
         """Raises JobError when the batch is too small for the ranks or too large for the data."""
         self._job = job
@@ -76,6 +80,7 @@ class DataParallel:
         self._collective = collective
         self._control = control
         self._reporter = reporter
+        self._replicas = replicas
         try:
             self._counts = share_counts(job.batch_size, shares)
             self._feed = Feed(train, job, self._counts, collective.rank, reporter)
@@ -87,6 +92,8 @@ class DataParallel:
         self._pending: list[_Micro] = []
         self._sums: list[mx.array] | None = None
         self._stop = False
+        self._updates = 0
+        self._saved: int | None = None
 
     @property
     def in_16_bits(self) -> bool:
@@ -94,11 +101,13 @@ class DataParallel:
         return any(dtype.size < 4 for dtype in self._updater.dtypes.values())
 
     def run(self) -> Outcome:
-        """Train until the last iteration or an agreed stop, and save. Raises Diverged, PeerLost, OSError."""
+        """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
         job = self._job
         self._model.train()
         # From here on, dropout: other numbers on every rank.
         mx.random.seed(job.seed * 65_537 + self._collective.rank + 1)
+        if not self._replicas.compare(0, 0):
+            return self._part()
         for iteration in range(1, job.iters + 1):
             if iteration in (1, job.iters) or iteration % job.steps_per_eval == 0:
                 self._validate(iteration - 1)
@@ -107,11 +116,21 @@ class DataParallel:
             self._reporter.phase("training")
             self._accumulate(iteration)
             if iteration % job.grad_accumulation_steps == 0 or iteration == job.iters:
-                self._update()
+                try:
+                    self._update()
+                except Diverged:
+                    # One rank's corrupted parameter may be what makes the sum no number.
+                    if self._replicas.compare(iteration, self._updates + 1):
+                        raise
+                    return self._part()
+                if self._replicas.due(self._updates) and not self._replicas.compare(iteration, self._updates):
+                    return self._part()
             self._feed.finish(iteration - 1)
             if self._stop and iteration < job.iters:
                 return self._leave(Outcome(False, True, iteration))
             if iteration % job.save_every == 0:
+                if not self._replicas.compare(iteration, self._updates):
+                    return self._part()
                 self._save(iteration, last=False)
             if mx.get_cache_memory() > (job.clear_cache_threshold or _CACHE_BYTES):
                 mx.clear_cache()
@@ -163,6 +182,7 @@ class DataParallel:
     def _update(self) -> None:
         """Sum over the ranks, divide by the tokens, and take one optimizer step; then tell of the iterations."""
         assert self._sums is not None
+        self._look_at_own(self._sums)
         begun = time.perf_counter()
         counters = [micro.loss_sum for micro in self._pending] + [float(micro.tokens) for micro in self._pending]
         *buckets, last = self._sums
@@ -178,8 +198,18 @@ class DataParallel:
                 raise Diverged(f"loss is not finite at iteration {micro.iteration}")
         norm = self._step(totals, sum(tokens))
         updated = time.perf_counter()
+        self._updates += 1
         self._tell(losses, tokens, summed - begun, updated - summed, norm)
         self._pending, self._sums = [], None
+
+    def _look_at_own(self, sums: list[mx.array]) -> None:
+        """This rank's loss and gradient norm before they are summed: how the consistency of the ranks is judged."""
+        begun, last = time.perf_counter(), self._pending[-1]
+        tokens = sum(micro.tokens for micro in self._pending)
+        loss = sum(micro.loss_sum for micro in self._pending) / tokens if tokens else None
+        norm = self._gradients.norm(sums, tokens) if tokens else None
+        last.own = {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": norm}
+        last.compute_s += time.perf_counter() - begun
 
     def _step(self, totals: list[mx.array], tokens: float) -> float | None:
         """Apply the summed gradients; their mean's norm, or None when there was no target anywhere."""
@@ -209,6 +239,7 @@ class DataParallel:
                 update_s=update_s if boundary else 0.0,
                 grad_norm=norm if boundary else None,
                 peak_memory_bytes=mx.get_peak_memory(),
+                **micro.own,
             )
             seconds = micro.data_s + micro.compute_s + (communicate_s + update_s if boundary else 0.0)
             self._window.add(mean, int(count), seconds)
@@ -218,13 +249,33 @@ class DataParallel:
     def _leave(self, outcome: Outcome) -> Outcome:
         # What was never trained must not replace what an earlier run has left.
         if outcome.iteration > 0:
+            if not self._replicas.compare(outcome.iteration, self._updates):
+                return self._part()
             self._save(outcome.iteration, last=True)
         return outcome
 
+    def _part(self) -> Outcome:
+        """The replicas differ: all ranks leave together, at the last iteration where they agreed as far as that has
+        been kept. What is on disk is of that iteration or from before. Raises Corrupted on the ranks that differ."""
+        found, agreed = self._replicas.difference, self._replicas.agreed_at or 0
+        assert found is not None
+        said = self._replicas.words()
+        if agreed > 0 and self._saved != agreed and self._replicas.restore():
+            self._save(agreed, last=True)
+        kept = f"kept: what was saved at iteration {self._saved}" if self._saved is not None else "nothing was saved"
+        self._reporter.say(f"{said}; {kept}")
+        if self._collective.rank in found.ranks:
+            raise Corrupted(f"{said}; {kept}", found.ranks, certain=found.certain)
+        return Outcome(False, True, agreed)
+
     def _save(self, iteration: int, *, last: bool) -> None:
-        """Rank 0 writes the adapters, the others wait. A full disk is a warning, except for the last save."""
+        """Rank 0 writes the adapters, the others wait. A full disk is a warning, except for the last save. Parameters
+        that are known to be corrupted are not written over good ones."""
         self._reporter.phase("saving")
-        if self._collective.rank == 0:
+        saved = False
+        if self._collective.rank == 0 and not self._replicas.may_save:
+            self._reporter.warn("not saved: this rank's parameters are corrupted")
+        elif self._collective.rank == 0:
             # As in mlx-lm, the end of the training has no numbered file of its own.
             numbered = not last or iteration < self._job.iters
             begun = time.perf_counter()
@@ -237,9 +288,12 @@ class DataParallel:
                     raise
                 self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             else:
+                saved = True
                 seconds = time.perf_counter() - begun
                 self._reporter.event(
                     "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
                 )
                 self._reporter.say(f"saved {path}")
-        self._collective.barrier()
+        # Nobody goes on before it is done, and all know whether it is.
+        if number(self._collective.sum(mx.array(float(saved)))) > 0:
+            self._saved = iteration

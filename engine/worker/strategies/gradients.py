@@ -19,6 +19,7 @@ from ..data import Batch
 
 _BUCKET_FLOATS = 16 * 2**20
 """64 MiB: large enough to use the ring both ways, small beside a model's gradients."""
+_PIECE_FLOATS = 2**20
 
 
 def loss_sum(model: nn.Module, tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
@@ -57,6 +58,15 @@ class Gradients:
     def loss(self, batch: Batch) -> float:
         """Sum of cross-entropies over `batch`."""
         return number(self._forward(mx.array(batch.tokens), mx.array(batch.bounds), mx.array(1.0)))
+
+    def norm(self, buckets: list[mx.array], divisor: float) -> float:
+        """The norm of `buckets` over `divisor`, in pieces: a square of a whole bucket would be a bucket more."""
+        parts = [
+            mx.square(bucket[start : start + _PIECE_FLOATS]).sum()
+            for bucket in buckets
+            for start in range(0, bucket.size, _PIECE_FLOATS)
+        ]
+        return number(mx.sqrt(mx.stack(parts).sum())) / divisor
 
     def unpack(self, buckets: list[mx.array], divisor: float) -> dict[str, mx.array]:
         """The buckets as parameters' gradients, divided."""
