@@ -1,8 +1,8 @@
 """Whether the memory of the chunked data pipeline is flat: `python -m tests.bench.chunks [SIZE …]`.
 
 Streams one epoch of 50 thousand, 500 thousand and 5 million examples, each in a process of its own, through the
-trainer's own reading, ordering, tokenising and batching, with the demo's tokenizer; beside it the same held in memory, up
-to 500 thousand. Exit code 1 when the peak of the largest is more than 5 % above that of the smallest.
+trainer's own reading, ordering, tokenising and batching, with the demo's tokenizer; beside it the same held in memory,
+up to 500 thousand. Exit code 1 when the peak of the largest is more than 5 % above that of the smallest.
 """
 
 from __future__ import annotations
