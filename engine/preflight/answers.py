@@ -194,3 +194,30 @@ class Load(Answer):
     assertions: Annotated[str, Field(max_length=1_000_000)] = ""
     caffeinate: bool | None = None
     """None where there is no such thing."""
+
+
+class Weights(Answer):
+    """What a file of trained weights would continue."""
+
+    kind: Literal["lora", "dora", "full"]
+    ranks: Annotated[list[Count], Field(max_length=10_000)] = []
+    layers: Annotated[list[Count], Field(max_length=100_000)] = []
+    modules: Annotated[list[Words], Field(max_length=10_000)] = []
+
+
+class Storage(Answer):
+    """Of worker.looks.storage."""
+
+    directory: Words
+    fault: Words | None
+    make: Annotated[str, Field(max_length=4096)] | None = None
+    permit: Annotated[str, Field(max_length=4096)] | None = None
+    own: Annotated[str, Field(max_length=4096)] | None = None
+    """A folder of another user's."""
+    free: Count | None = None
+    damaged: Annotated[list[tuple[Annotated[str, Field(max_length=4096)], Words]], Field(max_length=1_000)] = []
+    """(file, what is wrong with it)."""
+    resume: Weights | None = None
+    resume_fault: Words | None = None
+    largest: Annotated[list[tuple[Words, Count]], Field(max_length=100)] = []
+    """(folder of an earlier run, bytes)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.preflight import (
+    checkpoint,
     connectivity,
     consistency,
     data,
@@ -31,6 +32,7 @@ CHECKS: dict[str, Check] = {
         model.CHECK,
         data.CHECK,
         program.CHECK,
+        checkpoint.CHECK,
         gradient.CHECK,
         consistency.CHECK,
         workers.CHECK,
@@ -40,7 +42,5 @@ CHECKS: dict[str, Check] = {
     )
 }
 
-NOT_YET: dict[str, str] = {
-    "checkpoint_layer": "checkpoints are not written yet",
-}
+NOT_YET: dict[str, str] = {}
 """Check of preflight.md → what it would look at, or why it is not there. Shown as "not checked in this release"."""

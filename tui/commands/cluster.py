@@ -30,7 +30,8 @@ def preflight(options: argparse.Namespace, engine: Engine) -> int:
         lines.say(f"{lines.word(report.overall_status.value)}: {words}")
         if report.overridden:
             lines.say(lines.ink(f"overridden: {', '.join(report.overridden)}", "red"))
-        lines.say(lines.ink(f"not checked in this release: {', '.join(engine.checks_not_yet())}", "dim"))
+        if missing := engine.checks_not_yet():
+            lines.say(lines.ink(f"not checked in this release: {', '.join(missing)}", "dim"))
     return FAILED if report.overall_status is CheckStatus.FAIL else OK
 
 
