@@ -83,7 +83,9 @@ def _on(node: NodeConfig, command: str) -> str:
         return command
     if command.startswith(_FROM_PROFILE):
         command = f'"$SHELL" -lc {shlex.quote(command)}'
-    return f"ssh {SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
+    # It may ask for a password.
+    terminal = "-t " if "sudo " in command else ""
+    return f"ssh {terminal}{SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
 
 
 def _place(node: NodeConfig, folder: str, files: str) -> str:

@@ -36,7 +36,10 @@ async def look(scene: Scene) -> CheckResult:
     # Not the whole of versions_match: what mlx-lm takes to import, and this, take their time side by side.
     seen, backend = await asyncio.gather(scene.interpreters(), versions.backend(scene))
     if unfit := versions.without_mlx(seen, backend):
-        return verdict(NAME, CheckStatus.SKIP, f"not run: no rank can begin on {', '.join(unfit)}, see {versions.NAME}")
+        first = next((rank, node.name) for rank, node in ranks_of(scene.config) if node.name in unfit)
+        why = seen[first[1]].problem or f"no {backend} there"
+        words = f"not run: no rank can begin on {', '.join(unfit)}: {why}"
+        return verdict(NAME, CheckStatus.FAIL, words, blames=first)
     return judge(scene.config, await summed(scene))
 
 

@@ -5,6 +5,7 @@ heat, and the ring's ports, all from one probe of the node.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, LaunchError
@@ -28,9 +29,24 @@ _JACCL = ("jaccl", "jaccl-ring")
 
 async def look(scene: Scene) -> CheckResult:
     facts, wiring, needed = await asyncio.gather(scene.facts(), _wiring(scene), needs(scene))
-    held = await _held(scene, wiring)
-    found = Findings(NAME, scene.config)
-    for node in scene.config.nodes:
+    refusals = [refusal.text for refusal in (await plan_of(scene)).refusals if refusal.name != _WIRING]
+    return judge(scene.config, facts, needed, await _held(scene, wiring), refusals)
+
+
+Held = Mapping[str, Mapping[str, Holder] | FlightDeckError]
+"""Node → who holds those of its ports that are held, or why that is not known."""
+
+
+def judge(
+    config: FlightConfig,
+    facts: Mapping[str, NodeFacts],
+    needed: Mapping[str, Need],
+    held: Held,
+    refusals: Sequence[str] = (),
+) -> CheckResult:
+    """The verdict; `refusals` are the plan's."""
+    found = Findings(NAME, config)
+    for node in config.nodes:
         notes = NodeNotes()
         seen = facts[node.name]
         if seen.problem is not None:
@@ -38,13 +54,12 @@ async def look(scene: Scene) -> CheckResult:
         else:
             _gpu(node, seen, notes)
             _memory(needed[node.name], notes)
-            _rdma(scene.config, seen, notes)
+            _rdma(config, seen, notes)
             _power(seen, notes)
         _ports(node, held.get(node.name, {}), notes)
         notes.tell(found, node)
-    count = len(scene.config.nodes)
+    count = len(config.nodes)
     result = found.verdict(f"{count} node{'s' * (count != 1)} fit for the job")
-    refusals = [refusal.text for refusal in (await plan_of(scene)).refusals if refusal.name != _WIRING]
     if not refusals or any(need.fits is False for need in needed.values()):
         return result
     # What the plan refuses, nothing launches: a person must change the job, or skip this check by its name.
@@ -60,7 +75,7 @@ async def _wiring(scene: Scene) -> Wiring | None:
         return None
 
 
-async def _held(scene: Scene, wiring: Wiring | None) -> dict[str, dict[str, Holder] | FlightDeckError]:
+async def _held(scene: Scene, wiring: Wiring | None) -> Held:
     first = scene.config.cluster.starting_port
     # Without a fixed one each attempt takes ports that are free then.
     return {} if first is None or wiring is None else await ports.held_ports(scene, wiring, first)
@@ -121,7 +136,7 @@ def _power(facts: NodeFacts, notes: NodeNotes) -> None:
         notes.seen.append("heat nominal")
 
 
-def _ports(node: NodeConfig, held: dict[str, Holder] | FlightDeckError, notes: NodeNotes) -> None:
+def _ports(node: NodeConfig, held: Mapping[str, Holder] | FlightDeckError, notes: NodeNotes) -> None:
     if isinstance(held, FlightDeckError):
         notes.warn(f"its ports are not known: {held}")
     elif held:

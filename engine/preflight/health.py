@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping
 
-from engine.config.models import NodeConfig
+from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, NodeFacts
 from engine.nodes.gauges import mac_gpu_use
@@ -33,9 +34,13 @@ _PREVENTED = re.compile(r"^\s*(?:PreventUserIdleSystemSleep|PreventSystemSleep)\
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
 
 
+Beat = tuple[float | None, float] | FlightDeckError
+"""A node's round trip in seconds (None: this machine), and when that was, by the monotonic clock."""
+Loaded = Load | FlightDeckError
+
+
 async def look(scene: Scene) -> CheckResult:
     async def beat(node: NodeConfig) -> tuple[float | None, float]:
-        """Its round trip, and when that was."""
         return await connectivity.round_trip_s(scene, node), time.monotonic()
 
     async def load(node: NodeConfig) -> Load:
@@ -44,19 +49,26 @@ async def look(scene: Scene) -> CheckResult:
     loads, facts = await asyncio.gather(scene.on_all(load), scene.facts())
     # Last, so that a node that has gone away meanwhile is told.
     beats = await scene.on_all(beat)
-    found = Findings(NAME, scene.config)
-    for node in scene.config.nodes:
+    return judge(scene.config, facts, beats, loads)
+
+
+def judge(
+    config: FlightConfig, facts: Mapping[str, NodeFacts], beats: Mapping[str, Beat], loads: Mapping[str, Loaded]
+) -> CheckResult:
+    """The verdict over all nodes."""
+    found = Findings(NAME, config)
+    for node in config.nodes:
         notes = NodeNotes()
         _heartbeat(node, beats[node.name], notes)
         _room(node, facts[node.name], notes)
         _power(facts[node.name], notes)
         _load(facts[node.name], loads[node.name], notes)
         notes.tell(found, node)
-    count = len(scene.config.nodes)
+    count = len(config.nodes)
     return found.verdict(f"{count} node{'s' * (count != 1)} alive and at rest")
 
 
-def _heartbeat(node: NodeConfig, beat: tuple[float | None, float] | FlightDeckError, notes: NodeNotes) -> None:
+def _heartbeat(node: NodeConfig, beat: Beat, notes: NodeNotes) -> None:
     if isinstance(beat, FlightDeckError):
         notes.fault(f"no heartbeat: {beat}")
         return
@@ -99,7 +111,7 @@ def _power(facts: NodeFacts, notes: NodeNotes) -> None:
         notes.seen.append("Low Power Mode off")
 
 
-def _load(facts: NodeFacts, load: Load | FlightDeckError, notes: NodeNotes) -> None:
+def _load(facts: NodeFacts, load: Loaded, notes: NodeNotes) -> None:
     """What else works there, and whether it may sleep."""
     if isinstance(load, FlightDeckError):
         notes.warn(f"what else works there is not known: {load}")

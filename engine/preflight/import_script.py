@@ -17,6 +17,7 @@ if sys.path and sys.path[0] == "":
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -88,7 +89,7 @@ def imported() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     try:
-        import mlx_lm
+        mlx_lm = importlib.import_module("mlx_lm")
     except Exception as error:
         return {"mlx_lm_error": f"{type(error).__name__}: {error}"}
     keep(mlx_lm.__version__)

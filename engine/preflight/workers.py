@@ -7,8 +7,9 @@ imported is versions_match's. Both come first, what they have found out is shown
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
-from engine.config.models import NodeConfig
+from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, NodeFacts
 from engine.preflight import connectivity, versions
@@ -34,12 +35,23 @@ async def look(scene: Scene) -> CheckResult:
     left, seen, facts, backend = await asyncio.gather(
         scene.on_all(stale), versions.versions(scene), scene.facts(), versions.backend(scene)
     )
-    found = Findings(NAME, scene.config)
-    for node in scene.config.nodes:
+    return judge(scene.config, left, seen, facts, backend)
+
+
+def judge(
+    config: FlightConfig,
+    left: Mapping[str, Stale | FlightDeckError],
+    seen: Mapping[str, Interpreter],
+    facts: Mapping[str, NodeFacts],
+    backend: str,
+) -> CheckResult:
+    """The verdict over all nodes."""
+    found = Findings(NAME, config)
+    for node in config.nodes:
         notes = _of_node(node, seen[node.name], facts[node.name], backend)
         _leftovers(left[node.name], notes)
         notes.tell(found, node)
-    count = len(scene.config.nodes)
+    count = len(config.nodes)
     return found.verdict(f"{count} worker{'s' * (count != 1)} ready for {backend}, nothing left of earlier runs")
 
 

@@ -1,0 +1,118 @@
+"""performance_layer: a calibration of this job, fresh, and what it predicts. A missing one is a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.measured import LinkMeasure
+from engine.models import CheckResult, CheckStatus
+from engine.nodes.probe import probe_all
+from engine.planning.fingerprint import fingerprint
+from engine.preflight import performance as check
+from engine.preflight.need import Need
+from engine.store.store import Store
+from engine.transport.fleet import Fleet
+from tests.unit.planning.calibrations import TAKEN, calibration, config
+from tests.unit.preflight.conftest import looked
+
+FITS = Need(8 * 10**9, 10 * 10**9, fits=True, words="by calibration, limit by Metal")
+SOON = TAKEN + timedelta(hours=2)
+
+
+def judged(
+    speeds: Mapping[str, float | None],
+    *,
+    now: datetime = SOON,
+    need: Need = FITS,
+    fixed: Mapping[str, float] | None = None,
+    **fields: Any,
+) -> CheckResult:
+    job = config(list(speeds), fixed=fixed)
+    return check.judge(job, calibration(speeds, **fields), dict.fromkeys(speeds, need), now)
+
+
+def test_two_equal_nodes_pass_with_what_is_predicted() -> None:
+    result = judged({"ultra": 0.86, "max": 0.84})
+    assert result.status is CheckStatus.PASS, result
+    assert result.summary.startswith("1.68 examples/s predicted, speed-up 1.9")
+    assert result.summary.endswith("calibrated 2 h ago")
+    assert result.evidence["max"].startswith("0.84 examples/s, needs 8.0 of 10.0 GB (by calibration")
+
+
+def test_an_old_calibration_warns_with_the_command_that_makes_a_new_one() -> None:
+    result = judged({"ultra": 1.0, "max": 1.0}, now=TAKEN + timedelta(days=31))
+    assert (result.status, result.fix_command) == (CheckStatus.WARN, "flightdeck calibrate")
+    assert "the calibration is 31 days old, the limit is 30" in result.summary
+
+
+@pytest.mark.parametrize(("latency_s", "status"), [(0.499, CheckStatus.PASS), (0.5, CheckStatus.FAIL)])
+def test_latency_stays_below_half_a_second(latency_s: float, status: CheckStatus) -> None:
+    everyone = LinkMeasure(nodes=("ultra", "max"), latency_s=latency_s, bandwidth_bytes_per_s=1e9)
+    result = judged({"ultra": 1.0, "max": 1.0}, everyone=everyone)
+    assert result.status is status, result
+    assert ("500 ms, the limit is 500" in result.summary) is (status is CheckStatus.FAIL)
+
+
+def test_a_slow_link_is_told_with_its_two_nodes() -> None:
+    links = (LinkMeasure(nodes=("ultra", "max"), latency_s=0.7),)
+    result = judged({"ultra": 1.0, "max": 1.0}, links=links)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (0, "ultra"))
+    assert "an all_sum with max takes 700 ms" in result.summary
+
+
+@pytest.mark.parametrize(("peak", "status"), [(89, CheckStatus.PASS), (90, CheckStatus.FAIL)])
+def test_memory_stays_below_nine_tenths_of_the_limit(peak: int, status: CheckStatus) -> None:
+    need = Need(peak * 10**8, 10 * 10**9, fits=True, words="by calibration, limit by Metal")
+    result = judged({"ultra": 1.0, "max": 1.0}, need=need)
+    assert (result.status, "the limit is 90%" in result.summary) == (status, status is CheckStatus.FAIL)
+
+
+def test_a_node_that_the_plan_overrates_warns_above_a_tenth_and_fails_above_a_fifth() -> None:
+    """Fixed shares win over the measured ones: the plan then assumes what was never true."""
+    equal = {"ultra": 1.0, "max": 1.0}
+    assert judged({"ultra": 1.0, "max": 1.0}, fixed=equal).status is CheckStatus.PASS
+    warned = judged({"ultra": 1.3, "max": 1.0}, fixed=equal)
+    assert (warned.status, "max: its part of a step takes 15% longer" in warned.summary) == (CheckStatus.WARN, True)
+    failed = judged({"ultra": 2.0, "max": 1.0}, fixed=equal)
+    assert (failed.status, failed.blames) == (CheckStatus.FAIL, (1, "max"))
+    assert "its part of a step takes 50% longer than the plan assumes" in failed.summary
+
+
+def test_a_node_that_finished_nothing_fails_and_one_that_was_not_measured_warns() -> None:
+    offline = judged({"ultra": 1.0, "max": 0.0})
+    assert (offline.status, offline.blames) == (CheckStatus.FAIL, (1, "max"))
+    assert judged({"ultra": 0.0, "max": 0.0}).status is CheckStatus.FAIL
+    unknown = judged({"ultra": 1.0, "max": None})
+    assert (unknown.status, "max: its throughput was not measured" in unknown.summary) == (CheckStatus.WARN, True)
+    assert "no throughput is predicted" in unknown.summary
+
+
+async def test_without_a_calibration_of_this_very_job_it_is_missing_and_not_failed(
+    config: FlightConfig, tmp_path: Path, home: Path
+) -> None:
+    result = await looked(check.look, config)
+    assert (result.status, result.summary) == (
+        CheckStatus.WARN,
+        "hardware calibration missing, assuming equal performance",
+    )
+    assert result.fix_command == "flightdeck calibrate"
+    async with Fleet(config.nodes, home) as fleet:
+        facts = await probe_all(config, fleet)
+    store, speeds = Store(home), {"node0": 1.0, "node1": 1.0}
+    store.put_calibration(calibration(speeds, cluster=config.cluster.name, fingerprint="of another job"))
+    assert "missing" in (await looked(check.look, config)).summary
+    mine = fingerprint(config, facts)
+    now = datetime.now(TAKEN.tzinfo)
+    store.put_calibration(calibration(speeds, cluster=config.cluster.name, fingerprint=mine, taken_at=now))
+    result = await looked(check.look, config)
+    assert "examples/s predicted" in result.summary, result
+
+
+def test_switched_off_it_is_told_by_name() -> None:
+    assert check.CHECK.switched_off(config(["ultra"], enabled=False)) == ("switched off: [calibration] enabled = false")
