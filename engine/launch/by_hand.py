@@ -47,11 +47,12 @@ def by_hand(
     ranks = len(config.nodes)
     if config.job.command is None:
         settings = _settings(config, ranks, layers, notes)
-        lines = [_training(config, node, settings) for node in config.nodes]
+        lines = [_training(config, node, settings, hostfile) for node in config.nodes]
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
-    cases = " ".join(f"{rank}) {line} ;;" for rank, line in enumerate(lines))
+    alike = {line: [rank for rank, other in enumerate(lines) if other == line] for line in lines}
+    cases = " ".join(f"{'|'.join(map(str, which))}) {line} ;;" for line, which in alike.items())
     # For a lone rank mlx.launch names an empty hostfile, which MLX then cannot parse.
     script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
     secrets = sorted(name for name in config.job.env if is_secret(name))
@@ -89,13 +90,14 @@ def _settings(config: FlightConfig, ranks: int, layers: int | None, notes: list[
     return settings
 
 
-def _training(config: FlightConfig, node: NodeConfig, settings: Mapping[str, Any]) -> str:
+def _training(config: FlightConfig, node: NodeConfig, settings: Mapping[str, Any], hostfile: Path) -> str:
     job = config.job
+    kept = str(hostfile.parent) if node.local else "~/.flightdeck/by-hand"
     words = [quoted(node.python), "-m", "mlx_lm", "lora", "--train"]
     paths = {
         "--model": node.model or job.model,
         "--data": node.data or job.data,
-        "--adapter-path": job.mlx_lm.get("adapter_path") or f"~/.flightdeck/by-hand/{job.name}",
+        "--adapter-path": job.mlx_lm.get("adapter_path") or f"{kept}/{job.name}.adapters",
         "--resume-adapter-file": job.mlx_lm.get("resume_adapter_file"),
     }
     for option, path in paths.items():

@@ -36,13 +36,13 @@ def summary(plan: TrainingPlan) -> list[Row]:
 
 
 def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
-    """Each section, with its choices as (key and value, reason and source)."""
+    """Each section, with its choices as (key and value, reason and source); "" is the section as a whole."""
     values = plan.model_dump(mode="json", by_alias=True)
     sections: dict[str, list[Row]] = {}
     for reason in plan.reasons:
         section, _, key = reason.key.partition(".")
         value = _value(values, reason.key)
-        label = f"{key or section} = {value}" if value is not None else key or section
+        label = f"{key} = {value}" if key and value is not None else key
         sections.setdefault(section, []).append((label, f"{reason.reason} ({_FROM[reason.source]})"))
     yield from sections.items()
     if plan.advice:

@@ -47,7 +47,7 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
             lines.say()
             lines.say(lines.ink(section, "bold"))
             for label, text in reasons:
-                _say(lines, f"  {label}: ", text, 4)
+                _say(lines, f"  {label}: " if label else "  ", text, 4)
     else:
         lines.say()
         for advice in made.advice:
