@@ -90,6 +90,28 @@ class StopProgress:
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """Something that was found of the ranks while they trained: it says, it does not act."""
+
+    name: str
+    """An issue's name: BYZANTINE_WORKERS_DETECTED, REPLICAS_DIFFER, …"""
+    message: str
+    at: datetime
+    iteration: int | None = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One line of what must be true of a run that has begun."""
+
+    name: str
+    good: bool | None
+    """None: not known yet, or not known here; the text says which."""
+    text: str
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     """Everything that a pane shows of a run."""
 
@@ -104,6 +126,10 @@ class RunSnapshot:
     learning_rate: float | None = None
     diagnosis: Diagnosis | None = None
     stop: StopProgress | None = None
+    alarms: tuple[Alarm, ...] = ()
+    """Of the last attempt, oldest first; of very many the newest."""
+    verification: tuple[Verification, ...] = ()
+    """Empty for a program of the user's own, which does not tell."""
     taken_at: datetime | None = None
     division: Division | None = None
     """The nodes' shares of the batch, and what was predicted of them when the run was made."""

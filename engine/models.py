@@ -49,6 +49,8 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     DIVERGED = "diverged"
+    CORRUPTED = "corrupted"
+    """Replicas of the parameters differ: memory, or a bug."""
     SUPERVISOR_LOST = "supervisor_lost"
 
 
@@ -132,6 +134,42 @@ class WorkerConsistency(BaseModel):
     divergent: tuple[str, ...] = ()
     """Nodes, in the configuration's order."""
     excluded: tuple[str, ...] = ()
+
+
+class NodeSync(BaseModel):
+    """A node's tree against the reference, after a sync."""
+
+    model_config = ConfigDict(frozen=True)
+
+    same: bool
+    """It has everything that the reference has."""
+    problem: str | None = None
+    """Why it could not be copied to, or compared."""
+    differing: tuple[str, ...] = ()
+    """Paths below the workdir, the first of them."""
+    differing_count: int = 0
+    missing: tuple[str, ...] = ()
+    missing_count: int = 0
+    own_count: int = 0
+    """Files that only the node has; they stay."""
+
+
+class SyncReport(BaseModel):
+    """What `flightdeck sync` has done, and what the trees are now."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dry_run: bool
+    method: Literal["script", "rsync"]
+    synced: bool
+    """Every node has everything that the reference has."""
+    words: str
+    reference: str | None = None
+    """The node whose tree is compared with, or "this machine"; null when nothing was compared."""
+    output: tuple[str, ...] = ()
+    """The script's last lines."""
+    nodes: dict[str, NodeSync] = Field(default_factory=dict)
+    """By name: one for each workdir that was compared."""
 
 
 class CheckResult(BaseModel):

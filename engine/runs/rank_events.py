@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.runs.json_lines import LineTail, parse
+from engine.security.sanitise import plain
 
 _STATUS_LINES = 40
 """The end of the file that tells the status: enough that a report or validation never hides the last step."""
-_KEPT_EVENTS = (b'"checkpoint"', b'"failure"', b'"warning"', b'"start"', b'"end"')
+_KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"failure"', b'"warning"', b'"start"', b'"end"')
 """Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
 
 
@@ -28,6 +29,15 @@ class RankNews:
     iterations: int | None = None
     """How many there will be, from the start event."""
     ended: bool = False
+    backend: str | None = None
+    """What the rank is in, from the start event; with it the next two."""
+    world_size: int | None = None
+    device: str | None = None
+    compared_at: int | None = None
+    """Iteration of the last comparison of the replicas."""
+    replicas_agree: bool | None = None
+    saved_bytes: int | None = None
+    """Of the last committed checkpoint."""
 
 
 class RankEvents:
@@ -70,7 +80,21 @@ class RankEvents:
             # A new attempt begins with a new process: nothing that the old one said is true of it.
             self.news = RankNews(phase="loading", attempt=attempt, seen_at=self.news.seen_at)
         if name == "start":
-            self.news = replace(self.news, phase="loading", iterations=_whole(event.get("iterations")))
+            self.news = replace(
+                self.news,
+                phase="loading",
+                iterations=_whole(event.get("iterations")),
+                backend=_text(event.get("backend")),
+                world_size=_whole(event.get("world_size")),
+                device=_text(event.get("device")),
+            )
+        elif name == "replica_check":
+            agreed = event.get("agreed")
+            self.news = replace(
+                self.news,
+                compared_at=_whole(event.get("iteration")),
+                replicas_agree=agreed if isinstance(agreed, bool) else None,
+            )
         elif name == "phase":
             self.news = replace(self.news, phase=str(event.get("phase")))
         elif name == "step":
@@ -96,6 +120,8 @@ class RankEvents:
         iteration = _whole(event.get("iteration"))
         if event.get("phase") == "committed" and iteration is not None and iteration not in self.checkpoints[-1:]:
             self.checkpoints.append(iteration)
+        if event.get("phase") == "committed":
+            self.news = replace(self.news, saved_bytes=_whole(event.get("bytes")))
 
 
 def _kept(block: bytes) -> list[bytes]:
@@ -108,6 +134,10 @@ def _kept(block: bytes) -> list[bytes]:
             place = block.find(word, place + len(word))
     ends = ((start, block.find(b"\n", start)) for start in sorted(starts))
     return [block[start : end if end >= 0 else len(block)] for start, end in ends]
+
+
+def _text(value: Any) -> str | None:
+    return plain(value, 40) if isinstance(value, str) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from engine.errors import StateError
-from engine.events import Diagnosis, NodeCondition, RankStatus, RunSnapshot, StopProgress
+from engine.events import Alarm, Diagnosis, NodeCondition, RankStatus, RunSnapshot, StopProgress, Verification
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
 from engine.runs.journal import replay
 from engine.runs.json_lines import JsonLinesTail
@@ -18,10 +19,12 @@ from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, read_plan
 from engine.runs.rank_events import RankEvents, RankNews
 from engine.runs.series import SeriesBuilder
+from engine.runs.verification import verify
 from engine.worker.processes import alive, boot_id
 
 _IDENTITY_AGE_S = 1.0
 """How long a supervisor that was seen alive is believed to be; asking costs a process on macOS."""
+ALARMS_SHOWN = 20
 _ACTIVE = frozenset({RunState.LAUNCHING, RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING})
 
 Diagnose = Callable[[RunDir], Diagnosis | None]
@@ -82,6 +85,8 @@ class RunWatch:
             learning_rate=self._series.learning_rate,
             diagnosis=self._diagnosis,
             stop=self._journal.stop,
+            alarms=tuple(self._journal.alarms),
+            verification=self._verification(news, record),
             taken_at=self._clock(),
             division=self._plan.division,
         )
@@ -92,6 +97,19 @@ class RunWatch:
             return
         self._plan, self._plans = read_plan(self._rundir.plan), self._journal.replanned
         self._ranks = {rank.rank: RankEvents(self._rundir.events(rank.rank)) for rank in self._plan.ranks}
+
+    def _verification(self, news: dict[int, RankNews], record: RunRecord) -> tuple[Verification, ...]:
+        if self._plan.config.job.command is not None or not record.attempts:
+            return ()
+        current = [found if found.attempt == record.attempts else RankNews() for _, found in sorted(news.items())]
+        return verify(
+            current,
+            backend=record.backend,
+            compared_every=self._plan.config.consistency.every if self._plan.config.consistency.enabled else 0,
+            losses=self._series.train.points,
+            tokens_per_second=self._series.tokens_per_second.last,
+            checkpoint=max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
+        )
 
     def _record(self, news: dict[int, RankNews]) -> RunRecord:
         """The journal's record with the figures that have come since: it only has them at the end."""
@@ -187,6 +205,7 @@ class JournalView:
         self.stop: StopProgress | None = None
         self.replanned = 0
         """How often the plan was made again."""
+        self.alarms: deque[Alarm] = deque(maxlen=ALARMS_SHOWN)
         self.conditions: dict[str, NodeCondition] = {}
         """By the node's name; of nodes that are not this machine."""
 
@@ -215,10 +234,13 @@ class JournalView:
             case "attempt":
                 self._ranks.clear()
                 self.conditions.clear()
+                self.alarms.clear()
                 self.stop = None
             case "node":
                 since = datetime.fromisoformat(entry.get("since") or entry["at"])
                 self.conditions[entry["node"]] = NodeCondition(entry["condition"], since, entry.get("why"))
+            case "alarm":
+                self.alarms.append(_alarm(entry))
             case "rank_started":
                 self.rank(entry["rank"]).started = True
             case "rank_ended":
@@ -226,6 +248,11 @@ class JournalView:
                 life.ended, life.exit_code, life.signal = True, entry.get("code"), entry.get("signal")
             case "stop" if entry.get("purpose", "abort") == "abort":
                 self.stop = stop_progress(entry, self.stop)
+
+
+def _alarm(entry: dict[str, Any]) -> Alarm:
+    at, ranks = datetime.fromisoformat(entry["at"]), tuple(entry.get("ranks") or ())
+    return Alarm(str(entry["alarm"]), str(entry.get("message")), at, entry.get("iteration"), ranks)
 
 
 _RECORD_EVENTS = frozenset({"planned", "replanned", "state", "attempt", "rank_started", "confirmed"})

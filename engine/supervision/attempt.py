@@ -285,6 +285,8 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
         stop_grace_s=recovery.stop_grace_s,
         save_grace_s=recovery.save_grace_s,
         term_grace_s=recovery.term_grace_s,
+        replica_check_every=config.consistency.every if config.consistency.enabled else 0,
+        on_corruption=config.consistency.on_corruption,
     )
 
 

@@ -33,6 +33,11 @@ _NO_MEMORY = re.compile(
 _NO_DISK = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded")
 _LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^\w+: ")
 
+_CORRUPTED_FIX = (
+    "test the memory of the node that is named, then launch again; where the nodes' chips differ and it comes back in "
+    'many parameters at once, set [consistency] on_corruption = "warn"'
+)
+
 
 class Trigger(Enum):
     """Why the attempt was being ended when it was judged."""
@@ -245,6 +250,8 @@ def _left_together(rank: RankEvidence) -> bool:
 
 def _of_rank(fault: _Fault, evidence: Evidence) -> Verdict:
     rank = fault.evidence
+    if rank.failure is not None and rank.failure.get("error_type") == "Corrupted":
+        return _corrupted(rank)
     reason, cause = _explained(fault, evidence)
     record = rank.record
     return Verdict(
@@ -255,6 +262,21 @@ def _of_rank(fault: _Fault, evidence: Evidence) -> Verdict:
         rank.node,
         record.code if record is not None else rank.launcher_code,
         record.signal if record is not None else None,
+    )
+
+
+def _corrupted(rank: RankEvidence) -> Verdict:
+    """A rank is named only where it is known to be the one."""
+    failure, record = rank.failure or {}, rank.record
+    certain = failure.get("certain") is True
+    return Verdict(
+        RunState.FAILED,
+        Reason.CORRUPTED,
+        _cut(sanitise(str(failure.get("message")).encode(errors="replace"))),
+        rank.rank if certain else None,
+        rank.node if certain else None,
+        record.code if record is not None else None,
+        fix=_CORRUPTED_FIX,
     )
 
 

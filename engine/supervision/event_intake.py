@@ -9,6 +9,7 @@ from typing import Any
 from engine.runs.json_lines import LineTail, parse
 from engine.runs.layout import RunDir
 from engine.runs.line_file import LineFile
+from engine.supervision.consistency_watch import ConsistencyWatch
 
 _METRICS = {"report": "train", "validation": "val"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
@@ -19,8 +20,11 @@ _WHERE_THE_NAME_IS = 32
 class EventIntake:
     """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
 
-    def __init__(self, run_dir: RunDir, attempt: int, bases: dict[int, int]) -> None:
+    def __init__(
+        self, run_dir: RunDir, attempt: int, bases: dict[int, int], consistency: ConsistencyWatch | None = None
+    ) -> None:
         """`bases`: rank → where the attempt begins in the head's event file."""
+        self._consistency = consistency
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         self._written = sum(1 for row in _rows(run_dir) if row.get("attempt") == attempt)
@@ -44,8 +48,13 @@ class EventIntake:
         for rank, tail in self._tails.items():
             for line in tail.lines():
                 # Most lines are steps, and a step is for those who look at one.
-                if _STEP not in line[:_WHERE_THE_NAME_IS] and (event := parse(line)) is not None:
+                if _STEP in line[:_WHERE_THE_NAME_IS]:
+                    if self._consistency is not None:
+                        self._consistency.step(rank, line)
+                elif (event := parse(line)) is not None:
                     self._take(rank, event)
+        if self._consistency is not None:
+            self._consistency.look()
 
     def close(self) -> None:
         self._file.close()
@@ -56,6 +65,10 @@ class EventIntake:
                 self._phases[rank] = str(event.get("phase"))
             case "checkpoint":
                 self._phases[rank] = "saving" if event.get("phase") == "begin" else "training"
+                if self._consistency is not None:
+                    self._consistency.checkpoint(event)
+            case "replica_check" if self._consistency is not None:
+                self._consistency.replica_check(event)
             case "end" | "failure":
                 self._phases[rank] = "ended"
             case ("report" | "validation") as name if rank == 0:

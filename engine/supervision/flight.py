@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from engine.models import RunState
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.mirror import Gap, Mirror
 from engine.runs.plan_file import Plan
+from engine.security.audit import audit_log
 from engine.supervision.abort import Graces, Proof, Stage, Stop
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions, lost_after_s
+from engine.supervision.consistency_watch import ConsistencyWatch
 from engine.supervision.culprit import Evidence, Trigger, is_consequence
 from engine.supervision.event_intake import EventIntake
 from engine.supervision.evidence import Witnesses
@@ -92,7 +95,7 @@ class Flight:
             self._mirror.follow(number, attempt.number, log, attempt.log_bases[number])
             self._mirror.follow_events(number, attempt.number, events, attempt.event_bases[number])
         self._mirror.follow(LAUNCHER_SOURCE, attempt.number, None, attempt.log_bases[LAUNCHER_SOURCE])
-        self.intake = EventIntake(run_dir, attempt.number, attempt.event_bases)
+        self.intake = EventIntake(run_dir, attempt.number, attempt.event_bases, self._consistency(run_dir.path))
         self._began = time.monotonic()
         self._second_at = float("-inf")
         self._launcher_gone_at: float | None = None
@@ -102,6 +105,17 @@ class Flight:
         self._trigger = Trigger.ENDED
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
+
+    def _consistency(self, run: Path) -> ConsistencyWatch:
+        """What judges the ranks while they train; its alarms go into the journal and the audit log."""
+
+        def alarm(**fields: Any) -> None:
+            self._logbook.append("alarm", **fields)
+            audit_log("worker_consistency", "alarm", {"run": run.name, **fields}, home=run.parent.parent)
+
+        before = [entry for entry in _of_last_attempt(self._logbook) if entry["event"] == "alarm"]
+        nodes = {rank.rank: rank.node for rank in self._plan.ranks}
+        return ConsistencyWatch(self._plan.config.consistency, nodes, alarm, before)
 
     @property
     def unconfirmed(self) -> list[str]:

@@ -294,3 +294,30 @@ def test_clocks_that_differ_do_not_change_who_was_first() -> None:
     first = replace(rank(0, 3, at=1000.0, tail="KeyError: 7"), clock_ahead_s=990.0)
     later = rank(1, 4, at=11.0, tail="ValueError: no")
     assert judge(evidence(first, later)).rank == 0
+
+
+def corrupted(certain: bool, ranks: list[int]) -> dict[str, Any]:
+    message = "the parameters of rank 1 are corrupted: …; all agreed last at iteration 50"
+    return {"error_type": "Corrupted", "message": message, "ranks": ranks, "certain": certain}
+
+
+def test_a_corrupted_rank_is_the_cause_and_those_that_left_with_it_are_not() -> None:
+    left = {"event": "end", "completed": False, "stopped": True, "iteration": 50}
+    verdict = judge(
+        evidence(rank(0, at=0.0, end=left), rank(1, 7, at=1.0, failure=corrupted(True, [1])), rank(2, end=left))
+    )
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host, verdict.exit_code) == (
+        RunState.FAILED,
+        Reason.CORRUPTED,
+        1,
+        "right",
+        7,
+    )
+    assert verdict.cause is not None and "rank 1 are corrupted" in verdict.cause
+    assert verdict.fix is not None and "memory" in verdict.fix
+
+
+def test_of_two_that_differ_none_is_named() -> None:
+    both = [rank(number, 7, at=float(number), failure=corrupted(False, [0, 1])) for number in (0, 1)]
+    verdict = judge(evidence(*both))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.CORRUPTED, None, None)

@@ -1,0 +1,106 @@
+"""What must be true of a training that has begun, line by line, from what its ranks have told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Final
+
+from engine.events import Verification
+from engine.runs.rank_events import RankNews
+
+PREDICTION_SHARE: Final = 0.8
+"""Of the predicted throughput that counts as reached: a prediction is good to a fifth."""
+GPU_USE: Final = 0.8
+_ENDS: Final = 5
+"""Reports at each end of the loss curve that are averaged: one alone goes up and down."""
+
+
+def verify(
+    ranks: Sequence[RankNews],
+    *,
+    backend: str,
+    compared_every: int,
+    losses: Sequence[tuple[int, float]],
+    tokens_per_second: float | None,
+    checkpoint: int | None,
+    predicted_tokens_per_second: float | None = None,
+) -> tuple[Verification, ...]:
+    """`ranks`: the news of the current attempt, in rank order; `backend`: the planned one; `compared_every`: updates
+    between comparisons of the replicas, 0 when there are none; `checkpoint`: iteration of the newest one."""
+    return (
+        _backend(ranks, backend),
+        _throughput(tokens_per_second, predicted_tokens_per_second),
+        gpu_line({}),
+        _loss(losses),
+        _replicas(ranks, compared_every),
+        _checkpoint(ranks, checkpoint),
+    )
+
+
+def gpu_line(uses: Mapping[str, float | None]) -> Verification:
+    """`uses`: node → GPU use from 0 to 1, None where it is not measured; empty where nobody looks."""
+    known = {node: use for node, use in uses.items() if use is not None}
+    if not known:
+        return Verification("GPU use", None, "not measured")
+    text = ", ".join(f"{node} {use:.0%}" for node, use in known.items())
+    if missing := sorted(set(uses) - set(known)):
+        text += f"; not measured on {', '.join(missing)}"
+    if any(use <= GPU_USE for use in known.values()):
+        return Verification("GPU use", False, f"{text}: not all over {GPU_USE:.0%}")
+    return Verification("GPU use", True if not missing else None, text)
+
+
+def _backend(ranks: Sequence[RankNews], backend: str) -> Verification:
+    told = [(rank.backend, rank.world_size) for rank in ranks if rank.backend is not None]
+    if len(told) < len(ranks):
+        return Verification("backend", None, f"{len(told)} of {len(ranks)} ranks have told theirs")
+    wanted = None if backend == "auto" else backend
+    wrong = [
+        f"rank {number} is in a world of {size} on {found}"
+        for number, (found, size) in enumerate(told)
+        if size != len(ranks) or (wanted is not None and found != wanted)
+    ]
+    if wrong:
+        return Verification("backend", False, f"{'; '.join(wrong[:3])}; planned are {len(ranks)} on {backend}")
+    devices = sorted({rank.device for rank in ranks if rank.device})
+    return Verification("backend", True, f"{told[0][0]}, world of {len(ranks)}, on {', '.join(devices)}")
+
+
+def _throughput(measured: float | None, predicted: float | None) -> Verification:
+    if measured is None:
+        return Verification("throughput", None, "no report yet")
+    if predicted is None:
+        return Verification("throughput", None, f"{measured:,.0f} tok/s; nothing predicted: not calibrated")
+    share = measured / predicted
+    good = share >= PREDICTION_SHARE
+    return Verification("throughput", good, f"{measured:,.0f} tok/s, {share:.0%} of {predicted:,.0f} predicted")
+
+
+def _loss(losses: Sequence[tuple[int, float]]) -> Verification:
+    if len(losses) < 2:
+        return Verification("loss", None, "not two reports yet")
+    end = min(_ENDS, len(losses) // 2)
+    first, last = (fmean(loss for _, loss in part) for part in (losses[:end], losses[-end:]))
+    word = "falling" if last < first else "not falling"
+    return Verification("loss", last < first, f"finite and {word}: {first:.3f} to {last:.3f}")
+
+
+def _replicas(ranks: Sequence[RankNews], every: int) -> Verification:
+    if len(ranks) < 2:
+        return Verification("replicas", None, "one rank: nothing to compare")
+    if every == 0:
+        return Verification("replicas", None, "not compared: [consistency] enabled = false")
+    told = [rank for rank in ranks if rank.replicas_agree is not None]
+    if not told:
+        return Verification("replicas", None, f"not compared yet: before the first step, then every {every} updates")
+    newest = max(told, key=lambda rank: rank.compared_at or 0)
+    word = "equal" if newest.replicas_agree else "NOT equal"
+    return Verification("replicas", newest.replicas_agree, f"{word} at iteration {newest.compared_at}")
+
+
+def _checkpoint(ranks: Sequence[RankNews], iteration: int | None) -> Verification:
+    size = ranks[0].saved_bytes if ranks else None
+    if iteration is None or size is None:
+        return Verification("checkpoint", None, "none written yet")
+    return Verification("checkpoint", size > 0, f"written at iteration {iteration}, {size:,} bytes")
