@@ -86,13 +86,15 @@ class Findings:
         """
         status = CheckStatus.FAIL if self.faults else CheckStatus.WARN if self.warnings else CheckStatus.PASS
         told = self.faults or self.warnings
+        # What would mend a warning is not pasted together with what mends a failure.
+        fixes = {node: fix for node, fix in self.fixes.items() if node in told}
         return CheckResult(
             name=self._name,
             status=status,
             summary=self._summary(told) + (f"; {advice}" if advice else "") if told else passed,
             evidence=self.evidence,
-            fix_command=(fix_command or pasted(self._config, self.fixes)) if told else None,
-            fixes=self.fixes if told else {},
+            fix_command=(fix_command or pasted(self._config, fixes)) if told else None,
+            fixes=fixes,
             blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node.name in self.faults), None),
         )
 
