@@ -19,6 +19,8 @@ from engine.security.identifiers import is_identifier, made_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "data_quality_report", "chunking", "chunk_size")
 COMMAND_KEYS = ("name", "command", "env")
+_TRAINING_KEYS = ("strategy", "chunking", "chunk_size")
+"""Of ours, what only the trainer obeys."""
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _LATER = "nothing here: this comes with a later release"
 _LATER_KEYS = {
@@ -55,7 +57,7 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
         settings, places = _command(faults, place, table), dict[str, Place]()
     else:
         settings, places = _training(faults, place, table, base)
-    own = {key: table[key] for key in OWN_KEYS if key in table and (key != "strategy" or "command" not in table)}
+    own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
     if own.get("strategy") in ("sharded", "pipeline"):
         faults.add(place, "strategy", own.pop("strategy"), "data: the others come with a later release")
     if not isinstance(own.get("command", []), list):
@@ -72,7 +74,7 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
 def _command(faults: Faults, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
     """A job that is a program of the user's own: nothing of it is ours to fill in."""
     for key, value in table.items():
-        if key in KEYS or key == "strategy":
+        if key in KEYS or key in _TRAINING_KEYS:
             faults.add(place, key, value, "nothing here: a command brings its own; leave out this key or the command")
     command = table["command"]
     accepted = 'a list of texts such as ["python", "my_script.py"]'

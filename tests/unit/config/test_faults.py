@@ -167,6 +167,10 @@ CASES = [
     (NODES + JOB + "fine_tune_type = 'qlora'", "job.fine_tune_type", "one of lora, dora, full"),
     (NODES + JOB + "strategy = 'magic'", "job.strategy", "'data'"),
     (NODES + JOB + "strategy = 'sharded'", "job.strategy", "a later release"),
+    (NODES + JOB + "chunk_size = 0", "job.chunk_size", "1 or more"),
+    (NODES + JOB + "chunk_size = -100", "job.chunk_size", "1 or more"),
+    (NODES + JOB + "chunk_size = 'all'", "job.chunk_size", "a whole number"),
+    (NODES + JOB + "chunking = 'no'", "job.chunking", "true or false"),
     (NODES + JOB + "max_grad_norm = 0", "job.max_grad_norm", "above 0"),
     (NODES + JOB + "optimizer_precision = 'bfloat16'", "job.optimizer_precision", "float32, parameter"),
     (NODES + JOB + "lora_parameters = {rank = 8, alpha = 16}", "job.lora_parameters", "no alpha"),
@@ -183,6 +187,7 @@ CASES = [
     # [job] command
     (NODES + "[job]\ncommand = ['a']\nmodel = 'm'\n", "job.model", "a command brings its own"),
     (NODES + "[job]\ncommand = ['a']\niters = 3\n", "job.iters", "a command brings its own"),
+    (NODES + "[job]\ncommand = ['a']\nchunk_size = 9\n", "job.chunk_size", "a command brings its own"),
     (NODES + "[job]\ncommand = []\n", "job.command", "not empty"),
     (NODES + "[job]\ncommand = ['']\n", "job.command", "not empty"),
     (NODES + "[job]\ncommand = 'python x.py'\n", "job.command", "a list of texts"),
