@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from engine.errors import StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.planning.document import VERSION
 from engine.preflight.checklist import run_checks
+from engine.preflight.planned import planned
 from engine.preflight.scene import Scene
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
 from engine.security.audit import audit_log
+from engine.store.store import Store
 from engine.supervision.culprit import Verdict
 from engine.worker.wire import write_atomic
+
+_PLAN_S = 2.0
+"""For the training plan, once the checks have ended: a launch does not wait for it."""
 
 
 async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> PreflightReport:
@@ -30,13 +38,34 @@ async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> Prefli
         _write(run_dir, _report(results.values(), CheckStatus.RUNNING, plan.skip))
 
     audit = functools.partial(audit_log, home=home)
+    planning = asyncio.create_task(_write_training_plan(run_dir, scene, home), name="training plan")
     try:
         report = await run_checks(scene, skip=plan.skip, on_result=keep, audit=audit)
+        await asyncio.wait([planning], timeout=_PLAN_S)
     except asyncio.CancelledError:
         _write(run_dir, _report(map(_cut_short, results.values()), CheckStatus.SKIP, plan.skip))
         raise
+    finally:
+        planning.cancel()
+        await asyncio.gather(planning, return_exceptions=True)
     _write(run_dir, report)
     return report
+
+
+async def _write_training_plan(run_dir: RunDir, scene: Scene, home: Path) -> None:
+    """training_plan.json while the checks run. It tells of the launch and is no part of it: whatever stands in its way
+    is written in its place."""
+    document: dict[str, Any] = {"version": VERSION, "enabled": False}
+    try:
+        document = (await planned(scene, Store(home))).document()
+    except asyncio.CancelledError:
+        document["reason"] = "it was not made by the time the checks had ended"
+        raise
+    except Exception as error:
+        document["reason"] = f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            write_atomic(run_dir.training_plan, json.dumps(document, indent=1) + "\n")
 
 
 def excluded(report: PreflightReport) -> dict[str, str]:

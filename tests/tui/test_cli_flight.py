@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.models import RunState
+from engine.planning.document import TrainingPlan
 from engine.runs.journal import read_journal
 from engine.session import Engine
 from engine.worker.processes import with_nonce
@@ -95,6 +96,12 @@ def test_its_loss_falls(shared_home: Path, flown: Done) -> None:
     ]
     assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0]
+
+
+def test_its_training_plan_lies_beside_it(shared_home: Path, flown: Done) -> None:
+    run = Engine(shared_home).find(json.loads(flown.out)["id"])
+    plan = TrainingPlan.model_validate_json(run.training_plan.read_bytes())
+    assert (plan.version, plan.strategy.world_size, plan.data.examples, plan.refusals) == ("2.0.0", 2, 512, ())
 
 
 def test_no_line_is_printed_twice(flown: Done) -> None:

@@ -1,0 +1,294 @@
+"""The training plan: its arithmetic is closed for any cluster and job, what is not known is null with its reason, and
+what cannot be launched is refused with a way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
+from engine.models import NodeFacts
+from engine.planning.data_report import DataReport
+from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
+from engine.planning.explain import explained, summary
+from engine.planning.inputs import PlanInputs
+from engine.planning.notes import Source
+from engine.planning.plan import make_plan
+from engine.worker.chunks import chunk_plan
+from tests.unit.planning.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, situations, ultra_and_max
+
+SECTIONS = {
+    "strategy": {"approach", "total_gpus", "nodes", "gpus_per_node", "parallelism", "layer_split", "world_size"},
+    "batch_configuration": {
+        *("per_gpu_batch_size", "total_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_epochs"),
+        *("micro_batch", "learning_rate_rule", "base_learning_rate", "warmup_steps"),
+    },
+    "distributed_config": {"mlx_launch_command", "gradient_sync", "unified_memory", "mlx_env_vars"},
+    "rdma_config": {"enabled", "platform", "backend", "expected_speedup", "env_vars", "setup"},
+    "checkpoint_strategy": {
+        *("approach", "async", "compression", "storage", "frequency", "retention", "expected_recovery_time"),
+    },
+    "performance_targets": {"throughput", "gpu_utilization", "checkpoint_overhead"},
+    "pre_rdma_sync": {"sync_script", "validation_checks", "block_on_failure", "sync_status", "sync_output"},
+    "hardware_calibration": {"workload_distribution", "macos_qos_api", "calibration_notes"},
+}
+
+
+def names(plan: TrainingPlan, kind: str) -> list[str]:
+    return [each.name for each in getattr(plan, kind)]
+
+
+def refusal(plan: TrainingPlan, name: str) -> str:
+    return next(each.text for each in plan.refusals if each.name == name)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(situations())
+def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
+    plan = make_plan(situation)
+    batch, ranks, job = plan.batch_configuration, plan.strategy.world_size, situation.config.job.mlx_lm
+    assert plan.strategy.total_gpus == ranks == len(situation.config.nodes)
+    assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
+    assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
+    if batch.micro_batch is None:
+        assert "batch_size" in names(plan, "refusals") and job["batch_size"] < ranks
+    else:
+        assert sum(batch.micro_batch.values()) == job["batch_size"] and min(batch.micro_batch.values()) >= 1
+    if (chosen := batch.suggested) is not None:
+        assert chosen.per_gpu_batch_size * ranks * chosen.gradient_accumulation_steps == chosen.total_batch_size
+        assert batch.largest_per_gpu_batch_size is None or chosen.per_gpu_batch_size <= batch.largest_per_gpu_batch_size
+    assert sum(plan.hardware_calibration.workload_distribution.values()) == pytest.approx(1)
+    if isinstance(chunks := plan.coordinator_chunking, ChunkingPart):
+        covered = list(chunk_plan(chunks.dataset_size, chunks.chunk_size).boundaries)
+        assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == situation.examples
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(situations())
+def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situation: PlanInputs) -> None:
+    plan = make_plan(replace(situation, strategy="pipeline"))
+    if plan.strategy.layer_split is None:
+        assert situation.model is None or "layer_split" in names(plan, "refusals")
+        return
+    assert isinstance(plan.memory, MemoryPart)
+    ranges = [tuple(map(int, part.split("-"))) for part in plan.strategy.layer_split.split(",")]
+    assert [layer for start, end in ranges for layer in range(start, end)] == list(range(plan.memory.layers))
+    sizes = [(rank.limit_bytes or 0, end - start) for rank, (start, end) in zip(plan.memory.ranks, ranges, strict=True)]
+    assert all(less <= more for weak, less in sizes for strong, more in sizes if weak < strong)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(situations())
+def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(situation: PlanInputs) -> None:
+    plan = make_plan(situation)
+    document = plan.document()
+    assert TrainingPlan.model_validate(document) == plan
+    unknown = {reason.key for reason in plan.reasons if reason.source is Source.UNKNOWN}
+    for section, key in (
+        ("performance_targets", "throughput"),
+        ("rdma_config", "expected_speedup"),
+        ("checkpoint_strategy", "expected_recovery_time"),
+        ("distributed_config", "mlx_launch_command"),
+        ("batch_configuration", "largest_per_gpu_batch_size"),
+    ):
+        assert (document[section][key] is None) == (f"{section}.{key}" in unknown), key
+    assert all(text for _, text in summary(plan))
+    assert {section for section, _ in explained(plan)} >= {"strategy", "batch_configuration"}
+
+
+def test_the_document_has_the_keys_that_others_read() -> None:
+    document = make_plan(inputs(ultra_and_max())).document()
+    assert document["version"] == "2.0.0"
+    for section, keys in SECTIONS.items():
+        assert keys <= document[section].keys(), section
+    assert isinstance(document["verification_steps"], list)
+    assert {"worker_consistency", "coordinator_chunking", "pre_flight_checklist"} <= document.keys()
+
+
+def test_the_older_document_has_the_first_seven_sections_alone() -> None:
+    assert tuple(make_plan(inputs(ultra_and_max())).document("v1")) == FIRST_SECTIONS
+
+
+def test_the_known_split_over_an_ultra_and_a_max() -> None:
+    plan = make_plan(inputs(ultra_and_max()[::-1], settings={"fine_tune_type": "full"}, strategy="pipeline"))
+    assert plan.strategy.layer_split == "0-8,8-36"
+    assert not plan.strategy.launchable and "later release" in (plan.strategy.not_launchable or "")
+    assert plan.distributed_config.mlx_launch_command is None
+
+
+def test_an_m4_max_takes_at_most_eight_layers_in_full_fine_tuning() -> None:
+    two = [mac("a", 0, "Apple M4 Max", 128), mac("b", 1, "Apple M4 Max", 128)]
+    plan = make_plan(inputs(two, settings={"fine_tune_type": "full"}, strategy="pipeline"))
+    assert "20 of 36 layers are left over" in refusal(plan, "layer_split")
+    lora = make_plan(inputs(two, strategy="pipeline"))
+    assert lora.strategy.layer_split == "0-18,18-36"
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_way_out_and_its_override() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, model=LLAMA_70B))
+    assert plan.refused and "it fits on no node" in refusal(plan, "memory")
+    assert 'fine_tune_type = "lora"' in refusal(plan, "memory")
+    assert "sharded or pipeline" in refusal(plan, "size_70b")
+    assert all(each.override == "flightdeck launch --skip hardware_layer" for each in plan.refusals)
+
+
+def test_where_it_fits_on_one_node_only_the_other_is_named() -> None:
+    settings = {"fine_tune_type": "full", "grad_checkpoint": True, "batch_size": 2, "max_seq_length": 512}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B))
+    assert isinstance(plan.memory, MemoryPart)
+    assert plan.memory.ranks[1].fits is False and "max needs" in refusal(plan, "memory")
+
+
+def test_the_watchdog_of_the_m4_max_is_said_to_be_disputed() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}))
+    advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
+    assert advice.disputed and "max: an M4 Max" in advice.text and "disputed" in advice.text
+
+
+def test_adam_in_the_parameters_own_type_is_advised_against() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"optimizer_precision": "parameter"}))
+    assert "adam_in_16_bits" in names(plan, "advice")
+
+
+def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> None:
+    plan = make_plan(
+        inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=calibration({"ultra": 3, "max": 1}))
+    )
+    assert plan.batch_configuration.micro_batch == {"ultra": 6, "max": 2}
+    assert plan.hardware_calibration.enabled
+    assert plan.performance_targets.throughput == pytest.approx(4, rel=0.05)
+    assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
+
+
+def test_nodes_of_like_speed_share_equally() -> None:
+    plan = make_plan(inputs(ultra_and_max(), calibration=calibration({"ultra": 0.85, "max": 0.84})))
+    assert plan.hardware_calibration.workload_distribution == {"ultra": 0.5, "max": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, "hardware calibration missing, assuming equal performance"),
+        ({"config": {"calibration": CalibrationConfig(enabled=False)}}, "switched off by [calibration] enabled"),
+    ],
+)
+def test_without_a_calibration_nothing_is_guessed(more: dict[str, Any], reason: str) -> None:
+    plan = make_plan(inputs(ultra_and_max(), **more))
+    assert isinstance(plan.hardware_calibration, Disabled) and plan.hardware_calibration.reason == reason
+    assert plan.performance_targets.throughput is None
+    assert "hardware_calibration" in names(plan, "warnings")
+
+
+def test_a_calibration_past_its_age_is_not_used_and_said() -> None:
+    taken = calibration({"ultra": 3, "max": 1}, age=timedelta(days=40))
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken))
+    assert plan.batch_configuration.micro_batch == {"ultra": 4, "max": 4}
+    assert plan.performance_targets.throughput is None
+    assert any("40 days old" in warning.text for warning in plan.warnings)
+
+
+def test_parts_that_are_switched_off_warn_by_name() -> None:
+    config = {
+        "preflight": PreflightConfig(sync=False, consistency=False),
+        "consistency": ConsistencyConfig(enabled=False),
+    }
+    plan = make_plan(inputs(ultra_and_max(), config=config, job={"chunking": False}))
+    document = plan.document()
+    for part in ("pre_rdma_sync", "worker_consistency", "coordinator_chunking"):
+        assert document[part]["enabled"] is False and document[part]["reason"], part
+    assert {"pre_rdma_sync", "worker_consistency", "consistency", "coordinator_chunking"} <= set(
+        names(plan, "warnings")
+    )
+
+
+def test_one_node_needs_neither_sync_nor_comparison_nor_rdma() -> None:
+    plan = make_plan(inputs(ultra_and_max()[:1]))
+    assert not plan.pre_rdma_sync.enabled and not plan.worker_consistency.enabled and not plan.rdma_config.enabled
+    assert plan.rdma_config.backend == "none"
+
+
+@pytest.mark.parametrize(("examples", "chunks"), [(50_000, 1), (49_999, None), (1, None), (125_000, 3)])
+def test_chunking_begins_with_a_whole_chunk(examples: int, chunks: int | None) -> None:
+    part = make_plan(inputs(ultra_and_max(), examples=examples)).coordinator_chunking
+    assert (part.num_chunks if isinstance(part, ChunkingPart) else None) == chunks
+
+
+@pytest.mark.parametrize("examples", [0, -100])
+def test_a_dataset_without_examples_is_refused(examples: int) -> None:
+    assert f"dataset_size = {examples}" in refusal(
+        make_plan(inputs(ultra_and_max(), examples=examples)), "coordinator_chunking"
+    )
+
+
+def test_poisoned_data_is_refused_and_data_that_is_not_ready_warns() -> None:
+    poisoned = make_plan(inputs(ultra_and_max(), report=DataReport(poisoning_detected=True)))
+    assert "poisoning_detected" in refusal(poisoned, "data_quality")
+    unready = make_plan(inputs(ultra_and_max(), report=DataReport(overall_ready=False)))
+    assert not unready.refused and "data_quality" in names(unready, "warnings")
+
+
+def test_a_report_that_cannot_be_read_warns() -> None:
+    plan = make_plan(inputs(ultra_and_max(), report_problem="/r.json: the data report cannot be read"))
+    assert isinstance(plan.data_quality, Disabled) and "data_quality" in names(plan, "warnings")
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [({"save_every": 1780, "iters": 20_000}, True), ({"save_every": 900, "iters": 20_000}, False)],
+)
+def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings=keys))
+    assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
+
+
+def test_what_this_release_does_not_do_is_not_claimed() -> None:
+    part = make_plan(inputs(ultra_and_max())).document()["checkpoint_strategy"]
+    assert part["async"] is False and part["expected_recovery_time"] is None
+    assert {"approach", "async", "retention", "resume"} <= part["not_in_this_release"].keys()
+
+
+def test_a_node_that_does_not_answer_is_planned_by_what_was_seen_of_it() -> None:
+    facts = ultra_and_max()
+    seen = {fact.node: fact for fact in facts} | {
+        "max": facts[1].model_copy(update={"probed_at": NOW - timedelta(hours=3)})
+    }
+    plan = make_plan(inputs(facts, facts=seen, problems={"max": "no route to host"}))
+    assert plan.nodes[1].problem == "no route to host" and plan.nodes[1].facts_age_s == 3 * 3600
+    assert "3 hours ago" in next(warning.text for warning in plan.warnings if warning.name == "nodes")
+    assert not plan.refused
+
+
+def test_a_node_that_nobody_has_seen_leaves_only_its_own_part_open() -> None:
+    facts: list[NodeFacts] = ultra_and_max()
+    plan = make_plan(
+        inputs(facts, facts={"ultra": facts[0]}, problems={"max": "down"}, wiring=None, unwired="max: no address")
+    )
+    assert isinstance(plan.memory, MemoryPart)
+    assert [rank.fits for rank in plan.memory.ranks] == [True, None]
+    assert not plan.refused and plan.distributed_config.mlx_launch_command is None
+
+
+def test_a_command_of_the_users_own_has_no_batch_and_no_guess() -> None:
+    plan = make_plan(inputs(ultra_and_max(), job={"command": ("python", "train.py"), "mlx_lm": {}}, model=None))
+    assert plan.batch_configuration.total_batch_size is None and isinstance(plan.memory, Disabled)
+    assert isinstance(plan.coordinator_chunking, Disabled) and not plan.refused
+
+
+def test_a_kind_of_model_that_is_not_known_is_planned_without_memory() -> None:
+    plan = make_plan(inputs(ultra_and_max(), model={"model_type": "of tomorrow"}))
+    assert isinstance(plan.memory, Disabled) and "memory" in names(plan, "warnings") and not plan.refused
+
+
+def test_cuda_nodes_are_told_what_nccl_needs() -> None:
+    nodes = [
+        mac(f"n{rank}", rank, "NVIDIA H100", 80, system="Linux", backends=("nccl",), gpu_limit_bytes=None)
+        for rank in range(2)
+    ]
+    plan = make_plan(inputs(nodes))
+    assert (plan.rdma_config.platform, plan.rdma_config.backend) == ("cuda", "nccl")
+    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1"}
+    assert any("ibstat" in step for step in plan.verification_steps)
