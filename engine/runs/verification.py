@@ -12,6 +12,8 @@ from engine.runs.rank_events import RankNews
 PREDICTION_SHARE: Final = 0.8
 """Of the predicted throughput that counts as reached: a prediction is good to a fifth."""
 GPU_USE: Final = 0.8
+GPU: Final = "GPU use"
+NOT_MEASURED: Final = "not measured"
 _ENDS: Final = 5
 """Reports at each end of the loss curve that are averaged: one alone goes up and down."""
 
@@ -31,7 +33,7 @@ def verify(
     return (
         _backend(ranks, backend),
         _throughput(tokens_per_second, predicted_tokens_per_second),
-        gpu_line({}),
+        _gpu(ranks),
         _loss(losses),
         _replicas(ranks, compared_every),
         _checkpoint(ranks, checkpoint),
@@ -42,13 +44,20 @@ def gpu_line(uses: Mapping[str, float | None]) -> Verification:
     """`uses`: node → GPU use from 0 to 1, None where it is not measured; empty where nobody looks."""
     known = {node: use for node, use in uses.items() if use is not None}
     if not known:
-        return Verification("GPU use", None, "not measured")
+        return Verification(GPU, None, NOT_MEASURED)
     text = ", ".join(f"{node} {use:.0%}" for node, use in known.items())
     if missing := sorted(set(uses) - set(known)):
         text += f"; not measured on {', '.join(missing)}"
     if any(use <= GPU_USE for use in known.values()):
-        return Verification("GPU use", False, f"{text}: not all over {GPU_USE:.0%}")
-    return Verification("GPU use", True if not missing else None, text)
+        return Verification(GPU, False, f"{text}: not all over {GPU_USE:.0%}")
+    return Verification(GPU, True if not missing else None, text)
+
+
+def _gpu(ranks: Sequence[RankNews]) -> Verification:
+    devices = {rank.device for rank in ranks if rank.device is not None}
+    if devices and all("cpu" in device.lower() for device in devices):
+        return Verification(GPU, None, "the ranks train on the CPU")
+    return gpu_line({})
 
 
 def _backend(ranks: Sequence[RankNews], backend: str) -> Verification:

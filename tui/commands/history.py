@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import sys
 from datetime import UTC, datetime
 
@@ -79,7 +80,13 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     snapshot = engine.watch(directory.id).poll()
     record = snapshot.record
     if options.json:
-        print_json({**record.model_dump(mode="json"), "supervised": snapshot.supervised, "directory": directory.path})
+        found = {
+            "supervised": snapshot.supervised,
+            "directory": directory.path,
+            "alarms": [dataclasses.asdict(alarm) for alarm in snapshot.alarms],
+            "verification": [dataclasses.asdict(line) for line in snapshot.verification],
+        }
+        print_json({**record.model_dump(mode="json"), **found})
         return OK
     lines = Lines()
     state = lines.word(record.state.value)
@@ -99,6 +106,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
         lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
     _show_figures(lines, snapshot)
     _show_ranks(lines, snapshot)
+    _show_watch(lines, snapshot)
     lines.say(f"  {'files':<10} {directory.path}")
     lines.say(f"  {'logs':<10} flightdeck logs {record.id}")
     return OK
@@ -126,6 +134,16 @@ def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:
         parts += [f"exit {rank.exit_code}"] if rank.exit_code is not None else []
         parts += [f"signal {rank.signal}"] if rank.signal is not None else []
         lines.say(f"  {f'rank {rank.rank}':<10} {rank.node}: {', '.join(parts)}")
+
+
+def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
+    """Alarms of the last attempt, and what must be true after a launch."""
+    for alarm in snapshot.alarms:
+        at = f"{alarm.at.astimezone():%H:%M:%S}" + (f", iteration {alarm.iteration}" if alarm.iteration else "")
+        lines.say(f"  {'alarm':<10} {lines.ink(alarm.message, 'red')} ({alarm.name}, {at})")
+    words = {True: "yes", False: "NO", None: "unknown"}
+    for line in snapshot.verification:
+        lines.say(f"  {line.name:<10} {words[line.good]}: {line.text}")
 
 
 def metrics(options: argparse.Namespace, engine: Engine) -> int:

@@ -8,7 +8,7 @@ from textual.content import Content
 
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
-from tui.widgets import run_story
+from tui.widgets import run_story, run_watch
 from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
 from tui.widgets.rank_lines import figures, line, own_program, table
@@ -32,6 +32,7 @@ class RunPane(Pane, can_focus=True):
         yield LossPlot(id="loss")
         yield Text(id="ranks")
         yield Text(id="figures")
+        yield Text(id="watch")
 
     @property
     def full(self) -> bool:
@@ -57,9 +58,10 @@ class RunPane(Pane, can_focus=True):
             self.plot.display = False
             self._put("#ranks", [])
             self._put("#figures", [])
+            self._put("#watch", [])
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
-        story = run_story.end(state, snapshot, self.room)
+        story = [*run_story.end(state, snapshot, self.room), *run_watch.alarms(state, snapshot, self.room)]
         self._put("#story", story)
         # Without a curve the room is the log's: it is what tells of a failure, or of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-said")
@@ -74,6 +76,7 @@ class RunPane(Pane, can_focus=True):
         ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, self.room)] if has_loss else [])
+        self._put("#watch", run_watch.verification(state, snapshot, self.room, every=self.full))
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         text = self.query_one(selector, Text)
@@ -87,7 +90,9 @@ class RunPane(Pane, can_focus=True):
         lines = [
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_story.end(state, snapshot, self.room),
+            *run_watch.alarms(state, snapshot, 200),
             figures(state, snapshot, 200),
+            *run_watch.verification(state, snapshot, 200, every=True),
             *table(state, snapshot, 200, headed=True),
             Content("iteration  train loss"),
             *(Content(f"{iteration:>9}  {loss:.6f}") for iteration, loss in snapshot.series.train),

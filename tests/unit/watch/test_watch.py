@@ -180,3 +180,32 @@ def test_a_stop_remembers_only_the_stages_that_were_needed(run: MadeRun) -> None
     stop = watch.poll().stop
     assert stop is not None
     assert stop.passed == ("stop", "verifying")
+
+
+def test_alarms_are_those_of_the_last_attempt_and_what_is_verified_comes_from_the_ranks(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    run.journal.append(
+        "alarm", alarm="BYZANTINE_WORKERS_DETECTED", ranks=[1], iteration=30, message="rank 1 on b: apart"
+    )
+    for rank in (0, 1):
+        run.events(
+            rank,
+            {"event": "start", "backend": "ring", "world_size": 2, "device": "Device(cpu, 0)", "iterations": 60},
+            {"event": "replica_check", "iteration": 50, "agreed": True},
+        )
+    watch = watched(run)
+    snapshot = watch.poll()
+    (alarm,) = snapshot.alarms
+    assert (alarm.name, alarm.ranks, alarm.iteration) == ("BYZANTINE_WORKERS_DETECTED", (1,), 30)
+    found = {line.name: line.good for line in snapshot.verification}
+    assert found == {
+        "backend": True,
+        "throughput": None,
+        "GPU use": None,
+        "loss": None,
+        "replicas": True,
+        "checkpoint": None,
+    }
+    run.attempt()
+    again = watch.poll()
+    assert again.alarms == ()
