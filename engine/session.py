@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from engine.models import (
     NodeTelemetry,
     PreflightReport,
     RunRecord,
+    SyncReport,
     Topology,
 )
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, state_home
@@ -403,6 +404,25 @@ class Engine:
             overridden=check_names([*config.preflight.skip, *skip]),
             finished_at=datetime.now(UTC),
         )
+
+    async def sync(
+        self, config: FlightConfig, *, dry_run: bool = False, heard: Callable[[str], None] = lambda _: None
+    ) -> SyncReport:
+        """Make the nodes' workdirs alike, by the user's script or by rsync, and prove it; `dry_run` compares only.
+        `heard` is told each line on the way. Raises InputError, LaunchError."""
+        from engine.preflight.mirroring import synchronise
+        from engine.preflight.scene import Scene
+        from engine.security.audit import audit_log
+
+        scene = Scene(config, self.fleet(config))
+        try:
+            report = await synchronise(scene, self.home, dry_run=dry_run, heard=heard)
+        finally:
+            await scene.close()
+        differing = [name for name, node in report.nodes.items() if not node.same]
+        context = {"method": report.method, "dry_run": dry_run, "words": report.words, "differing": differing}
+        audit_log("sync", "success" if report.synced else "failed", context, home=self.home)
+        return report
 
     async def doctor(self) -> list[CheckResult]:
         """What this machine has and lacks for a run of its own."""

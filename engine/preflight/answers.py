@@ -142,6 +142,8 @@ class Tree(Answer):
     home: bool = False
     problem: Words | None = None
     absent: bool = False
+    permit: Annotated[str, Field(max_length=4096)] | None = None
+    """What may not be read."""
     cut: bool = False
     left: Annotated[list[Words], Field(max_length=10_000)] = []
     """Folders that were left out for what they are: environments, and what the question set apart."""

@@ -21,10 +21,11 @@ from engine.models import CheckResult, CheckStatus, PreRdmaSync
 from engine.preflight import connectivity
 from engine.preflight.answers import Tree
 from engine.preflight.check import Check, Findings, verdict
-from engine.preflight.fixes import tree_copies
+from engine.preflight.fixes import pasted, tree_copies
 from engine.preflight.scene import Scene
 from engine.preflight.script import Ran, Script, find, run
 from engine.preflight.tree import LEFT_OUT, READ_LIMIT_S, Difference, compare, counted, folders, trees
+from engine.transport.base import quoted
 
 NAME = "pre_rdma_sync"
 SCRIPT_LIMIT_S = 300.0
@@ -57,6 +58,8 @@ class Proof:
     differences: dict[str, Difference]
     problems: dict[str, str]
     """Node → why it could not be compared, though it should have been."""
+    permits: dict[str, str]
+    """Of these, node → what may not be read there."""
     absent: tuple[str, ...]
     """Of these, nodes that have no such folder."""
     homes: tuple[str, ...]
@@ -114,20 +117,24 @@ async def _run(script: Script, directory: Path, heard: Callable[[str], None]) ->
         return await run(argv, limit_s=SCRIPT_LIMIT_S, directory=directory, heard=heard)
 
 
-async def prove(scene: Scene) -> Proof:
-    """Compare the workdirs of all nodes with the reference's."""
+async def prove(scene: Scene, against: tuple[NodeConfig, Tree] | None = None) -> Proof:
+    """Compare the workdirs of all nodes with the reference's: the first node's, this machine's before all; or with a
+    tree of this machine, `against`, that is no node's."""
     where = folders(scene.config)
     found = await trees(scene)
     homes = tuple(name for name, tree in found.items() if isinstance(tree, Tree) and tree.home)
     problems = {name: why for name, tree in found.items() if (why := _problem(tree)) is not None}
     whole = {name: tree for name, tree in found.items() if isinstance(tree, Tree) and name not in (*homes, *problems)}
     reference = next((node for node in where.values() if node.name in whole), next(iter(where.values())))
+    if against is not None:
+        reference, whole[against[0].name] = against
     differences = {name: compare(whole[reference.name], tree) for name, tree in whole.items() if name != reference.name}
     words = {name: _words(tree, differences.get(name)) for name, tree in whole.items()}
     words |= dict.fromkeys(homes, "its workdir is a bare home: not compared") | problems
     absent = tuple(name for name, tree in found.items() if isinstance(tree, Tree) and tree.absent)
     left = tuple(whole[reference.name].left) if reference.name in whole else ()
-    return Proof(reference, words, differences, problems, absent, homes, left)
+    permits = {name: tree.permit for name, tree in found.items() if isinstance(tree, Tree) and tree.permit is not None}
+    return Proof(reference, words, differences, problems, permits, absent, homes, left)
 
 
 def judge(config: FlightConfig, scripted: Scripted, proof: Proof | None) -> CheckResult:
@@ -162,7 +169,8 @@ def _judge_trees(config: FlightConfig, scripted: Scripted, proof: Proof, *, bloc
     lacking = []
     for node in config.nodes:
         if node.name in proof.problems:
-            say(node, proof.problems[node.name])
+            permit = proof.permits.get(node.name)
+            say(node, proof.problems[node.name], f"chmod u+rX {quoted(permit)}" if permit is not None else None)
         elif difference := proof.differences.get(node.name):
             say(node, f"{node.name} has not what {proof.reference.name} has: {difference.words()}")
         if node.name in proof.absent or proof.differences.get(node.name):
@@ -171,11 +179,10 @@ def _judge_trees(config: FlightConfig, scripted: Scripted, proof: Proof, *, bloc
         proved = proof.compared or not proof.homes
         status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
         return verdict(NAME, status, "; ".join([scripted.words, *_checks(proof)]), evidence=found.evidence)
-    fix = None
-    if proof.reference.name in proof.words and lacking:
-        workdirs = {node.name: node.workdir for node in config.nodes}
-        fix = tree_copies(proof.reference, lacking, workdirs, without=LEFT_OUT, left=proof.left)
-    return found.verdict("", fix_command=fix, advice=scripted.words)
+    workdirs = {node.name: node.workdir for node in config.nodes}
+    copied = tree_copies(proof.reference, lacking, workdirs, without=LEFT_OUT, left=proof.left)
+    fix = " && ".join(filter(None, [pasted(config, found.fixes), copied]))
+    return found.verdict("", fix_command=fix or None, advice=scripted.words)
 
 
 def _checks(proof: Proof) -> tuple[str, ...]:

@@ -102,21 +102,27 @@ async def trees(scene: Scene) -> dict[str, Tree | FlightDeckError]:
     )
 
 
+def question(apart: Sequence[str]) -> dict[str, object]:
+    """What worker.looks.tree is asked; `apart` are absolute paths that are no part of the tree."""
+    return {
+        "without": LEFT_OUT,
+        "apart": list(apart),
+        "files": FILES,
+        "whole_bytes": WHOLE_BYTES,
+        "all_bytes": ALL_BYTES,
+    }
+
+
 async def _asked(scene: Scene, node: NodeConfig) -> Tree | FlightDeckError:
     adapters = scene.config.job.mlx_lm.get("adapter_path")
     try:
         place = await scene.place_of(node)
         # What a training leaves, it leaves on one node.
         apart = [place.expanded(scene.path(node, str(adapters)))] if adapters else []
-        question = {
-            "without": LEFT_OUT,
-            "apart": [*apart, place.root],
-            "files": FILES,
-            "whole_bytes": WHOLE_BYTES,
-            "all_bytes": ALL_BYTES,
-        }
         workdir = scene.path(node, node.workdir)
-        return await scene.look(node, "tree", workdir, json.dumps(question), said=Tree, timeout_s=READ_LIMIT_S)
+        return await scene.look(
+            node, "tree", workdir, json.dumps(question([*apart, place.root])), said=Tree, timeout_s=READ_LIMIT_S
+        )
     except FlightDeckError as error:
         return error
 

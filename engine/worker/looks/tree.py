@@ -2,10 +2,10 @@
 
 QUESTION is JSON: `without`, names (or patterns) of files and folders that are left out wherever they are; `apart`,
 paths that are left out; `files`, how many are looked at most; `whole_bytes`, up to which size a file is hashed;
-`all_bytes`, how much is hashed in all. Prints `home` (the folder is the user's home: nothing is read),
-`problem` (`absent`: there is no such folder), and `entries`: path → [size, SHA-256 or null], of a symlink [-1, its
-target]; in the paths' order. `cut` is whether there are more; `left` the folders that were left out for what they are,
-not for their name.
+`all_bytes`, how much is hashed in all. Prints `home` (the folder is the user's home: nothing is read), `problem`
+(`absent`: there is no such folder; `permit`: what may not be read), and `entries`: path → [size, SHA-256 or null], of a
+symlink [-1, its target]; in the paths' order. `cut` is whether there are more; `left` the folders that were left out
+for what they are, not for their name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENVIRONMENT = "pyvenv.cfg"
 def manifest(folder: Path, question: dict[str, Any]) -> dict[str, Any]:
     """The document for one folder."""
     said: dict[str, Any] = {
-        "home": False, "absent": False, "problem": None, "entries": {}, "cut": False, "left": [],
+        "home": False, "absent": False, "problem": None, "permit": None, "entries": {}, "cut": False, "left": [],
     }  # fmt: skip
     try:
         if not folder.is_dir():
@@ -52,6 +52,7 @@ def manifest(folder: Path, question: dict[str, Any]) -> dict[str, Any]:
             entry = _entry(path, min(int(question["whole_bytes"]), left))
         except OSError as error:
             said["problem"] = f"{path} cannot be read: {error.strerror}"
+            said["permit"] = str(path) if isinstance(error, PermissionError) else None
             break
         if entry is not None:
             entries[path.relative_to(folder).as_posix()] = entry

@@ -1,0 +1,195 @@
+"""`flightdeck sync` over real nodes, by rsync, and the checks of files: what is printed mends what was broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.models import CheckStatus, SyncReport
+from engine.preflight import checkpoint, consistency, sync
+from engine.session import Engine
+from engine.transport.fleet import Fleet
+from tests.cluster.cluster import Cluster
+from tests.cluster.node import Node
+from tests.integration.checks import as_user, config_of, furnish, looked
+
+WORKDIR = "~/my project"
+"""A folder whose name a shell would take for two."""
+
+
+@pytest.fixture
+def project(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightConfig]:
+    """A project on this machine, which is no node, and nodes that have nothing of it yet."""
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "state with space"))
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    folder = tmp_path / "me" / "project"
+    for name, text in (("train.py", "print(1)\n"), ("src/it's.py", "x = 1\n"), (".env", "A=1\n")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in (".git/index", "src/__pycache__/a.pyc", "env/pyvenv.cfg"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("of this machine")
+    (folder / "latest").symlink_to("src")
+    config = config_of(cluster)
+    nodes = tuple(node.model_copy(update={"workdir": WORKDIR}) for node in config.nodes)
+    yield config.model_copy(update={"nodes": nodes, "file": folder / "flightdeck.toml"})
+    for node in cluster.nodes:
+        shell(node, 'chmod -R u+rwx "$HOME/my project"; rm -rf "$HOME/my project" "$HOME/saved" "$HOME/few"')
+
+
+def shell(node: Node, line: str) -> str:
+    return node.run(["/bin/sh", "-c", line]).stdout
+
+
+async def synced(config: FlightConfig, *, dry_run: bool = False) -> SyncReport:
+    engine = Engine()
+    try:
+        return await engine.sync(config, dry_run=dry_run)
+    finally:
+        await engine.close()
+
+
+async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(
+    cluster: Cluster, project: FlightConfig
+) -> None:
+    before = await synced(project, dry_run=True)
+    assert not before.synced
+    assert all(node.problem is not None and "is not there" in node.problem for node in before.nodes.values())
+    after = await synced(project)
+    assert after.synced, after
+    assert set(after.nodes) == {node.name for node in cluster.nodes}
+    for node in cluster.nodes:
+        assert shell(node, 'cd "$HOME/my project" && ls -A . src').split() == [
+            ".:", ".env", "latest", "src", "train.py", "src:", "it's.py",
+        ]  # fmt: skip
+    audit = [
+        json.loads(line) for line in (Path(os.environ["FLIGHTDECK_HOME"]) / "audit.jsonl").read_text().splitlines()
+    ]
+    assert [(entry["event_type"], entry["status"]) for entry in audit] == [("sync", "failed"), ("sync", "success")]
+
+
+async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Cluster, project: FlightConfig) -> None:
+    await synced(project)
+    second = cluster.nodes[1]
+    hidden = (
+        'cd "$HOME/my project" && touch -r train.py when && printf "print(2)\\n" > train.py && touch -r when train.py'
+    )
+    shell(second, hidden + " && mv when own.log")
+    found = await synced(project, dry_run=True)
+    assert [name for name, node in found.nodes.items() if not node.same] == [second.name]
+    assert (found.nodes[second.name].differing, found.nodes[second.name].own_count) == (("train.py",), 1)
+    assert (await synced(project)).synced
+    assert shell(second, 'cat "$HOME/my project/train.py"; ls "$HOME/my project/own.log"').startswith("print(1)\n/")
+
+
+async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Cluster, project: FlightConfig) -> None:
+    third = cluster.nodes[2]
+    shell(third, 'mkdir -p "$HOME/few" && ln -s "$(command -v mkdir)" "$HOME/few/mkdir"')
+    third.noisy_bashrc('PATH="$HOME/few"\n')
+    report = await synced(project)
+    assert [name for name, node in report.nodes.items() if not node.same] == [third.name]
+    assert f"there is no rsync on {third.name} (" in (report.nodes[third.name].problem or "")
+
+
+async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_mended(
+    cluster: Cluster, project: FlightConfig, fleet: Fleet
+) -> None:
+    await synced(project)
+    script = Path(os.environ["HOME"]) / "Dev" / "sync-dev.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\necho done\n")
+    refused = await looked(sync.look, project, fleet)
+    assert (refused.status, refused.summary) == (CheckStatus.FAIL, f"{script} may not be executed")
+    await paste(cluster, refused.fix_command)
+    assert (await looked(sync.look, project, fleet)).status is CheckStatus.PASS
+    second, third, last = cluster.nodes[1:4]
+    shell(second, 'echo more >> "$HOME/my project/train.py"')
+    shell(third, 'rm "$HOME/my project/.env" "$HOME/my project/latest"')
+    shell(last, 'rm -r "$HOME/my project"')
+    lied = await looked(sync.look, project, fleet)
+    assert (lied.status, lied.blames) == (CheckStatus.FAIL, (1, second.name))
+    for words in ("differ: train.py", "missing: .env, latest", "is not there"):
+        assert words in lied.summary
+    await paste(cluster, lied.fix_command)
+    assert (await looked(sync.look, project, fleet)).status is CheckStatus.PASS
+
+
+async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: FlightConfig, fleet: Fleet) -> None:
+    await synced(project)
+    shell(cluster.nodes[1], 'chmod 0 "$HOME/my project/train.py"; chmod 0 "$HOME/my project/src"')
+    result = await looked(sync.look, project, fleet)
+    assert "cannot be read: permission denied" in result.evidence[cluster.nodes[1].name]
+    await paste(cluster, result.fix_command)
+    mended = await looked(sync.look, project, fleet)
+    assert "train.py cannot be read" in mended.evidence[cluster.nodes[1].name], "one after the other"
+    await paste(cluster, mended.fix_command)
+    assert "the same" in (await looked(sync.look, project, fleet)).evidence[cluster.nodes[1].name]
+
+
+async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
+    cluster: Cluster, project: FlightConfig, fleet: Fleet
+) -> None:
+    await synced(project)
+    command = project.model_copy(update={"job": project.job.model_copy(update={"command": ("python", "train.py")})})
+    third = cluster.nodes[2]
+    shell(third, 'echo more >> "$HOME/my project/train.py"')
+    for node in cluster.nodes:
+        furnish(node)
+    third.write("~/models/tiny/tokenizer.json", '{"other": 1}')
+    for config, name in ((command, "train.py"), (project, "model tokenizer.json")):
+        result = await looked(consistency.look, config, fleet)
+        assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
+        assert f"{third.name}: {name} is " in result.summary
+        await paste(cluster, result.fix_command)
+        assert (await looked(consistency.look, config, fleet)).status is CheckStatus.PASS
+
+
+async def test_a_place_that_cannot_be_written_is_mended_by_the_fix(
+    isolated_cluster: Cluster, project: FlightConfig, fleet: Fleet
+) -> None:
+    for node in isolated_cluster.nodes:
+        furnish(node)
+        shell(node, 'mkdir -p "$HOME/my project"')
+    first, second = isolated_cluster.nodes[:2]
+    shell(first, 'mkdir -p "$HOME/saved/adapters" && chmod 555 "$HOME/saved/adapters"')
+    shell(second, 'mkdir -p "$HOME/saved" && ln -s "$HOME/saved/disk" "$HOME/saved/adapters"')
+    settings = {**project.job.mlx_lm, "adapter_path": "~/saved/adapters"}
+    config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
+    result = await looked(checkpoint.look, config, fleet)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (0, first.name)), result
+    assert "cannot be written: Permission denied" in result.evidence[first.name]
+    assert "which is not there" in result.evidence[second.name]
+    assert set(result.fixes) == {first.name, second.name}
+    await paste(isolated_cluster, result.fix_command)
+    assert (await looked(checkpoint.look, config, fleet)).status is CheckStatus.PASS
+
+
+async def test_a_full_disk_says_what_is_needed(isolated_cluster: Cluster, project: FlightConfig, fleet: Fleet) -> None:
+    last = isolated_cluster.nodes[3]
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = {"model_type": "llama", "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "vocab_size": 100, **sizes}
+    for node in isolated_cluster.nodes:
+        furnish(node)
+        node.write("~/models/tiny/config.json", json.dumps(llama))
+        shell(node, 'mkdir -p "$HOME/my project"')
+    last.fill_disk(leave=200_000)
+    settings = {**project.job.mlx_lm, "num_layers": 4, "iters": 1000, "save_every": 10}
+    config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
+    result = await looked(checkpoint.look, config, fleet)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
+    assert " MB are needed: make room" in result.summary
+    last.free_disk()
+    assert (await looked(checkpoint.look, config, fleet)).status is CheckStatus.PASS
+
+
+async def paste(cluster: Cluster, command: str | None) -> None:
+    assert command is not None
+    done = await asyncio.to_thread(as_user, cluster, command)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
