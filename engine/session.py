@@ -346,21 +346,23 @@ class Engine:
 
         return dict(NOT_YET)
 
-    async def plan(self, config: FlightConfig, *, strategy: Parallelism | None = None) -> TrainingPlan:
-        """What would be launched, on what, and why; `strategy` in place of the job's. A node that does not answer makes
-        no plan fail: what was last seen of it is used."""
+    async def plan(
+        self, config: FlightConfig, *, strategy: Parallelism | None = None, facts: Sequence[NodeFacts] | None = None
+    ) -> TrainingPlan:
+        """What would be launched, on what, and why; `strategy` in place of the job's. `facts` are those of a probe just
+        made, else there is one. A node that does not answer makes no plan fail: what was last seen of it is used."""
         from engine.preflight.planned import planned
         from engine.preflight.scene import Scene
 
         scene = Scene(config, self.fleet(config))
         try:
-            made = await planned(scene, self._store(), strategy=strategy)
-            facts = (await scene.facts()).values()
+            seen = list(facts) if facts is not None else list((await scene.facts()).values())
+            made = await planned(scene, self._store(), seen, strategy=strategy)
         finally:
             await scene.close()
         # A state that cannot be written is no reason to keep back the plan.
         with contextlib.suppress(StateError):
-            await asyncio.to_thread(self._store().put_facts, config.cluster.name, facts)
+            await asyncio.to_thread(self._store().put_facts, config.cluster.name, seen)
         return made
 
     async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:

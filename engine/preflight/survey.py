@@ -63,17 +63,16 @@ class Past:
 
 async def survey(
     scene: Scene,
+    fresh: Mapping[str, NodeFacts],
     past: Past,
-    home: Path,
     *,
     strategy: Parallelism | None = None,
     checks: Iterable[CheckPart] = (),
     checks_not_yet: Mapping[str, str] | None = None,
 ) -> PlanInputs:
-    """What is known now; `strategy` is one that is asked about. The hostfile of the launch by hand is written below
-    `home`."""
+    """What is known now; `fresh` is what the nodes have just said, `strategy` one that is asked about. The hostfile of
+    the launch by hand is written below the fleet's home."""
     config, now = scene.config, datetime.now(UTC)
-    fresh = await scene.facts()
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
     known = _known(config, fresh, past.facts)
     calibration = matching(config, known.values(), past.calibrations)
@@ -103,7 +102,7 @@ async def survey(
         report_problem=report_problem,
         calibration=calibration,
         left_out=left_out,
-        launching=await asyncio.to_thread(_launching, planned, wiring, home, model),
+        launching=await asyncio.to_thread(_launching, planned, wiring, scene.fleet.home, model),
         rank_environment=RANK_ENVIRONMENT
         | {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()},
         checks=tuple(checks),

@@ -57,7 +57,8 @@ async def _write_training_plan(run_dir: RunDir, scene: Scene, home: Path) -> Non
     is written in its place."""
     document: dict[str, Any] = {"version": VERSION, "enabled": False}
     try:
-        document = (await planned(scene, Store(home))).document()
+        facts = (await scene.facts()).values()
+        document = (await planned(scene, Store(home), facts)).document()
     except asyncio.CancelledError:
         document["reason"] = "it was not made by the time the checks had ended"
         raise

@@ -1,0 +1,128 @@
+"""`flightdeck plan`: in prose, as the document, and what it exits with. The engine is real, the node this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tui.commands import Done, flightdeck
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Path:
+    """A folder with a model's config.json (planning needs no more of it), data, and a configuration of two ranks."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n{"text": "three"}\n')
+    write(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, *lines: str) -> None:
+    nodes = '[[node]]\nname = "one"\n[[node]]\nname = "two"\n'
+    job = ["[job]", 'model = "model"', 'data = "data"', *lines]
+    (folder / "flightdeck.toml").write_text(nodes + "\n".join(job) + "\n")
+
+
+def plan(home: Path, folder: Path, *arguments: str) -> Done:
+    return flightdeck(home, "plan", *arguments, cwd=folder)
+
+
+def test_in_prose_it_says_what_would_be_launched_and_what_is_not_known(home: Path, studio: Path) -> None:
+    done = plan(home, studio)
+    assert done.code == 0, done.err
+    for text in (
+        "data, 2 ranks on 1 machine",
+        "4 an update: one 2 + two 2",
+        "not known: not calibrated",
+        "3 examples, counted in train.jsonl on one",
+        "hardware calibration missing, assuming equal performance",
+        "mlx.launch",
+    ):
+        assert text in done.out, text
+
+
+def test_explained_every_choice_has_its_reason_and_source(home: Path, studio: Path) -> None:
+    write(studio, "batch_size = 6")
+    said = plan(home, studio, "--explain").out
+    assert "total_batch_size = 6: the job says batch_size = 6, over all ranks" in said and "(the configuration)" in said
+    assert "mlx-lm's default; the job names none (a default)" in said
+    assert "config.json" in said and "(by rule)" in said and "not calibrated (not known)" in said
+
+
+def test_as_json_it_is_one_document(home: Path, studio: Path) -> None:
+    done = plan(home, studio, "--json")
+    document = json.loads(done.out)
+    assert (done.code, document["version"], document["memory"]["layers"]) == (0, "2.0.0", 4)
+    assert json.loads(plan(home, studio, "--format", "v2").out).keys() == document.keys()
+    older = json.loads(plan(home, studio, "--format", "v1").out)
+    assert "version" not in older and len(older) == 7
+
+
+def test_another_strategy_can_be_asked_about_and_is_not_claimed_to_launch(home: Path, studio: Path) -> None:
+    document = json.loads(plan(home, studio, "--json", "--strategy", "pipeline").out)
+    assert document["strategy"]["layer_split"] == "0-2,2-4"
+    assert document["strategy"]["launchable"] is False and "later release" in document["strategy"]["not_launchable"]
+    assert document["distributed_config"]["mlx_launch_command"] is None
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_1_and_the_document_is_there(home: Path, studio: Path) -> None:
+    vast = CONFIG | {"hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 200}
+    (studio / "model/config.json").write_text(json.dumps(vast))
+    done = plan(home, studio, "--json")
+    document = json.loads(done.out)
+    assert (done.code, [refusal["name"] for refusal in document["refusals"]]) == (1, ["memory"])
+    assert "it fits on no node" in done.err and "--skip hardware_layer" in done.err
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "said"),
+    [
+        ({"poisoning_detected": True}, 1, "poisoning_detected: true"),
+        ({"overall_ready": False}, 0, "overall_ready: false"),
+        (
+            {"ifd_score": {"total_examples": 120_000}},
+            0,
+            "120,000 examples, the data quality report; 3 chunks of 50,000",
+        ),
+    ],
+)
+def test_the_data_report_warns_blocks_and_counts(
+    home: Path, studio: Path, report: dict[str, Any], code: int, said: str
+) -> None:
+    (studio / "report.json").write_text(json.dumps(report))
+    write(studio, 'data_quality_report = "report.json"')
+    done = plan(home, studio)
+    assert (done.code, said in done.out) == (code, True), done.out
+
+
+@pytest.mark.parametrize("path", ["../report.json", "/etc/passwd", "none.json"])
+def test_a_report_out_of_bounds_or_not_there_never_passes_silently(home: Path, studio: Path, path: str) -> None:
+    write(studio, f'data_quality_report = "{path}"')
+    done = plan(home, studio)
+    assert done.code == 2 or "warn data_quality" in done.out, (done.code, done.out, done.err)
+
+
+def test_a_model_that_is_not_there_leaves_the_memory_open(home: Path, studio: Path) -> None:
+    (studio / "model/config.json").unlink()
+    document = json.loads(plan(home, studio, "--json").out)
+    assert document["memory"]["enabled"] is False and "config.json" in document["memory"]["reason"]
+
+
+def test_without_a_configuration_it_is_bad_usage(home: Path, tmp_path: Path) -> None:
+    assert plan(home, tmp_path).code == 2
