@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.models import FlightConfig, RecoveryConfig
+from engine.config.models import ConsistencyConfig, FlightConfig, RecoveryConfig
 from engine.demo import demo_config
 from engine.models import Reason, RunState
+from engine.runs.watch import RunWatch
 from engine.supervision.adopt import adopt_orphans
 from tests.faults.flying import Run, fly_config, kill_and_await
+from tests.training.test_replicas import CORRUPTING
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +116,30 @@ def test_preflight_blocks_and_names_rank_node_and_check(home: Path, demo: Flight
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.PREFLIGHT_FAILED, 0)
     assert (record.rank, record.host) == (1, "node1")
     assert record.cause is not None and "/no/such/python" in record.cause
+
+
+def test_a_rank_corrupted_on_purpose_is_named_in_record_journal_and_audit_log(
+    home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = demo_config(tmp_path_factory.mktemp("three"), ranks=3, iters=40)
+    config = with_keys(config, batch_size=3, max_seq_length=64, val_batches=0, save_every=4)
+    environment = {**config.job.env, "PYTHONPATH": str(CORRUPTING), "CORRUPT": "1 6 trained"}
+    job = config.job.model_copy(update={"env": environment})
+    run = fly_config(home, config.model_copy(update={"job": job, "consistency": ConsistencyConfig(every=5)}))
+    record = run.ended()
+    assert (record.state, record.reason, record.rank, record.host) == (
+        RunState.FAILED,
+        Reason.CORRUPTED,
+        1,
+        config.nodes[1].name,
+    ), run.troubles()
+    assert record.cause is not None and "the parameters of rank 1 are corrupted" in record.cause
+    assert record.fix is not None and "memory" in record.fix
+    # Flipped after the sixth update, found before what would have been saved at the eighth.
+    (alarm,) = [entry for entry in run.entries if entry["event"] == "alarm" and entry["alarm"] == "REPLICAS_DIFFER"]
+    assert (alarm["ranks"], alarm["workers"], alarm["iteration"]) == ([1], [config.nodes[1].name], 8)
+    audited = [json.loads(line) for line in (home / "audit.jsonl").read_text().splitlines()]
+    assert [entry["context"]["ranks"] for entry in audited if entry["event_type"] == "worker_consistency"][-1:] == [[1]]
+    snapshot = RunWatch(run.dir).poll()
+    assert [line.good for line in snapshot.verification if line.name in ("backend", "replicas")] == [True, False]
+    assert alarm["message"] in [found.message for found in snapshot.alarms]
