@@ -26,7 +26,6 @@ from engine.worker.model import load_model, parameter_checksum
 from engine.worker.optimizer import Updater
 from engine.worker.replicas import Replicas
 from engine.worker.reporting import Reporter
-from engine.worker.sampler import Sampler
 from engine.worker.strategies import gradients as gradients_module
 from engine.worker.strategies.data import DataParallel, Diverged, Outcome
 from engine.worker.strategies.gradients import Gradients
@@ -106,7 +105,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     job = trained.job
     model, tokenizer = load_model(job)
     examples = load_split(job, "train", tokenizer, lambda _: None)
-    sampler = Sampler(examples.lengths, 4, job.seed)
+    sampler = examples.sampler(4, job.seed)
     gradients, updater = Gradients(model), Updater(job, model)
     losses = []
     for window in ([0, 1], [2, 3], [4]):
