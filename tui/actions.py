@@ -56,6 +56,20 @@ def _recheck(state: DeckState) -> str | None:
     return None
 
 
+def _calibrate(state: DeckState) -> str | None:
+    if state.calibrating is not None:
+        return None
+    if not state.ready:
+        return "the engine is still loading"
+    if state.config is None:
+        return "there is no configuration to measure"
+    if state.running is not None:
+        return f"{state.running.id} uses the nodes now: wait for its end"
+    if state.busy:
+        return f"{state.busy} is under way"
+    return None
+
+
 def _log(state: DeckState) -> str | None:
     return None if state.has_log else "no log yet: no run is shown"
 
@@ -157,6 +171,10 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_recheck),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run", why_not=_demo,
            when=lambda state: state.ready and state.config is None),
+    Action("calibrate", ("c",), "calibrate", "Measure every node and link, or stop measuring", "nodes",
+           panes=("calibration",), why_not=_calibrate),
+    Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
+           panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
     Action("mend", ("x",), "mend", "Mend what is selected: run the fix on its node, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_mend),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
@@ -223,7 +241,7 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
     "nodes": ("recheck", "mend", "shell", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "mend", "copy", "back", "launch", "help", "quit"),
-    "calibration": ("copy", "back", "launch", "help", "quit"),
+    "calibration": ("calibrate", "calibrate_quick", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
     "history": ("enter", "copy", "back", "launch", "help", "quit"),
 }
@@ -257,6 +275,8 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
         return "re-check" if state.pane == "preflight" else "probe"
     if action.id == "mend":
         return "host key" if isinstance(mending(state), Key) else "run the fix"
+    if action.id == "calibrate" and state.calibrating is not None:
+        return "stop measuring"
     if action.id == "freeze" and state.frozen:
         return "thaw"
     return action.label

@@ -30,7 +30,7 @@ from tui.glyphs import Glyphs, utf8_terminal
 from tui.mending import Fix, Key, mending
 from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Trouble
 from tui.palette import Commands
-from tui.requests import abort, accept_host_key, demo, fix, launch, listen, preflight, probe
+from tui.requests import abort, accept_host_key, calibrate, demo, fix, launch, listen, plan, preflight, probe
 from tui.screens import confirm, fixing
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import text_width
@@ -103,6 +103,7 @@ class FlightDeckApp(App[int]):
         self.engine_loop = EngineLoop()
         self._tidying = Tidying()
         self._listening: Worker[None] | None = None
+        self._calibrating: Worker[None] | None = None
         self._listened_to: FlightConfig | None = None
         self._wanted_at = 0.0
         self._heard: dict[str, NodeTelemetry] = {}
@@ -200,7 +201,7 @@ class FlightDeckApp(App[int]):
         config = message.config
         self._tidying.begin()
         facts = {facts.node: facts for facts in message.facts}
-        self.change(ready=True, config=config, not_checked=message.not_checked, facts=facts)
+        self.change(ready=True, config=config, not_checked=message.not_checked, facts=facts, outlook=message.outlook)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -272,6 +273,8 @@ class FlightDeckApp(App[int]):
         self.bridge.follow(None)
         self.deck.logs.open(None)
         self.change(snapshot=None, has_log=False, searching=False)
+        if self.state.plan is None:
+            self._request(plan(self))
 
     # Actions
 
@@ -313,6 +316,19 @@ class FlightDeckApp(App[int]):
 
     def do_recheck(self) -> None:
         self._request(preflight(self) if self.state.pane == "preflight" else probe(self))
+
+    def do_calibrate(self) -> None:
+        """Begin to measure; while that goes on, stop it."""
+        if self._calibrating is not None and not self._calibrating.is_finished:
+            self._calibrating.cancel()
+        else:
+            self._measure(quick=False)
+
+    def do_calibrate_quick(self) -> None:
+        self._measure(quick=True)
+
+    def _measure(self, *, quick: bool) -> None:
+        self._calibrating = self.run_worker(calibrate(self, quick=quick), group="calibration")
 
     def do_demo(self) -> None:
         self._request(demo(self))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
     from engine.models import NodeFacts, RunRecord
+    from engine.planning.outlook import Outlook
     from engine.session import Engine, RunWatch
 
 POLL_S: Final = 0.1
@@ -139,7 +140,8 @@ class Bridge:
         except Exception as trouble:
             self._post(EngineFailed(_words(trouble), USAGE))
             return None
-        self._post(EngineReady(engine, config, tuple(engine.checks_not_yet()), self._last_facts(engine, config)))
+        facts, outlook = self._last_facts(engine, config), self._outlook(engine, config)
+        self._post(EngineReady(engine, config, tuple(engine.checks_not_yet()), facts, outlook))
         return engine
 
     def _last_facts(self, engine: Engine, config: FlightConfig | None) -> tuple[NodeFacts, ...]:
@@ -149,6 +151,14 @@ class Bridge:
         except Exception as trouble:
             self._say(_words(trouble))
             return ()
+
+    def _outlook(self, engine: Engine, config: FlightConfig | None) -> Outlook | None:
+        """What the newest calibration means for a launch."""
+        try:
+            return engine.outlook(config, engine.last_calibration(config)) if config is not None else None
+        except Exception as trouble:
+            self._say(_words(trouble))
+            return None
 
     def _adopt(self, engine: Engine) -> None:
         try:

@@ -55,6 +55,13 @@ def rate(value: float | None, unit: str = "tok/s") -> str:
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.1f} {unit}"
 
 
+def throughput(examples_per_s: float | None) -> str:
+    """Examples per second: two decimals below 10, where a large model's are."""
+    if examples_per_s is None:
+        return NOT_MEASURED
+    return f"{examples_per_s:.2f} ex/s" if examples_per_s < 10 else rate(examples_per_s, "ex/s")
+
+
 def latency(seconds: float | None) -> str:
     """ "48 µs", "1.2 ms", "0.42 s"."""
     if seconds is None:

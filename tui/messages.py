@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
     from engine.models import NodeFacts, RunRecord
+    from engine.planning.outlook import Outlook
     from engine.session import Engine
 
 
@@ -29,12 +30,14 @@ class EngineReady(Message):
         config: FlightConfig | None,
         not_checked: tuple[str, ...],
         facts: tuple[NodeFacts, ...] = (),
+        outlook: Outlook | None = None,
     ) -> None:
         super().__init__()
         self.engine = engine
         self.config = config
         self.not_checked = not_checked
         self.facts = facts
+        self.outlook = outlook
 
 
 class EngineFailed(Message):

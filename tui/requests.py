@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
+    from engine.planning.outlook import Outlook
     from engine.planning.wiring import Wiring
     from engine.session import Engine
     from engine.transport.base import Completed
@@ -36,10 +37,28 @@ async def probe(app: FlightDeckApp) -> None:
         facts_now = [known for node in config.nodes if (known := app.state.facts.get(node.name)) is not None]
         topology, wiring, unwired = await app.engine_loop.call(lambda: _join(engine, config, facts_now))
         app.change(topology=topology, wiring=wiring, unwired=unwired)
+        # A calibration is of chips and versions: what was just seen may be others.
+        app.change(outlook=await app.engine_loop.call(lambda: _outlook(engine, config)))
     except _refusals() as error:
         app.say(f"probe: {error}", severity="error")
     finally:
         app.change(probing=False, asked=frozenset())
+    await plan(app)
+
+
+async def plan(app: FlightDeckApp) -> None:
+    """Plan what would be launched, by what the nodes have just said. While ranks run on them nobody needs it."""
+    config, engine = app.state.config, app.engine
+    if config is None or engine is None or app.state.planning or app.state.running is not None:
+        return
+    seen = [known for node in config.nodes if (known := app.state.facts.get(node.name)) is not None]
+    app.change(planning=True)
+    try:
+        app.change(plan=await app.engine_loop.call(lambda: engine.plan(config, facts=seen)), now=app.clock())
+    except Exception as error:  # the plan tells of a launch and is no part of it: nothing of it may end the console
+        app.say(f"plan: {error or type(error).__name__}", severity="error")
+    finally:
+        app.change(planning=False)
 
 
 async def _join(
@@ -86,6 +105,33 @@ async def preflight(app: FlightDeckApp) -> None:
         app.say(f"preflight: {error}", severity="error")
     finally:
         app.change(busy=None)
+
+
+async def calibrate(app: FlightDeckApp, *, quick: bool) -> None:
+    """Measure every node and link; how far that is is shown as it goes. Cancelled, it ends on the nodes."""
+    config, engine = app.state.config, app.engine
+    if config is None or engine is None:
+        return
+    app.change(busy="calibrating", calibrating={})
+    try:
+        async with aclosing(app.engine_loop.each(lambda: engine.calibrate(config, quick=quick))) as steps:
+            async for step in steps:
+                if isinstance(what := getattr(step, "what", None), str):
+                    app.change(calibrating={**(app.state.calibrating or {}), what: step})
+        app.change(outlook=await app.engine_loop.call(lambda: _outlook(engine, config)), now=app.clock())
+        app.say("calibration: measured")
+        await plan(app)
+    except asyncio.CancelledError:
+        app.say("calibration: stopped")
+        raise
+    except _refusals() as error:
+        app.say(f"calibration: {error}", severity="error")
+    finally:
+        app.change(busy=None, calibrating=None)
+
+
+async def _outlook(engine: Engine, config: FlightConfig) -> Outlook:
+    return await asyncio.to_thread(lambda: engine.outlook(config, engine.last_calibration(config)))
 
 
 async def launch(app: FlightDeckApp, config: FlightConfig) -> None:

@@ -16,7 +16,10 @@ from tui.glyphs import Glyphs
 if TYPE_CHECKING:
     from engine.config.models import FlightConfig
     from engine.events import RunSnapshot
+    from engine.measured import CalibrationProgress
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
+    from engine.planning.document import TrainingPlan
+    from engine.planning.outlook import Outlook
     from engine.planning.wiring import Wiring
 
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
@@ -54,6 +57,9 @@ class DeckState:
     """Telemetry is on."""
     topology: Topology | None = None
     wiring: Wiring | None = None
+    plan: TrainingPlan | None = None
+    """Of what would be launched, as the last probe found the nodes."""
+    planning: bool = False
     unwired: str | None = None
     """Why there is no wiring, one line."""
     node: str | None = None
@@ -68,11 +74,15 @@ class DeckState:
     """Checks of the full product that this release does not make."""
     checks_at: datetime | None = None
     """When that preflight ended; None while it runs."""
+    outlook: Outlook | None = None
+    """What the newest calibration means for the next launch; without a calibration what is assumed."""
+    calibrating: Mapping[str, CalibrationProgress] | None = None
+    """How far a calibration under way is, by what is measured; None while there is none."""
     snapshot: RunSnapshot | None = None
     runs: tuple[RunRecord, ...] | None = None
     """Newest first; None until they have been read."""
     busy: str | None = None
-    """A request to the engine that has not been answered: "launching", "checking"."""
+    """A request to the engine that has not been answered: "launching", "checking", "calibrating"."""
     view: str = "dashboard"
     pane: str = "run"
     frozen: bool = False

@@ -11,9 +11,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
+from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, RunNotFound
 from engine.events import Diagnosis, Mark, RankStatus, RunSnapshot, Series, StopProgress
+from engine.measured import Calibration, CalibrationProgress, Division, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import (
     CheckResult,
     CheckStatus,
@@ -26,6 +28,10 @@ from engine.models import (
     Topology,
 )
 from engine.nodes.topology import topology
+from engine.planning.document import TrainingPlan
+from engine.planning.inputs import Launching, Parallelism, PlanInputs, Tools
+from engine.planning.outlook import Outlook, outlook
+from engine.planning.plan import make_plan
 from engine.planning.wire import wire
 from engine.planning.wiring import Wiring
 from engine.runs.layout import RunDir
@@ -34,6 +40,25 @@ from engine.session import Engine
 from engine.transport.base import Completed
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
+
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "vocab_size": 384,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+"""config.json of the demo's."""
+
+
+def whole_job(job: JobConfig) -> JobConfig:
+    """With every default, as a configuration that was read has it."""
+    return job if job.command is not None else job.model_copy(update={"mlx_lm": with_defaults(dict(job.mlx_lm))})
 
 
 def ago(seconds: float) -> datetime:
@@ -108,6 +133,42 @@ FAILED_PORTS = CheckResult(
     blames=(1, "local-1"),
     duration_s=0.1,
 )
+
+
+def calibration(*, old_s: float = 7200, speeds: tuple[float | None, ...] = (16.4, 12.1), **fields: Any) -> Calibration:
+    """Of both nodes, the second slower by a quarter."""
+    nodes = tuple(
+        NodeMeasure(
+            node=f"local-{index}",
+            host="127.0.0.1",
+            examples_per_s=speed,
+            spread=(0.02, 0.03)[index],
+            tokens_per_s=None if speed is None else speed * 88,
+            step_s=4 / speed if speed else None,
+            batch=4,
+            overhead_s=0.0,
+            steps=400,
+            measured_s=120.0,
+            state_bytes=6_431_252,
+            probes=(MemoryProbe(batch=1, peak_bytes=18_756_997), MemoryProbe(batch=2, peak_bytes=32_209_028)),
+            qos="not on macOS",
+            problem=None if speed is not None else "worker.calibrate ended without a result",
+        )
+        for index, speed in enumerate(speeds)
+    )
+    link = LinkMeasure(nodes=("local-0", "local-1"), latency_s=4.8e-5, bandwidth_bytes_per_s=8.1e9)
+    known: dict[str, Any] = {"cluster": "demo", "job": "demo", "fingerprint": "f", "taken_at": ago(old_s)}
+    known |= {"nodes": nodes, "links": (link,), "everyone": link, "gradient_bytes": 1_509_376, "backend": "ring"}
+    return Calibration(**{**known, **fields})
+
+
+def division() -> Division:
+    """As the run was divided by that calibration."""
+    parts = {"local-0": 0.575, "local-1": 0.425}
+    return Division(
+        source="calibrated", reason="by the measured throughputs", parts=parts, examples_per_s=26.0,
+        tokens_per_s=1910.0, speed_up=1.62, efficiency=0.91,
+    )  # fmt: skip
 
 
 def loss_at(iteration: int) -> float:
@@ -278,9 +339,21 @@ class FakeEngine:
     commands: list[tuple[str, str]] = field(default_factory=list)
     shells: list[str] = field(default_factory=list)
     """Nodes on which one was asked for."""
+    model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
+    """Its config.json."""
     listeners: int = 0
     """Telemetry that is on."""
     closed: bool = False
+    taken: Calibration | None = None
+    """The newest calibration."""
+    steps: list[CalibrationProgress | Calibration] = field(default_factory=list)
+    """What a calibration says: the last of them is what it has measured."""
+    measured: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: a calibration may come to its end."""
+    calibrations: list[bool] = field(default_factory=list)
+    """Those that were asked for: whether quick."""
+    stopped: int = 0
+    """Calibrations that were given up."""
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -335,11 +408,56 @@ class FakeEngine:
                 await asyncio.sleep(0.005)
             yield facts
 
+    def last_calibration(self, config: FlightConfig) -> Calibration | None:
+        return self.taken
+
+    def outlook(self, config: FlightConfig, calibration: Calibration | None) -> Outlook:
+        return outlook(config, calibration, NOW)
+
+    async def calibrate(
+        self, config: FlightConfig, *, quick: bool = False
+    ) -> AsyncIterator[CalibrationProgress | Calibration]:
+        self.calibrations.append(quick)
+        try:
+            for step in self.steps:
+                if isinstance(step, Calibration):
+                    while not self.measured.is_set():
+                        await asyncio.sleep(0.005)
+                    self.taken = step
+                yield step
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
+
     def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
         return topology(facts)
 
     def wiring(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Wiring:
         return wire(config, facts, topology(facts))
+
+    async def plan(
+        self, config: FlightConfig, *, strategy: Parallelism | None = None, facts: Sequence[NodeFacts] | None = None
+    ) -> TrainingPlan:
+        seen = {fact.node: fact for fact in facts or () if fact.problem is None}
+        problems = {fact.node: fact.problem for fact in facts or () if fact.problem is not None}
+        return make_plan(
+            PlanInputs(
+                config=config.model_copy(update={"job": whole_job(config.job)}),
+                strategy=strategy or config.job.strategy,
+                now=NOW,
+                topology=topology(list(seen.values())),
+                tools=Tools(python="/opt/mlx/bin/python", flightdeck="flightdeck"),
+                facts=seen,
+                problems=problems,
+                wiring=self.wiring(config, facts or ()),
+                model=self.model,
+                model_from="config.json of /srv/flightdeck/demo/model on local-0",
+                examples=512,
+                examples_from="counted in train.jsonl on local-0",
+                calibration=self.taken,
+                launching=Launching(command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
+            )
+        )
 
     async def telemetry(self, config: FlightConfig) -> AsyncIterator[NodeTelemetry]:
         self.listeners += 1

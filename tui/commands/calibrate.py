@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import aclosing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from engine.config.models import FlightConfig
-from engine.errors import LaunchError
 from engine.measured import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.planning.outlook import Outlook
 from engine.session import Engine
 from tui.commands.terminal import Lines, config_file, print_json
-from tui.formatting import NOT_MEASURED, age, bandwidth, latency, rate, size, spread, table
+from tui.formatting import NOT_MEASURED, age, bandwidth, latency, rate, size, spread, table, throughput
 
 OK, FAILED = 0, 1
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
@@ -47,16 +45,17 @@ def document(found: Outlook) -> dict[str, Any]:
 
 
 async def _measured(engine: Engine, config: FlightConfig, quick: bool, told: Lines) -> Calibration:
-    progress = _Progress(told)
+    progress, taken = _Progress(told), None
     try:
-        async with aclosing(engine.calibrate(config, quick=quick)) as steps:
-            async for step in steps:
-                if isinstance(step, Calibration):
-                    return step
+        async for step in engine.calibrate(config, quick=quick):
+            if isinstance(step, Calibration):
+                taken = step
+            else:
                 progress.tell(step)
     finally:
         await engine.close()
-    raise LaunchError("the calibration has ended without a result")
+    assert taken is not None, "the calibration has ended without a result"
+    return taken
 
 
 class _Progress:
@@ -72,7 +71,7 @@ class _Progress:
             return
         self._told[step.what] = step.phase, step.elapsed_s
         so_far = f"  {step.elapsed_s:.0f} of {step.seconds:g} s" if step.seconds and step.elapsed_s else ""
-        speed = f"  {rate(step.examples_per_s, 'ex/s')}" if step.examples_per_s is not None else ""
+        speed = f"  {throughput(step.examples_per_s)}" if step.examples_per_s is not None else ""
         note = f": {step.note}" if step.note else ""
         self._lines.say(f"{step.what}: {step.phase}{so_far}{speed}{note}")
 
@@ -112,7 +111,7 @@ def _row(found: Outlook, measure: NodeMeasure) -> list[str]:
     peaks = {probe.batch: probe.peak_bytes for probe in measure.probes}
     return [
         measure.node,
-        rate(measure.examples_per_s, "ex/s"),
+        throughput(measure.examples_per_s),
         spread(measure.spread),
         NOT_MEASURED if part is None else f"{part:.1%}",
         str(batches.get(measure.node, NOT_MEASURED)) if batches is not None else NOT_MEASURED,
@@ -131,7 +130,7 @@ def _predicted(found: Outlook) -> str:
     if told.examples_per_s is None or told.speed_up is None or told.efficiency is None:
         return f"prediction: none, {told.why_not}"
     return (
-        f"prediction: {rate(told.examples_per_s, 'ex/s')}, {rate(told.tokens_per_s)}, "
+        f"prediction: {throughput(told.examples_per_s)}, {rate(told.tokens_per_s)}, "
         f"{told.speed_up:.2f} times the fastest node alone, efficiency {told.efficiency:.0%}"
     )
 

@@ -108,6 +108,15 @@ def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
 
 
+def _predicted(snapshot: RunSnapshot) -> str:
+    """By the calibration that the run was divided by; beside it, how far from that the run is."""
+    told = snapshot.division.tokens_per_s if snapshot.division is not None else None
+    if told is None:
+        return "not measured"
+    now = snapshot.record.tokens_per_second
+    return f"{rate(told)} ({now / told - 1:+.0%})" if now is not None and told else rate(told)
+
+
 def figures(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
     record, none = snapshot.record, state.glyphs.none
@@ -115,7 +124,7 @@ def figures(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
         ("val", loss(record.val_loss) if record.val_loss is not None else none),
         ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
         ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
-        ("predicted", "not measured"),
+        ("predicted", _predicted(snapshot)),
     ]
     while sum(len(label) + len(value) + 4 for label, value in parts) > width + 3:
         parts.pop(-2 if len(parts) > 1 else -1)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
-from tui.formatting import age, duration, plural
+from tui.formatting import age, duration, plural, rate
 from tui.glyphs import MUTED, STATES, UNKNOWN
 from tui.state import DeckState
+from tui.widgets import plan_story
 from tui.widgets.node_state import away
 from tui.widgets.pairs import pair
 from tui.widgets.shares_pane import shares
@@ -22,8 +23,9 @@ NAMED: Final = 8
 """Nodes that are named one by one; of more the rest is counted."""
 
 
-def plan(state: DeckState, width: int, *, short: bool = False) -> list[Content]:
-    """What would be launched, on what, what it needs, and the one key that goes on; `short` leaves out blank lines."""
+def plan(state: DeckState, width: int, *, short: bool = False, full: bool = False) -> list[Content]:
+    """What would be launched, on what, what it needs, and the one key that goes on; `short` leaves out blank lines,
+    `full` has every reason."""
     if not state.ready:
         return [Content.styled("loading the engine", MUTED)]
     config = state.config
@@ -34,23 +36,29 @@ def plan(state: DeckState, width: int, *, short: bool = False) -> list[Content]:
             *[Content.styled(line, "$warning") for line in reason.splitlines()],
             Content.styled("5 shows earlier runs; n says what is missing", MUTED),
         ]
-    lines = [
-        Content.assemble(("ready to launch  ", MUTED), (config.job.name, "bold")),
-        Content(""),
-        *(pair(label, text, width) for label, text in what(config, state)),
-        pair("needs", _needs(state), width),
-        Content(""),
-    ]
+    refused = state.plan is not None and state.plan.refused
+    title = ("refused by the plan  ", "$error") if refused else ("ready to launch  ", MUTED)
+    lines = [Content.assemble(title, (config.job.name, "bold")), Content("")]
+    if full and state.plan is not None:
+        lines += [_go_on(state), Content(""), pair("needs", _needs(state), width, indent=16)]
+        return [*lines, *plan_story.whole(state, width)]
+    lines += [pair(label, text, width) for label, text in what(config, state)]
+    lines += plan_story.brief(state, width)
+    lines += [pair("needs", _needs(state), width), Content("")]
     if state.fault:
         lines += [Content.styled(line, "$error") for line in state.fault.splitlines()]
+    lines.append(_go_on(state))
+    return [line for line in lines if line.plain or not short]
+
+
+def _go_on(state: DeckState) -> Content:
+    """The one key that goes on, or why it does not."""
     from tui.actions import BY_ID
 
     blocked = BY_ID["launch"].why_not(state)
     if blocked:
-        lines.append(Content.assemble(("n cannot launch now: ", "$warning"), blocked))
-    else:
-        lines.append(Content.assemble(("n", "bold $text-primary"), "  launches it, after you confirm"))
-    return [line for line in lines if line.plain or not short]
+        return Content.assemble(("n cannot launch now: ", "$warning"), blocked)
+    return Content.assemble(("n", "bold $text-primary"), "  launches it, after you confirm")
 
 
 def what(config: FlightConfig, state: DeckState) -> list[tuple[str, str]]:
@@ -68,13 +76,16 @@ def what(config: FlightConfig, state: DeckState) -> list[tuple[str, str]]:
             sizes.append(f"learning rate {settings['learning_rate']:g}")
         kind = {"full": "full fine-tuning"}.get(job.fine_tune_type, job.fine_tune_type)
         rows.append(("training", separator.join([kind, *sizes])))
-    parts = shares(state) or []
-    names = [f"{node.name} {part:.0%}" for node, part in zip(config.nodes[:NAMED], parts, strict=False)]
-    if len(config.nodes) > NAMED:
-        names.append(f"and {len(config.nodes) - NAMED} more")
+    parts = shares(state) or {}
+    shared = [node.name for node in config.nodes if node.name in parts]
+    names = [f"{name} {parts[name]:.0%}" for name in shared[:NAMED]]
+    if len(shared) > NAMED:
+        names.append(f"and {len(shared) - NAMED} more")
     backend = state.backend or "ring"
-    rows.append(("on", separator.join([plural(len(config.nodes), "rank"), backend, ", ".join(names)])))
-    rows.append(("why", _why_shares(config)))
+    rows.append(("on", separator.join([plural(len(shared), "rank"), backend, ", ".join(names)])))
+    rows.append(("why", _why_shares(state, config)))
+    if (told := _predicted(state)) is not None:
+        rows.append(("expects", told))
     return rows
 
 
@@ -86,12 +97,22 @@ def hosts(config: FlightConfig) -> str:
     return ", ".join(distinct[:NAMED]) + more
 
 
-def _why_shares(config: FlightConfig) -> str:
+def _why_shares(state: DeckState, config: FlightConfig) -> str:
     if len(config.nodes) == 1:
         return "one node: no link to wait for"
     if any(node.share is not None for node in config.nodes):
-        return "shares as fixed in the configuration; not calibrated"
+        return "shares as fixed in the configuration"
+    if state.outlook is not None and state.outlook.calibration is not None:
+        return f"shares {state.outlook.shares.reason}"
     return "equal shares: hardware calibration missing, assuming equal performance"
+
+
+def _predicted(state: DeckState) -> str | None:
+    """What calibration expects of the launch."""
+    told = state.outlook.prediction if state.outlook is not None else None
+    if told is None or told.tokens_per_s is None or told.speed_up is None:
+        return None
+    return f"{rate(told.tokens_per_s)}, speed-up {told.speed_up:.2f}"
 
 
 def _needs(state: DeckState) -> str:

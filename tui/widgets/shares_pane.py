@@ -1,35 +1,42 @@
-"""Pane 3: each node's share of the global batch, beside what was measured. Calibration itself is not in this release:
-shares come from the configuration, and the compute times are those of the shown run's own last step."""
+"""Pane 3: what calibration has measured of each node and link, the shares of the batch that follow, and what was
+predicted beside what the shown run does. While nodes are measured, how far that is."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Static
 
-from tui.glyphs import MUTED
+from tui.formatting import bandwidth, latency, rate, size, spread, throughput
+from tui.glyphs import FAIL, MUTED, STALE
 from tui.state import DeckState
 from tui.widgets.columns import Column, lay_out
 from tui.widgets.node_state import node_names
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 
+if TYPE_CHECKING:
+    from engine.measured import Calibration, LinkMeasure
+
 ALL_SUM = "gradient_layer"
 """The preflight check that times a real all_sum over the real ring."""
+_INDENT = 16
 
 
 class SharesPane(Pane, can_focus=True):
-    """Shares as bars; "not measured" where nobody has measured."""
+    """A bar per node; "not measured" where nobody has measured."""
 
     NAME = "calibration"
     NUMBER = "3"
-    HINTS = ("enter",)
+    HINTS = ("calibrate", "enter")
 
     def compose(self) -> ComposeResult:
         yield Static("", id="shares", markup=False)
 
     def title(self, state: DeckState) -> str:
-        return f"calibration{state.glyphs.separator}not measured"
+        return f"calibration{state.glyphs.separator}{verdict(state)}"
 
     def draw(self, state: DeckState) -> None:
         self.query_one("#shares", Static).update(Content("\n").join(_lines(state, self.room, full=self.full)))
@@ -38,47 +45,194 @@ class SharesPane(Pane, can_focus=True):
         return "\n".join(line.plain for line in _lines(self.state, 100, full=True))
 
 
-def shares(state: DeckState) -> list[float] | None:
-    """Each node's part of the batch, summing to 1; None when the configuration is unknown."""
+def verdict(state: DeckState) -> str:
+    """The whole calibration in a few words."""
+    if state.calibrating is not None:
+        done = sum(step.phase in ("measured", "not measured") for step in state.calibrating.values())
+        return f"measuring, {done} done"
+    taken = state.outlook.calibration if state.outlook is not None else None
+    if state.outlook is None or taken is None:
+        return "not measured"
+    word = f"{state.glyphs.shape(STALE)} stale, " if state.outlook.stale else ""
+    return f"{word}{state.ago(taken.taken_at)}{state.glyphs.separator + 'quick' if taken.quick else ''}"
+
+
+def shares(state: DeckState) -> dict[str, float] | None:
+    """Node → its part of the batch, summing to 1, as the next launch would divide it; None when the configuration is
+    unknown."""
     if state.config is None:
         return None
-    raw = [node.share if node.share is not None else 1.0 for node in state.config.nodes]
-    return [share / sum(raw) for share in raw]
+    if state.outlook is not None:
+        return dict(state.outlook.shares.parts)
+    raw = {node.name: node.share if node.share is not None else 1.0 for node in state.config.nodes}
+    return {name: share / sum(raw.values()) for name, share in raw.items()}
 
 
-def _link(state: DeckState) -> str | None:
+def speed_up(state: DeckState) -> float | None:
+    """What the shown run really does, over the fastest node alone; None where that was not measured."""
+    if state.snapshot is None or state.snapshot.division is None:
+        return None
+    told, now = state.snapshot.division, state.snapshot.record.tokens_per_second
+    if now is None or not told.tokens_per_s or not told.speed_up:
+        return None
+    return now / (told.tokens_per_s / told.speed_up)
+
+
+def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
+    if not node_names(state):
+        return [Content.styled("no nodes: there is no configuration", MUTED)]
+    if state.calibrating is not None:
+        return _measuring(state, width, full=full)
+    taken = state.outlook.calibration if state.outlook is not None else None
+    lines = _shared(state, width, full=full) if taken is None else _measured(state, taken, width, full=full)
+    return lines + _notes(state, taken, width) if full else lines
+
+
+def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
+    """Without a calibration: the shares alone."""
+    nodes, parts, none = node_names(state), shares(state) or {}, state.glyphs.none
+    columns = [
+        Column("node", nodes, 9),
+        _bars(state, [parts.get(node) for node in nodes], width),
+        Column("share", [_share(state, parts.get(node)) for node in nodes], 9, right=True),
+        Column("throughput", [f"{none} ex/s"] * len(nodes), 6, right=True),
+    ]
+    head, rows = lay_out(columns, width)
+    lines = [head, *rows] if full else rows
+    if link := _link_of_preflight(state):
+        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight)", MUTED)).truncate(width))
+    else:
+        lines.append(Content.styled(f"link {none}   speed-up {none}   not measured", MUTED))
+    return lines
+
+
+def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -> list[Content]:
+    assert state.outlook is not None
+    none, parts, batches = state.glyphs.none, state.outlook.shares.parts, state.outlook.micro_batches or {}
+    batch = sum(batches.values())
+    fastest = max((measure.examples_per_s or 0.0 for measure in taken.nodes), default=0.0)
+    nodes = [measure.node for measure in taken.nodes]
+    speeds = [measure.examples_per_s for measure in taken.nodes]
+    columns = [
+        Column("node", nodes, 9),
+        _bars(state, [speed / fastest if speed and fastest else None for speed in speeds], width),
+        Column("throughput", [throughput(speed) if speed is not None else f"{none} ex/s" for speed in speeds], 8,
+               right=True),
+        Column("spread", [spread(measure.spread) for measure in taken.nodes], 6, right=True),
+        Column("share", [_share(state, parts.get(node)) for node in nodes], 9, right=True),
+        Column("batch", [f"{batches[node]} of {batch}" if node in batches else none for node in nodes], 6, right=True),
+    ]  # fmt: skip
+    if full:
+        peaks = [{probe.batch: probe.peak_bytes for probe in measure.probes} for measure in taken.nodes]
+        columns += [
+            Column("tokens", [rate(measure.tokens_per_s) for measure in taken.nodes], 5, right=True),
+            Column("step", [latency(measure.step_s) for measure in taken.nodes], 5, right=True),
+            Column("state", [size(measure.state_bytes) for measure in taken.nodes], 3, right=True),
+            Column("peak at 1", [size(peak.get(1)) for peak in peaks], 2, right=True),
+            Column("at 2", [size(peak.get(2)) for peak in peaks], 1, right=True),
+        ]
+    head, rows = lay_out(columns, width)
+    lines = [head, *rows] if full else rows
+    summary = Content.assemble(("link  ", MUTED), _worst(taken), "   ", *_speed_up(state)).truncate(width)
+    return [*lines, summary]
+
+
+def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:
+    steps = state.calibrating or {}
+    done = [
+        min(1.0, step.elapsed_s / step.seconds) if step.seconds and step.phase == "measuring" else
+        1.0 if step.phase == "measured" else None
+        for step in steps.values()
+    ]  # fmt: skip
+    so_far = [throughput(step.examples_per_s) if step.examples_per_s is not None else "" for step in steps.values()]
+    columns = [
+        Column("what", list(steps), 9),
+        _bars(state, done, width),
+        Column("", [step.phase for step in steps.values()], 9),
+        Column("throughput", so_far, 8, right=True),
+        Column("", [Content.styled(step.note, MUTED) for step in steps.values()], 4, grows=True),
+    ]
+    head, rows = lay_out(columns, width)
+    waiting = [node for node in node_names(state) if node not in steps]
+    lines = [head, *rows] if full and rows else rows
+    if waiting:
+        lines.append(Content.styled(f"{', '.join(waiting)}: waiting", MUTED).truncate(width))
+    return [*lines, Content.styled("c stops it; what was measured before stays", MUTED).truncate(width)]
+
+
+def _bars(state: DeckState, parts: list[float | None], width: int) -> Column:
+    cells = 20 if width > 90 else 10
+    drawn = [state.glyphs.bar(part, cells) if part is not None else state.glyphs.none for part in parts]
+    return Column("", [Content.styled(bar, "$text-primary") for bar in drawn], 7)
+
+
+def _share(state: DeckState, part: float | None) -> Content | str:
+    return Content.styled("left out", "$warning") if part is None else f"{part:.0%}"
+
+
+def _worst(taken: Calibration) -> str:
+    """Over all ranks, else the slowest link; or why that is not known."""
+    if taken.everyone is not None:
+        return _link(taken.everyone)
+    return "one node: there is none"
+
+
+def _link(link: LinkMeasure) -> str:
+    if link.problem is not None:
+        return f"not measured: {link.problem}"
+    return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+def _speed_up(state: DeckState) -> list[Content | tuple[str, str]]:
+    assert state.outlook is not None
+    told, real = state.outlook.prediction.speed_up, speed_up(state)
+    said: list[Content | tuple[str, str]] = [("speed-up  ", MUTED)]
+    said.append(Content("not predicted" if told is None else f"{told:.2f} predicted"))
+    if real is not None:
+        said.append(Content(f", {real:.2f} measured"))
+    return said
+
+
+def _link_of_preflight(state: DeckState) -> str | None:
     """What preflight's real all_sum saw of the ring, in its own words."""
     passed = (check.summary for check in state.shown_checks if check.name == ALL_SUM and check.status == "pass")
     return next(passed, None)
 
 
-def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
-    nodes, parts, none = node_names(state), shares(state), state.glyphs.none
-    if not nodes:
-        return [Content.styled("no nodes: there is no configuration", MUTED)]
-    steps = {rank.node: rank.step_s for rank in (state.snapshot.ranks if state.snapshot else ())}
-    times = [f"{none} s/step" if (time := steps.get(node)) is None else f"{time:.3f} s/step" for node in nodes]
-    bars = [state.glyphs.bar(part, 20 if width > 70 else 10) for part in parts] if parts else [none] * len(nodes)
-    columns = [
-        Column("node", nodes, 9),
-        Column("share", [Content.styled(bar, "$text-primary") for bar in bars], 7),
-        Column("", [f"{part:.0%}" for part in parts] if parts else [none] * len(nodes), 9, right=True),
-        Column("throughput", [f"{none} ex/s"] * len(nodes), 6, right=True),
-        Column("compute a step", times, 8, right=True),
-    ]
-    head, rows = lay_out(columns, width)
-    lines = [head, *rows] if full else rows
-    if link := _link(state):
-        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight)", MUTED)).truncate(width))
-    else:
-        lines.append(Content.styled(f"link {none}   speed-up {none}   not measured", MUTED))
-    if full:
-        fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
-        why = "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"
-        notes = (
-            ("shares", why),
-            ("compute a step", "of the shown run's last step: forward and backward, waiting for peers left out"),
-            ("not measured", "examples/s with its spread, each link by itself, predicted speed-up"),
-        )
-        lines += [Content(""), *(pair(label, text, width, indent=16) for label, text in notes)]
-    return lines
+def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Content]:
+    """What the full view says besides."""
+    notes = [("shares", why(state))]
+    if state.outlook is not None:
+        notes += [("warning", text) for text in state.outlook.shares.warnings if text != state.outlook.shares.reason]
+    if taken is None:
+        notes.append(("not measured", "examples/s with its spread, each link by itself, predicted speed-up"))
+        return [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
+    between = " - " if state.glyphs.ascii else " — "
+    notes += [("link" if link in taken.links else "all ranks", f"{between.join(link.nodes)}  {_link(link)}")
+              for link in taken.sums]  # fmt: skip
+    notes.append(("predicted", _predicted(state)))
+    qos = dict.fromkeys(measure.qos for measure in taken.nodes if measure.qos)
+    notes.append(("priority", "; ".join(qos) or "not measured"))
+    notes += [("note", note) for note in taken.notes]
+    lines = [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
+    problems = [(measure.node, measure.problem) for measure in taken.nodes if measure.problem]
+    return lines + [pair(node, problem, width, style=FAIL.style, indent=_INDENT) for node, problem in problems]
+
+
+def _predicted(state: DeckState) -> str:
+    assert state.outlook is not None
+    told = state.outlook.prediction
+    if told.speed_up is None or told.efficiency is None or told.examples_per_s is None:
+        return f"nothing: {told.why_not}"
+    return (
+        f"{throughput(told.examples_per_s)}, {rate(told.tokens_per_s)}, efficiency {told.efficiency:.0%}, "
+        f"{latency(told.communicate_s)} of each {latency(told.step_s)} for the sum"
+    )
+
+
+def why(state: DeckState) -> str:
+    """Why the shares are as they are, in a line."""
+    if state.outlook is not None:
+        return state.outlook.shares.reason
+    fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
+    return "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"

@@ -1,0 +1,170 @@
+"""Pane 3: what was measured as bars, what follows from it, measuring from the console, and stopping that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.measured import CalibrationProgress, LinkMeasure
+from tests.tui import fake_engine as situation
+from tests.tui.conftest import DASHBOARD, SMALL, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.actions import BY_ID, label
+from tui.formatting import bandwidth, latency, spread, throughput
+from tui.state import DeckState
+from tui.widgets.shares_pane import shares, speed_up, verdict
+
+STEPS = [
+    CalibrationProgress("local-0", "measuring", 60.0, 120.0, 16.0),
+    CalibrationProgress("local-1", "loading", 0.0, 120.0),
+]
+
+
+@pytest.fixture
+def calibrated(fake: FakeEngine) -> FakeEngine:
+    fake.taken = situation.calibration()
+    return fake
+
+
+@pytest.mark.parametrize("size", [DASHBOARD, SMALL])
+async def test_a_bar_per_node_with_its_speed_its_spread_and_its_share(
+    calibrated: FakeEngine, size: tuple[int, int]
+) -> None:
+    async with opened(calibrated, size=size) as console:
+        await console.press("3")
+        for text in ("calibration · 2 h ago", "16.4 ex/s", "±2 %", "58%", "5 of 8", "12.1 ex/s", "42%", "3 of 8"):
+            await console.shows(text)
+        await console.shows("48 µs, 8.1 GB/s")
+        await console.shows("1.60 predicted")
+        bars = [line.count("▇") for line in console.screen.splitlines() if " ex/s" in line and "local-" in line]
+        assert len(bars) == 2 and bars[0] > bars[1] > 0
+
+
+async def test_the_dashboard_has_it_in_short(calibrated: FakeEngine) -> None:
+    async with opened(calibrated, size=DASHBOARD) as console:
+        for text in ("3 calibration · 2 h ago", "local-1", "±3 %", "predicted"):
+            await console.shows(text)
+
+
+async def test_the_full_view_tells_why_what_is_predicted_and_of_the_priority(calibrated: FakeEngine) -> None:
+    async with opened(calibrated, size=DASHBOARD) as console:
+        await console.press("3")
+        for text in ("by the measured throughputs, which vary by 15%", "efficiency", "not on macOS", "32.2 MB"):
+            await console.shows(text)
+
+
+async def test_without_one_nothing_is_said_to_be_measured(fake: FakeEngine) -> None:
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3")
+        await console.shows("calibration · not measured")
+        await console.shows("hardware calibration missing, assuming equal performance")
+
+
+async def test_an_old_one_is_shown_stale_and_its_shares_are_not_used(fake: FakeEngine) -> None:
+    fake.taken = situation.calibration(old_s=45 * 86_400)
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3")
+        for text in ("stale, 45 d ago", "hardware calibration is 45 days old", "50%"):
+            await console.shows(text)
+
+
+async def test_what_could_not_be_measured_says_why(fake: FakeEngine) -> None:
+    broken = LinkMeasure(nodes=("local-0", "local-1"), problem="a port was taken")
+    fake.taken = situation.calibration(speeds=(16.4, None), links=(broken,), everyone=broken)
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3")
+        for text in ("ended without a result", "a port was taken", "– ex/s", "not predicted"):
+            await console.shows(text)
+
+
+async def test_a_node_that_finished_nothing_is_left_out_and_it_is_said(fake: FakeEngine) -> None:
+    fake.taken = situation.calibration(speeds=(16.4, 0.0))
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3")
+        await console.shows("left out")
+        await console.shows("local-1 finished nothing while it was measured")
+
+
+@pytest.mark.parametrize(("key", "quick"), [("c", False), ("C", True)])
+@pytest.mark.parametrize("size", [DASHBOARD, SMALL])
+async def test_it_is_measured_from_the_pane_and_shown_as_it_goes(
+    fake: FakeEngine, key: str, quick: bool, size: tuple[int, int]
+) -> None:
+    fake.steps = [*STEPS, situation.calibration(old_s=0)]
+    async with opened(fake, size=size) as console:
+        await console.press("3", key)
+        for text in ("measuring, 0 done", "16.0 ex/s", "loading", "c stop measuring"):
+            await console.shows(text)
+        assert fake.calibrations == [quick]
+        fake.measured.set()
+        await console.shows("calibration · just now")
+        assert console.app.state.busy is None
+
+
+async def test_it_is_stopped_by_the_same_key_and_what_was_known_stays(calibrated: FakeEngine) -> None:
+    calibrated.steps = [*STEPS, situation.calibration(old_s=0)]
+    async with opened(calibrated, size=DASHBOARD) as console:
+        await console.press("3", "c")
+        await console.shows("measuring, 0 done")
+        await console.press("c")
+        await console.shows("calibration · 2 h ago")
+        await console.until(lambda: calibrated.stopped == 1, "the engine's end")
+        assert console.app.state.busy is None and console.app.state.calibrating is None
+
+
+async def test_while_a_run_goes_on_nothing_is_measured(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        await console.press("3", "c")
+        assert fake.calibrations == []
+        assert any("uses the nodes now" in said for said in console.said)
+
+
+async def test_the_key_means_nothing_in_another_pane(fake: FakeEngine) -> None:
+    fake.steps = [*STEPS, situation.calibration(old_s=0)]
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("1", "c", "C")
+        assert fake.calibrations == []
+
+
+async def test_the_run_pane_has_predicted_beside_measured(calibrated: FakeEngine) -> None:
+    run = replace(situation.running(), division=situation.division())
+    calibrated.add(run)
+    async with opened(calibrated, size=DASHBOARD, follow=run.record.id) as console:
+        await console.press("4")
+        await console.shows("predicted 1,910 tok/s (-4%)")
+        await console.press("3")
+        await console.shows("1.60 predicted, 1.56 measured")
+
+
+async def test_the_plan_says_what_is_expected(calibrated: FakeEngine) -> None:
+    async with opened(calibrated, size=DASHBOARD) as console:
+        for text in ("local-0 58%, local-1 42%", "tok/s, speed-up 1.60", "by the measured throughputs"):
+            await console.shows(text)
+
+
+def test_shares_without_an_outlook_are_the_configurations() -> None:
+    assert shares(DeckState()) is None
+    assert shares(DeckState(config=situation.configuration(shares=(3.0, None)))) == {"local-0": 0.75, "local-1": 0.25}
+
+
+def test_a_speed_up_is_measured_only_where_there_was_a_prediction() -> None:
+    run = situation.running()
+    assert speed_up(DeckState(snapshot=run)) is None
+    divided = replace(run, division=situation.division())
+    assert speed_up(DeckState(snapshot=divided)) == pytest.approx(1840 / (1910 / 1.62))
+
+
+def test_words_for_what_is_under_way() -> None:
+    measuring = DeckState(calibrating={"a": CalibrationProgress("a", "measured"), "b": CalibrationProgress("b", "x")})
+    assert verdict(measuring) == "measuring, 1 done"
+    assert label(BY_ID["calibrate"], measuring) == "stop measuring"
+    assert label(BY_ID["calibrate"], DeckState()) == "calibrate"
+
+
+def test_figures_as_people_write_them() -> None:
+    assert [latency(s) for s in (None, 4.8e-5, 0.0123, 0.42)] == ["-", "48 µs", "12.3 ms", "0.42 s"]
+    assert [throughput(e) for e in (None, 0.856, 16.44, 340.0)] == ["-", "0.86 ex/s", "16.4 ex/s", "340 ex/s"]
+    assert (bandwidth(8.1e9), bandwidth(None), spread(0.023), spread(None)) == ("8.1 GB/s", "-", "±2 %", "-")
