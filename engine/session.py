@@ -85,6 +85,8 @@ class Engine:
 
     def find(self, run: str) -> RunDir:
         """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
+        from engine.security.identifiers import shown
+
         records = self._stored()
         if not records:
             raise RunNotFound("there are no runs yet", where=str(self.home), todo="`flightdeck demo` makes one")
@@ -98,8 +100,8 @@ class Engine:
             return self._directory(matching[0])
         if matching:
             why = f"{len(matching)} ids begin with it: {', '.join(matching[:4])}{', …' if len(matching) > 4 else ''}"
-            raise RunNotFound(f"{run!r} is not one run", why=why, todo="give more of the id")
-        raise RunNotFound(f"no run {run!r}", why="no id, id prefix or name is that", todo="see `flightdeck runs`")
+            raise RunNotFound(f"{shown(run)} is not one run", why=why, todo="give more of the id")
+        raise RunNotFound(f"no run {shown(run)}", why="no id, id prefix or name is that", todo="see `flightdeck runs`")
 
     def record(self, run: str) -> RunRecord:
         """One run as it is now. Raises RunNotFound."""

@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="store_const", dest="run_command", const=_version, help="print the version and leave"
     )
-    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="default: ./flightdeck.toml, if there is one")
+    what = "default: ./flightdeck.toml, if there is one"
+    parser.add_argument("-c", "--config", type=_file, metavar="FILE", help=what)
     parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
     parser.set_defaults(run_command=_console)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -265,8 +266,8 @@ def _init(commands: Commands) -> None:
     init.add_argument("hosts", nargs="*", metavar="HOST", help="[user@]host[:port]; 127.0.0.1 is this machine")
     init.add_argument("--from-ssh-config", action="store_true", help="look in ~/.ssh/config")
     init.add_argument("--bonjour", action="store_true", help="look for machines that announce ssh (about 3 s)")
-    init.add_argument("--hostfile", type=Path, metavar="FILE", help="take the hosts from this hostfile")
-    init.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: ./flightdeck.toml; - prints it")
+    init.add_argument("--hostfile", type=_file, metavar="FILE", help="take the hosts from this hostfile")
+    init.add_argument("-o", "--output", type=_file, metavar="FILE", help="default: ./flightdeck.toml; - prints it")
     init.add_argument("--name", metavar="NAME", help="of the cluster; default: the folder's")
     init.add_argument("--force", action="store_true", help="write over a file that is there")
     init.add_argument("--yes", action="store_true", help="take every host that was found")
@@ -341,7 +342,7 @@ def _command(
 def _config(parser: argparse.ArgumentParser) -> None:
     # No default of its own, so that -c before the command is not overwritten.
     what = "default: ./flightdeck.toml"
-    parser.add_argument("-c", "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=what)
+    parser.add_argument("-c", "--config", type=_file, default=argparse.SUPPRESS, metavar="FILE", help=what)
 
 
 def _skip(parser: argparse.ArgumentParser) -> None:
@@ -371,6 +372,19 @@ def _count(most: int, least: int = 1) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def _file(text: str) -> Path:
+    """An argparse type: a file's path, or - for stdout; never one that a message could not show."""
+    # The rules cost an import, which most commands do without.
+    from engine.security.paths import path_fault
+
+    accepted = path_fault(text) if text != "-" else None
+    if accepted is not None:
+        from engine.security.identifiers import shown
+
+        raise argparse.ArgumentTypeError(f"{shown(text)}: expected {accepted}")
+    return Path(text)
 
 
 def _examples(*examples: tuple[str, str]) -> str:

@@ -13,6 +13,7 @@ import yaml
 
 from engine.config.faults import value_text
 from engine.errors import ConfigFault
+from engine.security.paths import MAX_LENGTH
 
 SIZE_LIMIT = 1_000_000
 """Bytes; more is no configuration, and is not read."""
@@ -51,7 +52,8 @@ _MlxLmLoader.add_implicit_resolver(
 
 def file_text(path: Path) -> str:
     """A file's name for a message."""
-    return str(path) if str(path).isprintable() else value_text(str(path))
+    text = str(path)
+    return text if text.isprintable() and len(text) <= MAX_LENGTH else value_text(text)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

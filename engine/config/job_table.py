@@ -49,6 +49,9 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     before = len(faults.found)
     faults.unknown(place, table, (*OWN_KEYS, *KEYS), _LATER_KEYS)
     _check_environment(faults, place, table.get("env"))
+    report = table.get("data_quality_report")
+    if isinstance(report, str) and (accepted := path_form(report)):
+        faults.add(place, "data_quality_report", report, accepted)
     name = table.get("name")
     if isinstance(name, str) and not is_identifier(name):
         faults.add(place, "name", name, IDENTIFIER)

@@ -72,6 +72,10 @@ class Program(Answer):
 
     program: Words | None
     """What would be run."""
+    script: Annotated[str, Field(max_length=4096)] | None = None
+    """Where its Python script lies, symlinks followed."""
+    roots: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=10)] = []
+    """The node's home and its workdir, likewise."""
     fault: Words | None
     make: Annotated[str, Field(max_length=4096)] | None = None
     """A folder that is missing."""

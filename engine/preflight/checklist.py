@@ -13,6 +13,7 @@ from engine.preflight.check import Check, verdict
 from engine.preflight.registry import CHECKS, NOT_YET
 from engine.preflight.scene import Scene
 from engine.security.audit import audit_log
+from engine.security.identifiers import shown
 
 OVERRIDDEN = "overridden"
 """The reason of a check that was left out by name."""
@@ -28,7 +29,7 @@ def check_names(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> li
         if name in checks:
             continue
         why = f"it is not checked in this release ({NOT_YET[name]})" if name in NOT_YET else "there is no such check"
-        raise InputError(f"cannot skip {name}", why=why, todo=f"checks: {', '.join(checks)}")
+        raise InputError(f"cannot skip {shown(name)}", why=why, todo=f"checks: {', '.join(checks)}")
     return names
 
 

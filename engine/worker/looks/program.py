@@ -1,6 +1,7 @@
 """Looks for a job's own program where its rank would: `python -m worker.looks.program WORKDIR PYTHON COMMAND…`.
 
-Prints `program`, what would be run; or its `fault`, with a folder to `make` or a file to `permit` the execution of.
+Prints `program`, what would be run, where its Python `script` really lies, and `roots`, where it may; or its `fault`,
+with a folder to `make` or a file to `permit` the execution of.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .near import near
 
 PYTHON_NAMES = ("python", "python3")
 
 
-def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, str | None]:
+def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, Any]:
     """Where the command's program lies, or what is wrong with it or its script."""
     if not workdir.is_dir():
         return _fault(f"workdir {workdir} is not there{near(workdir)}", make=str(workdir))
@@ -43,8 +45,14 @@ def locate(workdir: Path, python: str, command: Sequence[str]) -> dict[str, str 
             path = workdir / Path(script).expanduser()
             if not path.is_file():
                 return _fault(f"{path} is not there{near(path)}")
-            return {"program": f"{program} {path}", "fault": None}
+            found = {"script": str(path.resolve()), "roots": _roots(workdir)}
+            return {"program": f"{program} {path}", "fault": None, **found}
     return {"program": str(program), "fault": None}
+
+
+def _roots(workdir: Path) -> list[str]:
+    """Where a script may lie, symlinks followed."""
+    return [str(Path.home().resolve()), str(workdir.resolve())]
 
 
 def _fault(what: str, *, make: str | None = None, permit: str | None = None) -> dict[str, str | None]:

@@ -205,6 +205,7 @@ CASES = [
     (NODES + JOB + "[preflight]\nsync_script = '../x.sh'", "preflight.sync_script", "a path without .."),
     (NODES + JOB + "[preflight]\nsync_script = '$(id)'", "preflight.sync_script", "a plain path"),
     (NODES + JOB + "[preflight]\nsync_script = '-rf'", "preflight.sync_script", "does not begin with -"),
+    (NODES + JOB + "data_quality_report = '../report.json'", "job.data_quality_report", "a path without .."),
     (NODES + JOB + "[preflight]\nroots = ['/a/../b']", "preflight.roots[0]", "a path without .."),
     (NODES + JOB + "[preflight]\nroots = ['here']", "preflight.roots[0]", "absolute, or below the home"),
     (NODES + JOB + "[preflight]\nconsistency_threshold = 1.5", "preflight.consistency_threshold", "1 or less"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.models import FlightConfig
+from engine.errors import InputError
 from engine.models import CheckStatus
 from engine.preflight import program as check
 from tests.unit.preflight.conftest import looked
@@ -47,3 +48,28 @@ async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(config: Fl
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
     result = await looked(check.look, with_command(config, "./run.sh"))
     assert result.fix_command == f"chmod +x {tmp_path / 'run.sh'}"
+
+
+async def test_a_script_by_a_path_that_leads_back_is_refused(config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(InputError, match=r"a path without \.\."):
+        await looked(check.look, with_command(config, "python", "src/../mine.py"))
+
+
+async def test_a_script_outside_of_home_and_workdir_needs_leave(
+    config: FlightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work", "me", "outside"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    (tmp_path / "outside" / "mine.py").write_text("")
+    (tmp_path / "work" / "linked.py").symlink_to(tmp_path / "outside" / "mine.py")
+    nodes = tuple(node.model_copy(update={"workdir": str(tmp_path / "work")}) for node in config.nodes)
+    for script in ("linked.py", str(tmp_path / "outside" / "mine.py")):
+        there = with_command(config.model_copy(update={"nodes": nodes}), "python", script)
+        result = await looked(check.look, there)
+        assert result.status is CheckStatus.FAIL
+        assert f"{tmp_path / 'outside' / 'mine.py'} lies outside of the home and the workdir" in result.summary
+        allowed = config.preflight.model_copy(update={"roots": (str(tmp_path / "outside"),)})
+        result = await looked(check.look, there.model_copy(update={"preflight": allowed}))
+        assert result.status is CheckStatus.PASS
