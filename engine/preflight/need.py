@@ -64,5 +64,5 @@ def _need(rank: RankMemory) -> Need:
 
 async def _plan(scene: Scene) -> TrainingPlan:
     past = await asyncio.to_thread(Past.of, Store(scene.fleet.home), scene.config.cluster.name)
-    inputs = await survey(scene, past, scene.fleet.home)
+    inputs = await survey(scene, await scene.facts(), past)
     return await asyncio.to_thread(make_plan, inputs)

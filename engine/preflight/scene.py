@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ from engine.nodes.topology import topology
 from engine.planning.wire import wire
 from engine.planning.wiring import Wiring
 from engine.preflight.answers import Answer
+from engine.preflight.desk import Desk
 from engine.preflight.interpreter import Interpreter, ask
 from engine.security.sanitise import plain
 from engine.transport.base import Channel, Transport
@@ -74,6 +75,7 @@ class Scene:
         self.interpreters = _Once(self._interpreters)
         """Node name → Interpreter, mlx-lm not asked for."""
         self._shared: dict[str, _Once[Any]] = {}
+        self._desks: dict[tuple[str, str], Desk] = {}
         self._hosts = {host: _Once(partial(self._place, ranks)) for host, ranks in hosts_of(config.nodes).items()}
 
     @property
@@ -102,11 +104,13 @@ class Scene:
         """What `worker.looks.<name>` says on `node`, with the node's own python. Paths may begin with `~/`.
         Raises LaunchError when it says nothing that can be read, NodeUnreachable."""
         place = await self.place_of(node)
-        argv = look_argv(place, node, name, *arguments)
+        python, *expanded = (place.expanded(text) for text in (node.python, *arguments))
+        if (node.ssh, python) not in self._desks:
+            self._desks[node.ssh, python] = Desk(self.transport(node), python, place.bundle)
         try:
-            done = await self.transport(node).run(argv, timeout_s=timeout_s, directory=PurePosixPath(place.bundle))
+            done = await self._desks[node.ssh, python].ask(name, expanded, timeout_s=timeout_s)
         except OSError as error:
-            raise LaunchError(f"{argv[0]} cannot be run", where=node.name, why=error.strerror or str(error)) from error
+            raise LaunchError(f"{python} cannot be run", where=node.name, why=error.strerror or str(error)) from error
         if done.code is None:
             raise LaunchError(f"no answer within {timeout_s:g} s", where=node.name)
         for line in reversed(done.stdout.splitlines()):
@@ -133,6 +137,7 @@ class Scene:
         found: tuple[_Once[Any], ...] = (self.wiring, self.topology, self.facts, self.interpreters, self.places)
         for once in (*self._shared.values(), *found, *self._hosts.values()):
             await once.end()
+        await asyncio.gather(*(desk.close() for desk in self._desks.values()))
 
     async def _facts(self) -> dict[str, NodeFacts]:
         return {facts.node: facts for facts in await probe_all(self.config, self.fleet)}

@@ -13,6 +13,7 @@ import pytest
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.preflight.answers import Problems
+from engine.preflight.desk import Desk
 from engine.preflight.scene import Scene
 from engine.runs.layout import state_home
 from engine.transport.base import Completed
@@ -117,14 +118,10 @@ async def test_what_is_no_answer_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    class Liar(Way):
-        async def run(
-            self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
-        ) -> Completed:
-            if "worker.looks.addresses" in argv:
-                return Completed(3, said.encode(), b"\x1b[31mworse\x1b[0m\n")
-            return await super().run(argv, timeout_s=timeout_s, stdin=stdin, directory=directory)
+    async def liar(self: Desk, look: str, arguments: Sequence[str], *, timeout_s: float) -> Completed:
+        return Completed(3, said.encode(), b"\x1b[31mworse\x1b[0m\n")
 
-    scene = scene_of(on(config, "mac"), {"mac": Liar()})
+    monkeypatch.setattr(Desk, "ask", liar)
+    scene = scene_of(on(config, "mac"), {"mac": Way()})
     with pytest.raises(LaunchError, match="node0: looking there ended with 3: worse"):
         await scene.look(scene.config.nodes[0], "addresses", "own", said=Problems, timeout_s=5)
