@@ -29,16 +29,16 @@ from tests.training.conftest import Tiny, sentence, write_rows
 from tests.training.launching import launch
 from tests.unit.worker.waiting import wait_until
 
-SIZE, CHUNK, BATCH = 1_003, 180, 8
+SIZE, CHUNK, BATCH = 643, 120, 8
 CHUNKS, PER_EPOCH = 6, SIZE // BATCH
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory with 1,003 training examples, no two alike, and 500 for validation."""
+    """A data directory with 643 training examples, no two alike, and 200 for validation."""
     data = tmp_path_factory.mktemp("large")
     dice = random.Random(5)
-    for name, size in (("train", SIZE), ("valid", 500)):
+    for name, size in (("train", SIZE), ("valid", 200)):
         write_rows(data / f"{name}.jsonl", ({"text": f"{sentence(dice, 1, 12)} {number}"} for number in range(size)))
     return data
 
@@ -63,7 +63,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 def test_two_ranks_train_on_chunks_as_one_does(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     """A whole epoch and the first chunk of the next."""
-    iters = PER_EPOCH + 25
+    iters = PER_EPOCH + 16
     job = tiny.job(data=str(large), chunk_size=CHUNK, iters=iters, learning_rate=1e-4, val_batches=5)
     alone = launch(tmp_path / "alone", job).succeeded()
     both = launch(tmp_path / "both", job, shares=(3.0, 1.0)).succeeded()
@@ -202,7 +202,7 @@ def test_memory_is_tidied_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path)
 def test_a_streamed_validation_is_the_same_every_time(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     valid = load(make_job(tiny, large, tmp_path), "valid")
     assert isinstance(valid, StreamedExamples)
-    for limit, examples in ((-1, 500), (3, 24), (100, 500)):
+    for limit, examples in ((-1, 200), (3, 24), (100, 200)):
         batches = [list(valid.fixed_batches(BATCH, 1, limit)) for _ in range(2)]
         assert all(np.array_equal(*pair) for pair in zip(*batches, strict=True))
         taken = [int(index) for index in itertools.chain(*batches[0])]
