@@ -1,0 +1,94 @@
+"""The launch as a person would type it: each rank's shell finds its own words, whatever is in them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.launch.by_hand import ByHand, by_hand
+from engine.planning.wiring import Wiring
+from tests.unit.launch.places import as_configured
+
+HOSTFILE = Path("/state/plans/here.hostfile.json")
+
+
+def config(*nodes: NodeConfig, settings: dict[str, Any] | None = None, **job: Any) -> FlightConfig:
+    keys = {"name": "job", "model": "~/model", "data": "~/data", "mlx_lm": with_defaults(settings or {})}
+    return FlightConfig(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(**{**keys, **job}))
+
+
+def typed(flight: FlightConfig, layers: int | None = None, backend: str = "ring") -> ByHand:
+    wiring: Wiring = as_configured(flight.nodes, backend)
+    return by_hand(flight, wiring, HOSTFILE, layers=layers, launcher=Path("/venv/bin/mlx.launch"))
+
+
+def of_rank(said: ByHand, rank: int, home: Path) -> list[str]:
+    """What the shell of a rank becomes: its program's arguments."""
+    assert said.command is not None
+    argv = shlex.split(said.command)
+    program = argv[argv.index("--") + 1 :]
+    (home / "show").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (home / "show").chmod(0o755)
+    assert program[:2] == ["/bin/sh", "-c"]
+    done = subprocess.run(
+        program,
+        env={"MLX_RANK": str(rank), "HOME": str(home), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        check=True,
+    )
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def node(name: str, home: Path) -> NodeConfig:
+    """One whose python shows what it is given."""
+    return NodeConfig(name=name, ssh=f"{name}.local", ips=("10.0.0.1",), python="~/show", workdir=str(home))
+
+
+def test_each_rank_becomes_its_own_nodes_python_with_its_own_paths(tmp_path: Path) -> None:
+    first = node("a", tmp_path).model_copy(update={"model": "~/my models/it's"})
+    said = typed(config(first, node("b", tmp_path), settings={"batch_size": 8}))
+    words = of_rank(said, 0, tmp_path)
+    assert words[:5] == ["-m", "mlx_lm", "lora", "--train", "--model"]
+    assert words[5] == f"{tmp_path}/my models/it's"
+    other = of_rank(said, 1, tmp_path)
+    assert other[other.index("--model") + 1] == f"{tmp_path}/model"
+    assert other[other.index("--batch-size") + 1] == "8"
+
+
+def test_hostile_words_of_a_command_stay_words(tmp_path: Path) -> None:
+    hostile = ["$(touch made)", "a;b", "it's", "{rank}", "two\nlines", "", "{workdir}/x y"]
+    said = typed(config(node("a", tmp_path), node("b", tmp_path), command=("python", *hostile), mlx_lm={}))
+    assert of_rank(said, 1, tmp_path) == ["$(touch made)", "a;b", "it's", "1", "two\nlines", "", f"{tmp_path}/x y"]
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_mlx_lm_would_refuse_is_made_acceptable_and_said(tmp_path: Path) -> None:
+    said = typed(config(node("a", tmp_path), node("b", tmp_path), settings={"batch_size": 5}), layers=2)
+    words = of_rank(said, 0, tmp_path)
+    assert words[words.index("--batch-size") + 1] == "6" and words[words.index("--num-layers") + 1] == "2"
+    assert any("must divide by the 2 ranks" in note for note in said.notes)
+    assert any("mlx-lm refuses more" in note for note in said.notes)
+
+
+def test_keys_without_an_option_travel_as_a_file(tmp_path: Path) -> None:
+    lora = {"rank": 4, "dropout": 0.0, "scale": 10.0, "keys": ["self_attn.q_proj"]}
+    said = typed(config(node("a", tmp_path), settings={"lora_parameters": lora}))
+    assert said.command is not None and "--config /dev/stdin" in said.command
+    assert json.dumps({"lora_parameters": lora}) in shlex.split(said.command)[-1]
+
+
+def test_a_lone_rank_has_no_empty_hostfile(tmp_path: Path) -> None:
+    said = typed(config(node("a", tmp_path)))
+    assert said.command is not None and "unset MLX_HOSTFILE" in said.command
+
+
+def test_secrets_never_show(tmp_path: Path) -> None:
+    said = typed(config(node("a", tmp_path), env={"HF_TOKEN": "hf_secret", "LEVEL": "3"}))
+    assert said.command is not None
+    assert "hf_secret" not in said.command and "--env LEVEL=3" in said.command
+    assert any(note.startswith("HF_TOKEN of [job] env is left out") for note in said.notes)

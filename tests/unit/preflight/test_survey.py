@@ -1,0 +1,115 @@
+"""What is gathered for a plan, on this machine as the nodes."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig
+from engine.measured import Calibration, LinkMeasure, NodeMeasure
+from engine.models import NodeFacts
+from engine.planning.fingerprint import fingerprint
+from engine.planning.inputs import PlanInputs
+from engine.preflight.scene import Scene
+from engine.preflight.survey import Past, survey
+from engine.runs.layout import state_home
+from engine.transport.fleet import Fleet
+
+NOW = datetime.now(UTC)
+
+
+def seen(config: FlightConfig, *, ago: timedelta = timedelta(0)) -> dict[str, NodeFacts]:
+    return {
+        node.name: NodeFacts(node=node.name, host=node.ssh, probed_at=NOW - ago, system="Linux", chip="one of these")
+        for node in config.nodes
+    }
+
+
+async def surveyed(config: FlightConfig, fresh: dict[str, NodeFacts] | None = None, past: Past = Past()) -> PlanInputs:  # noqa: B008
+    async with Fleet(config.nodes, state_home()) as fleet:
+        scene = Scene(config, fleet)
+        try:
+            return await survey(scene, seen(config) if fresh is None else fresh, past)
+        finally:
+            await scene.close()
+
+
+async def test_the_models_configuration_and_the_examples_come_from_the_nodes(config: FlightConfig) -> None:
+    inputs = await surveyed(config)
+    assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_from
+    assert (inputs.examples, inputs.examples_from) == (40, "counted in train.jsonl on node0")
+    assert inputs.launching.hostfile_path is not None
+    assert json.loads(Path(inputs.launching.hostfile_path).read_text()) == inputs.launching.hostfile
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "no JSON object"),
+        ("[1]", "no JSON object"),
+        ("[" * 100_000, "no JSON object"),
+        ('{"a": "' + "x" * (1 << 18) + '"}', "more than 256 KiB"),
+    ],
+    ids=["cut off", "a list", "deep", "vast"],
+)
+async def test_what_is_no_configuration_is_said_and_not_taken(
+    config: FlightConfig, model: Path, content: str, why: str
+) -> None:
+    (model / "config.json").write_text(content)
+    inputs = await surveyed(config)
+    assert inputs.model is None and why in inputs.model_from
+
+
+async def test_a_data_set_that_is_not_there_leaves_its_size_open(config: FlightConfig, data: Path) -> None:
+    (data / "train.jsonl").unlink()
+    inputs = await surveyed(config)
+    assert inputs.examples is None and "train.jsonl" in inputs.examples_from
+
+
+async def test_a_node_that_is_away_is_as_it_was_last_seen(config: FlightConfig) -> None:
+    away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
+    before = seen(config, ago=timedelta(hours=3))
+    inputs = await surveyed(config, seen(config) | {"node1": away}, Past(facts=tuple(before.values())))
+    assert inputs.problems == {"node1": "no route to host"}
+    assert inputs.facts["node1"] == before["node1"]
+
+
+async def test_what_another_host_was_is_not_taken_for_the_node(config: FlightConfig) -> None:
+    away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
+    other = seen(config)["node1"].model_copy(update={"host": "elsewhere"})
+    inputs = await surveyed(config, seen(config) | {"node1": away}, Past(facts=(other,)))
+    assert "node1" not in inputs.facts
+
+
+async def test_a_node_that_has_finished_nothing_when_it_was_measured_is_left_out(config: FlightConfig) -> None:
+    speeds = {"node0": 2.0, "node1": 0.0}
+    taken = Calibration(
+        cluster=config.cluster.name,
+        job=config.job.name,
+        fingerprint=fingerprint(config, seen(config).values()),
+        taken_at=NOW,
+        nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in speeds.items()),
+        everyone=LinkMeasure(nodes=tuple(speeds)),
+    )
+    inputs = await surveyed(config, past=Past(calibrations=(taken,)))
+    assert inputs.calibration == taken and inputs.left_out == ("node1",)
+    assert [node.name for node in inputs.config.nodes] == ["node0"]
+
+
+async def test_secrets_of_the_job_are_not_in_what_is_planned(config: FlightConfig) -> None:
+    job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
+    inputs = await surveyed(config.model_copy(update={"job": job}))
+    assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
+    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.command or "")
+    assert any("HF_TOKEN" in note for note in inputs.launching.notes)
+
+
+async def test_a_report_through_a_link_that_leads_out_is_refused(config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "report.json").symlink_to("/etc/passwd")
+    job = config.job.model_copy(update={"data_quality_report": str(tmp_path / "report.json")})
+    placed = config.model_copy(update={"job": job, "file": tmp_path / "flightdeck.toml"})
+    inputs = await surveyed(placed)
+    assert inputs.report is None and "outside of the allowed directories" in (inputs.report_problem or "")
