@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .attention import attention
-from .feed_forward import experts, gated, gated_fused, shared_expert, two_layer
+from .feed_forward import RELU_SQUARED, experts, gated, gated_fused, shared_expert, two_layer
 from .keys import Keys, refused
 from .parts import Layer, Matrix, Part, Skeleton
 from .recurrent import gated_delta, mamba, mamba2, short_convolution
@@ -20,11 +20,11 @@ def qwen3_next(keys: Keys) -> Skeleton:
     full = attention(hidden, heads, kv_heads, head_dim, qkv_bias=bias, out_bias=bias, norms=2 * head_dim, gated=True)
     linear = gated_delta(
         hidden,
-        keys.size("linear_num_key_heads"),
-        keys.size("linear_key_head_dim"),
-        keys.size("linear_num_value_heads"),
-        keys.size("linear_value_head_dim"),
-        keys.size("linear_conv_kernel_dim"),
+        key_heads=keys.size("linear_num_key_heads"),
+        key_dim=keys.size("linear_key_head_dim"),
+        value_heads=keys.size("linear_num_value_heads"),
+        value_dim=keys.size("linear_value_head_dim"),
+        kernel=keys.size("linear_conv_kernel_dim"),
         prefix="linear_attn",
     )
     sparse = (
@@ -40,7 +40,7 @@ def qwen3_next(keys: Keys) -> Skeleton:
     for number in range(layers(keys)):
         mixer = full if (number + 1) % interval == 0 else linear
         is_sparse = number not in only_dense and keys.whole("num_experts") > 0 and (number + 1) % step == 0
-        stack.append(Layer((mixer, *(sparse if is_sparse else dense)), 2 * hidden))
+        stack.append(Layer((mixer, *(sparse if is_sparse else dense)), 2 * hidden, 2 * hidden))
     return skeleton(keys, stack, tied=keys.flag("tie_word_embeddings", False))
 
 
@@ -51,9 +51,9 @@ def jamba(keys: Keys) -> Skeleton:
     recurrent = mamba(
         hidden,
         keys.size("mamba_expand") * hidden,
-        keys.size("mamba_d_state"),
-        _time_rank(keys, "mamba_dt_rank", hidden),
-        keys.size("mamba_d_conv"),
+        state=keys.size("mamba_d_state"),
+        rank=_time_rank(keys, "mamba_dt_rank", hidden),
+        kernel=keys.size("mamba_d_conv"),
         bias=keys.flag("mamba_proj_bias", False),
         conv_bias=keys.flag("mamba_conv_bias", True),
         norms=True,
@@ -77,6 +77,7 @@ def jamba(keys: Keys) -> Skeleton:
                 sparse if count > 1 and (number + offset) % period == 0 else dense,
             ),
             2 * hidden,
+            2 * hidden,
         )
         for number, kind in enumerate(types)
     ]
@@ -89,15 +90,15 @@ def mamba_model(keys: Keys) -> Skeleton:
     recurrent = mamba(
         hidden,
         keys.size("intermediate_size", "d_inner"),
-        keys.size("state_size", "d_state"),
-        _time_rank(keys, "time_step_rank", hidden),
-        keys.size("conv_kernel", "d_conv"),
+        state=keys.size("state_size", "d_state"),
+        rank=_time_rank(keys, "time_step_rank", hidden),
+        kernel=keys.size("conv_kernel", "d_conv"),
         bias=keys.flag("use_bias", keys.flag("bias", False)),
         conv_bias=keys.flag("use_conv_bias", keys.flag("conv_bias", True)),
         norms=False,
         prefix="mixer",
     )
-    layer = Layer((recurrent,), hidden)
+    layer = Layer((recurrent,), hidden, hidden)
     tied = keys.flag("tie_word_embeddings", True)
     return skeleton(keys, [layer] * layers(keys), tied=tied, base="backbone", embedding="embeddings")
 
@@ -106,18 +107,18 @@ def mamba2_model(keys: Keys) -> Skeleton:
     hidden, heads = keys.size("hidden_size"), keys.size("num_heads")
     recurrent = mamba2(
         hidden,
-        heads,
-        heads * keys.size("head_dim"),
-        keys.size("ssm_state_size", "state_size"),
-        keys.size("n_groups"),
-        keys.size("conv_kernel"),
+        heads=heads,
+        inner=heads * keys.size("head_dim"),
+        state=keys.size("ssm_state_size", "state_size"),
+        groups=keys.size("n_groups"),
+        kernel=keys.size("conv_kernel"),
         bias=keys.flag("use_bias", False),
         out_bias=keys.flag("use_bias", False),
         conv_bias=keys.flag("use_conv_bias", True),
         norm=True,
         prefix="mixer",
     )
-    layer = Layer((recurrent,), hidden)
+    layer = Layer((recurrent,), hidden, hidden)
     tied = keys.flag("tie_word_embeddings", True)
     return skeleton(keys, [layer] * layers(keys), tied=tied, base="backbone", embedding="embeddings")
 
@@ -129,11 +130,11 @@ def falcon_h1(keys: Keys) -> Skeleton:
     side = attention(hidden, *keys.heads(), keys.size("head_dim"), qkv_bias=bias, out_bias=bias)
     recurrent = mamba2(
         hidden,
-        heads,
-        keys.size("mamba_d_ssm"),
-        keys.size("mamba_d_state"),
-        keys.size("mamba_n_groups", default=1),
-        keys.size("mamba_d_conv"),
+        heads=heads,
+        inner=keys.size("mamba_d_ssm"),
+        state=keys.size("mamba_d_state"),
+        groups=keys.size("mamba_n_groups", default=1),
+        kernel=keys.size("mamba_d_conv"),
         bias=keys.flag("mamba_proj_bias", False),
         out_bias=keys.flag("projectors_bias", False),
         conv_bias=keys.flag("mamba_conv_bias", True),
@@ -141,7 +142,7 @@ def falcon_h1(keys: Keys) -> Skeleton:
         prefix="mamba",
     )
     network = gated(hidden, keys.size("intermediate_size"), bias=keys.flag("mlp_bias", False), prefix="feed_forward")
-    layer = Layer((recurrent, side, network), 2 * hidden)
+    layer = Layer((recurrent, side, network), 2 * hidden, 2 * hidden)
     return skeleton(keys, [layer] * layers(keys), tied=keys.flag("tie_word_embeddings", True))
 
 
@@ -179,7 +180,7 @@ def granite_hybrid(keys: Keys) -> Skeleton:
         mixers["mamba"] = _granite_mamba(keys, hidden)
     if unknown := set(types) - set(mixers):
         raise refused(f"layer_types holds {sorted(unknown)[0][:40]!r}")
-    stack = [Layer((mixers[kind], *network), 2 * hidden) for kind in types]
+    stack = [Layer((mixers[kind], *network), 2 * hidden, 2 * hidden) for kind in types]
     return skeleton(keys, stack, tied=keys.flag("tie_word_embeddings", True))
 
 
@@ -187,11 +188,11 @@ def _granite_mamba(keys: Keys, hidden: int) -> Part:
     heads, bias = keys.size("mamba_n_heads"), keys.flag("mamba_proj_bias", False)
     return mamba2(
         hidden,
-        heads,
-        heads * keys.size("mamba_d_head"),
-        keys.size("mamba_d_state"),
-        keys.size("mamba_n_groups"),
-        keys.size("mamba_d_conv"),
+        heads=heads,
+        inner=heads * keys.size("mamba_d_head"),
+        state=keys.size("mamba_d_state"),
+        groups=keys.size("mamba_n_groups"),
+        kernel=keys.size("mamba_d_conv"),
         bias=bias,
         out_bias=bias,
         conv_bias=keys.flag("mamba_conv_bias", False),
@@ -222,7 +223,8 @@ def lfm2(keys: Keys) -> Skeleton:
     )
     network = gated(keys.size("block_dim", "hidden_size"), inner, prefix="feed_forward", names=("w1", "w3", "w2"))
     stack = [
-        Layer((full if number in attending else convolution, network), 2 * hidden) for number in range(number_of_layers)
+        Layer((full if number in attending else convolution, network), 2 * hidden, 2 * hidden)
+        for number in range(number_of_layers)
     ]
     return skeleton(keys, stack, tied=True)
 
@@ -234,7 +236,7 @@ def nemotron_h(keys: Keys) -> Skeleton:
     letters = _nemotron_letters(keys)
     for letter in set(letters):
         parts[letter] = _nemotron_part(keys, letter, hidden)
-    stack = [Layer((parts[letter],), hidden) for letter in letters]
+    stack = [Layer((parts[letter],), hidden, hidden) for letter in letters]
     return skeleton(keys, stack, tied=False, base="backbone", embedding="embeddings")
 
 
@@ -269,11 +271,11 @@ def _nemotron_part(keys: Keys, letter: str, hidden: int) -> Part:
         heads, bias = keys.size("mamba_num_heads"), keys.flag("mamba_proj_bias", False)
         return mamba2(
             hidden,
-            heads,
-            heads * keys.size("mamba_head_dim"),
-            keys.size("ssm_state_size"),
-            keys.size("n_groups"),
-            keys.size("conv_kernel"),
+            heads=heads,
+            inner=heads * keys.size("mamba_head_dim"),
+            state=keys.size("ssm_state_size"),
+            groups=keys.size("n_groups"),
+            kernel=keys.size("conv_kernel"),
             bias=bias,
             out_bias=bias,
             conv_bias=keys.flag("use_conv_bias", True),
@@ -282,7 +284,9 @@ def _nemotron_part(keys: Keys, letter: str, hidden: int) -> Part:
         )
     bias, names = keys.flag("mlp_bias", False), ("up_proj", "down_proj")
     if letter == "-":
-        return two_layer(hidden, keys.size("intermediate_size"), bias=bias, prefix="mixer", names=names)
+        return two_layer(
+            hidden, keys.size("intermediate_size"), bias=bias, prefix="mixer", names=names, arrays=RELU_SQUARED
+        )
     return _nemotron_experts(keys, hidden, bias)
 
 
@@ -292,7 +296,7 @@ def _nemotron_experts(keys: Keys, hidden: int, bias: bool) -> Part:
     width = latent or hidden
     matrices = [
         Matrix("mixer.switch_mlp.fc1", width, inner, False, count, active),
-        Matrix("mixer.switch_mlp.fc2", inner, width, False, count, active),
+        Matrix("mixer.switch_mlp.fc2", inner, width, False, count, active, source="inner"),
     ]
     if keys.whole("n_shared_experts", default=0):
         names = ("up_proj", "down_proj")
@@ -302,12 +306,13 @@ def _nemotron_experts(keys: Keys, hidden: int, bias: bool) -> Part:
             bias=bias,
             prefix="mixer.shared_experts",
             names=names,
+            arrays=RELU_SQUARED,
         )
         matrices += shared.matrices
     if latent:
-        matrices.append(Matrix("mixer.fc1_latent_proj", hidden, latent, bias))
-        matrices.append(Matrix("mixer.fc2_latent_proj", latent, hidden, bias))
-    return Part(matrices=tuple(matrices), plain=count * (hidden + 1), held=active * (4 * inner + 2 * width))
+        matrices.append(Matrix("mixer.fc1_latent_proj", hidden, latent, bias, source="residual"))
+        matrices.append(Matrix("mixer.fc2_latent_proj", latent, hidden, bias, source="latent"))
+    return Part(matrices=tuple(matrices), plain=count * (hidden + 1), held=active * (RELU_SQUARED * inner + 2 * width))
 
 
 def _time_rank(keys: Keys, name: str, hidden: int) -> int:

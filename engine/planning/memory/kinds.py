@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .attention import attention
-from .feed_forward import experts, gated, gated_fused, shared_expert, two_layer
-from .hybrids import falcon_h1, granite_hybrid, jamba, lfm2, mamba_model, mamba2_model, nemotron_h, qwen3_next
+from .feed_forward import GATED_GELU, SILU, experts, gated, gated_fused, shared_expert, two_layer
+from .hybrids import falcon_h1, granite_hybrid, jamba, lfm2, mamba2_model, mamba_model, nemotron_h, qwen3_next
 from .keys import Keys
 from .parts import Layer, Part, Skeleton
 from .stack import layers, skeleton
@@ -33,6 +33,10 @@ class _Dense:
     tied: bool | None = None
     """None: as the config says, else True."""
     tied_by_default: bool = True
+    gelu: bool = False
+    """The network's activation; else silu."""
+    capped: bool = False
+    """Whether the scores are soft-capped."""
 
 
 def _dense(kind: _Dense) -> Callable[[Keys], Skeleton]:
@@ -42,8 +46,9 @@ def _dense(kind: _Dense) -> Callable[[Keys], Skeleton]:
         if kind.fused:
             network = gated_fused(hidden, inner, names=("gate_up_proj", "down_proj"))
         else:
-            network = gated(hidden, inner, bias=keys.flag("mlp_bias", False))
-        layer = Layer((part, network), kind.norms * hidden)
+            arrays = GATED_GELU if kind.gelu else SILU
+            network = gated(hidden, inner, bias=keys.flag("mlp_bias", False), arrays=arrays)
+        layer = Layer((part, network), kind.norms * hidden, kind.norms * hidden)
         return skeleton(keys, [layer] * layers(keys), tied=_tied(keys, kind))
 
     return build
@@ -64,6 +69,7 @@ def _attention(keys: Keys, kind: _Dense) -> Part:
         out_bias=bias if kind.out_bias is None else kind.out_bias,
         norms=widths[kind.query_norms],
         fused=kind.fused,
+        capped=kind.capped,
     )
 
 
@@ -83,8 +89,8 @@ def _mixture(
         mixture = [experts(hidden, inner, count, active, prefix=prefix, router=router)]
         if "shared" in names:
             mixture.append(shared_expert(hidden, keys.size(names["shared"]), prefix=prefix))
-        sparse = Layer((part, *mixture), kind.norms * hidden)
-        dense = Layer((part, gated(hidden, keys.size("intermediate_size"))), kind.norms * hidden)
+        sparse = Layer((part, *mixture), kind.norms * hidden, kind.norms * hidden)
+        dense = Layer((part, gated(hidden, keys.size("intermediate_size"))), kind.norms * hidden, kind.norms * hidden)
         only_dense = set(keys.whole_list("mlp_only_layers") or ()) if "step" in names else set()
         step = keys.size(names["step"], default=1) if "step" in names else 1
         stack = [
@@ -108,7 +114,7 @@ def _phi(keys: Keys) -> Skeleton:
         out="dense",
     )
     network = two_layer(hidden, keys.size("intermediate_size"), bias=True, names=("fc1", "fc2"))
-    layer = Layer((part, network), 2 * hidden)
+    layer = Layer((part, network), 2 * hidden, hidden)
     return skeleton(keys, [layer] * layers(keys), tied=False, last_norm=2 * hidden, head_bias=True)
 
 
@@ -117,7 +123,7 @@ def _starcoder2(keys: Keys) -> Skeleton:
     heads, kv_heads = keys.heads()
     part = attention(hidden, heads, kv_heads, hidden // heads, qkv_bias=True, out_bias=True)
     network = two_layer(hidden, keys.size("intermediate_size"), bias=True, names=("c_fc", "c_proj"))
-    layer = Layer((part, network), 4 * hidden)
+    layer = Layer((part, network), 4 * hidden, 2 * hidden)
     tied = keys.flag("tie_word_embeddings", True)
     return skeleton(keys, [layer] * layers(keys), tied=tied, last_norm=2 * hidden)
 
@@ -145,7 +151,9 @@ def _gemma3_text(keys: Keys) -> Skeleton:
         head_dim,
         norms=2 * head_dim,
     )
-    layer = Layer((part, gated(hidden, keys.size("intermediate_size", default=6912))), 4 * hidden)
+    layer = Layer(
+        (part, gated(hidden, keys.size("intermediate_size", default=6912), arrays=GATED_GELU)), 4 * hidden, 4 * hidden
+    )
     count = layers(Keys({"num_hidden_layers": keys.size("num_hidden_layers", default=26)}))
     # mlx-lm makes a head of its own from the embedding's weights where the file has none.
     return skeleton(keys, [layer] * count, tied=True, vocabulary=keys.size("vocab_size", default=262_144))
@@ -171,8 +179,8 @@ KINDS: dict[str, Callable[[Keys], Skeleton]] = {
     "qwen2": _dense(_Dense(qkv_bias=True, out_bias=False, own_head_dim=False)),
     "qwen3": _dense(_Dense(query_norms="head", qkv_bias=False, out_bias=False)),
     "exaone4": _dense(_Dense(query_norms="head", qkv_bias=False, out_bias=False)),
-    "gemma": _dense(_Dense(qkv_bias=False, out_bias=False, tied=True)),
-    "gemma2": _dense(_Dense(norms=4, qkv_bias=False, out_bias=False, tied=True)),
+    "gemma": _dense(_Dense(gelu=True, qkv_bias=False, out_bias=False, tied=True)),
+    "gemma2": _dense(_Dense(gelu=True, capped=True, norms=4, qkv_bias=False, out_bias=False, tied=True)),
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
     "phi": _phi,

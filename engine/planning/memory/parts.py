@@ -18,6 +18,8 @@ class Matrix:
     """Experts, each with a matrix of its own."""
     active: int = 1
     """Experts that one token goes through."""
+    source: str = "in"
+    """Which array of its part it is applied to: matrices of one source share it."""
 
     @property
     def weights(self) -> int:
@@ -44,14 +46,16 @@ class Part:
     matrices: tuple[Matrix, ...]
     plain: int = 0
     """Parameters outside the matrices: norms, convolutions, decays. Never quantized, never adapted."""
+    normed: int = 0
+    """Elements per token that go through norms inside the part."""
     held: int = 0
-    """Elements per token, in the model's type, that wait for the backward pass."""
+    """Elements per token, in the model's type, that wait for the backward pass beside the matrices' inputs."""
     held_float32: int = 0
-    """The same, kept in float32 whatever the model's type."""
+    """The same, in float32 whatever the model's type."""
     scores: int = 0
-    """Heads with a score for each pair of tokens."""
-    copies_of_scores: int = 0
-    """How many arrays of the scores' size wait for the backward pass."""
+    """Elements per pair of tokens that wait for the backward pass: heads × arrays of the scores' size."""
+    window: int | None = None
+    """Tokens that each token is paired with at most; None is the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Layer:
     parts: tuple[Part, ...]
     norms: int
     """Parameters of the norms between the parts."""
-    residuals: int = 0
-    """Elements per token of the residual stream and its norms that wait for the backward pass."""
+    normed: int
+    """Elements per token that go through those norms."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
