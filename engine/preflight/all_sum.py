@@ -25,11 +25,11 @@ from engine.launch.hostfile import write_hostfile
 from engine.launch.launchers_own import launchers_own
 from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.place import Place
-from engine.launch.ports import fresh_ports
 from engine.launch.start_script import RankProgram, ranks_script
 from engine.planning.wiring import Wiring
 from engine.preflight.check import ranks_of
 from engine.preflight.leases import Leases
+from engine.preflight.ports import fresh_block
 from engine.preflight.process import run
 from engine.preflight.scene import Scene
 from engine.runs.layout import node_root
@@ -72,12 +72,7 @@ async def summed(scene: Scene) -> Summed:
     with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
         try:
             trial = _Trial(scene, check_id, nonce, Path(here), await scene.wiring(), await scene.places())
-            starting_port, *_ = await at_once(
-                [
-                    fresh_ports(scene.fleet, scene.config.nodes, trial.wiring),
-                    leases.take(check_id, Path(here)),
-                ]
-            )
+            starting_port, *_ = await at_once([fresh_block(scene, trial.wiring), leases.take(check_id, Path(here))])
             assert starting_port is not None
             codes, ssh_words = await trial.start(starting_port)
             found = await scene.on_all(trial.read)

@@ -47,6 +47,12 @@ async def look(scene: Scene) -> CheckResult:
     return found.verdict(f"{first} to {last} are free", advice=advice)
 
 
+async def fresh_block(scene: Scene, wiring: Wiring) -> int:
+    """The first of as many ports as a launch needs, free everywhere a moment ago; once for all checks. Raises
+    LaunchError."""
+    return await scene.shared("fresh ports", lambda: fresh_ports(scene.fleet, scene.config.nodes, wiring))
+
+
 async def held_ports(scene: Scene, wiring: Wiring, first: int) -> dict[str, dict[str, Holder] | FlightDeckError]:
     """Node name → who holds those of its IP:PORT that are held, or why that is not known; once for all checks."""
     wanted = {node.name: _endpoints(rank, wiring, first) for rank, node in ranks_of(scene.config)}
@@ -83,7 +89,7 @@ def held_words(node: NodeConfig, held: Mapping[str, Holder]) -> str:
 
 async def _fresh(scene: Scene, wiring: Wiring) -> CheckResult:
     try:
-        first = await fresh_ports(scene.fleet, scene.config.nodes, wiring)
+        first = await fresh_block(scene, wiring)
     except LaunchError as error:
         return verdict(NAME, CheckStatus.FAIL, str(error))
     words = f"each attempt takes fresh ones; {port_count(wiring)} from {first} are free now"

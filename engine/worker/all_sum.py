@@ -23,8 +23,6 @@ from .wire import ALL_SUM_LARGE_BYTES, write_atomic
 from .wire import AllSumResult as Result
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from .collective import Collective
 
 _SMALL = 1_000
@@ -37,7 +35,7 @@ _START_LIMIT_S = 45.0
 
 
 def measure(result: Result, backend: str, world_size: int, seconds: float) -> None:
-    """Fill `result` in. Raises what MLX raises."""
+    """Fill `result` in, within about `seconds` of the moment that the ranks are together. Raises what MLX raises."""
     import mlx.core as mx
 
     from .collective import Collective
@@ -45,6 +43,7 @@ def measure(result: Result, backend: str, world_size: int, seconds: float) -> No
     mx.set_default_device(mx.cpu)
     collective = Collective(backend, world_size, result.rank)
     result.size = collective.size
+    together = time.perf_counter()
     # Whole numbers below 2^24 have one float32 sum, in whatever order they are added.
     for length in (1, _SMALL, _LARGE):
         mine = (mx.arange(length) % 1_000 + result.rank).astype(mx.float32)
@@ -54,12 +53,13 @@ def measure(result: Result, backend: str, world_size: int, seconds: float) -> No
             result.error = f"the sum of {length} numbers over {world_size} ranks is wrong"
             return
     result.exact = True
-    result.latency_s = _median_s(collective, 1, seconds / 2)
-    result.bandwidth_bytes_per_s = ALL_SUM_LARGE_BYTES / _median_s(collective, _LARGE, seconds / 2)
+    result.latency_s = _median_s(collective, 1, together + seconds / 2)
+    result.bandwidth_bytes_per_s = ALL_SUM_LARGE_BYTES / _median_s(collective, _LARGE, together + seconds)
 
 
-def _median_s(collective: Collective, length: int, seconds: float) -> float:
-    """Median seconds of a sum of `length` ones, repeated for about `seconds` on all ranks alike, three times at least.
+def _median_s(collective: Collective, length: int, until: float) -> float:
+    """Median seconds of a sum of `length` ones, repeated until then (`time.perf_counter`), on all ranks alike and
+    thrice at least.
 
     The first number is rank 0's word: all ranks stop after the sum in which it is not one. A number of rounds agreed on
     beforehand would be a guess, wrong tenfold where ranks wait for one another's core.
@@ -69,7 +69,6 @@ def _median_s(collective: Collective, length: int, seconds: float) -> float:
     ones, last = mx.ones(length), (mx.arange(length) > 0).astype(mx.float32)
     everyone = mx.array([float(collective.size)])
     mx.eval(ones, last, everyone)
-    until = time.perf_counter() + seconds
     taken: list[float] = []
     while True:
         over = collective.rank == 0 and len(taken) >= _LEAST and time.perf_counter() >= until
