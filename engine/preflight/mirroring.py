@@ -104,9 +104,12 @@ async def _copy(scene: Scene, home: Path, source: NodeConfig, heard: Heard) -> d
     if shutil.which("rsync") is None:
         raise LaunchError("there is no rsync", where=HERE, todo=_INSTALL)
     left = (await _tree_here(scene.config, source)).left
-    targets = [node for key, node in folders(scene.config).items() if key != (source.ssh, source.workdir)]
+    homes = (await _prove(scene, source)).homes
+    others = [node for key, node in folders(scene.config).items() if key != (source.ssh, source.workdir)]
+    targets = [node for node in others if node.name not in homes]
     await asyncio.to_thread(make_home, home)
-    problems = await _all(home, source, targets, left, heard, anew=False)
+    problems = dict.fromkeys(homes, "its workdir is a bare home: set workdir in its [[node]] to the project's folder")
+    problems |= await _all(home, source, targets, left, heard, anew=False)
     good = [node for node in targets if node.name not in problems]
     proof = await _prove(scene, source)
     differing = [node for node in good if proof.differences.get(node.name)]
@@ -128,8 +131,6 @@ async def _one(
     source: NodeConfig, target: NodeConfig, way: Path | None, left: Sequence[str], heard: Heard, *, anew: bool
 ) -> str | None:
     """Copy to one node, with the `ssh` of the folder `way`; why it failed, if so."""
-    if target.workdir.rstrip("/") in ("~", ""):
-        return "its workdir is a bare home: set workdir in its [[node]] to the project's folder"
     argv = rsync_argv(Path(source.workdir), target, left, anew=anew)
     environment = dict(os.environ)
     if way is not None:

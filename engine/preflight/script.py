@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.models import FlightConfig
-from engine.errors import InputError
 from engine.preflight.process import end_group
-from engine.security.paths import default_roots, validate_path
+from engine.security.home import state_home
+from engine.security.paths import validate_path
 from engine.security.sanitise import plain
 
 LAST_LINES = 20
@@ -60,11 +60,12 @@ def find(config: FlightConfig) -> Script:
 
 
 def allowed_roots(config: FlightConfig) -> list[Path]:
-    """Of this machine: home, the working and the state directory, and what the configuration names."""
+    """Of this machine: home, the state directory, and what the configuration names. Not the working directory: a
+    supervisor's is another one than its user's, and what one may the other must."""
     named = [Path(root) for root in config.preflight.roots]
     if config.file is not None:
         named.append(config.file.parent)
-    return [*default_roots(), *named, *(Path(node.workdir) for node in config.nodes if node.local)]
+    return [Path.home(), state_home(), *named, *(Path(node.workdir) for node in config.nodes if node.local)]
 
 
 async def run(
@@ -141,8 +142,3 @@ def last_lines(descriptor: int) -> tuple[str, ...]:
     text = os.pread(descriptor, size - start, start).decode(errors="replace")
     lines = [plain(line, 300) for line in text.splitlines() if line.strip()]
     return tuple(lines[-LAST_LINES:])
-
-
-def refused(error: InputError) -> str:
-    """Why a script's path is refused, as a check says it."""
-    return f"[preflight] sync_script: {error}"

@@ -98,6 +98,17 @@ async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Clus
     assert f"there is no rsync on {third.name} (" in (report.nodes[third.name].problem or "")
 
 
+@pytest.mark.parametrize("named", ["~", "absolute"])
+async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: FlightConfig, named: str) -> None:
+    first = cluster.nodes[0]
+    home = first.home if named == "absolute" else named
+    nodes = (project.nodes[0].model_copy(update={"workdir": home}), *project.nodes[1:])
+    report = await synced(project.model_copy(update={"nodes": nodes}))
+    assert [name for name, node in report.nodes.items() if not node.same] == [first.name]
+    assert "its workdir is a bare home" in (report.nodes[first.name].problem or "")
+    assert "train.py" not in shell(first, 'ls "$HOME"')
+
+
 async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_mended(
     cluster: Cluster, project: FlightConfig, fleet: Fleet
 ) -> None:

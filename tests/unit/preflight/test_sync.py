@@ -190,6 +190,17 @@ async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path
     assert start_time(int((tmp_path / "child").read_text())) is None
 
 
+async def test_cancelling_ends_the_script_with_its_children(tmp_path: Path) -> None:
+    script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
+    begun = asyncio.Event()
+    running = asyncio.create_task(run([str(script)], limit_s=60, directory=tmp_path, heard=lambda _: begun.set()))
+    await asyncio.wait_for(begun.wait(), 20)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert start_time(int((tmp_path / "child").read_text())) is None
+
+
 async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
     script = write(tmp_path / "daemon.sh", "sleep 600 & echo $!")
     ran = await asyncio.wait_for(run([str(script)], limit_s=60, directory=tmp_path, heard=lambda _: None), 20)
