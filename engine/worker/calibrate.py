@@ -59,7 +59,8 @@ def _measure(spec: MeasureSpec, home: Path, result: Measured) -> None:
     _say(MeasureProgress("probing"))
     for batch in PROBES:
         state, peak = training.probe(batch)
-        result.state_bytes = state
+        # The smaller the batch, the less of it is still about.
+        result.state_bytes = result.state_bytes or state
         result.probes.append((batch, peak))
     _say(MeasureProgress("warming up"))
     for batch in (measurement.others.batch, *[spec.batch] * WARM_UP_STEPS):

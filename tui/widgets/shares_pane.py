@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ALL_SUM = "gradient_layer"
 """The preflight check that times a real all_sum over the real ring."""
 _INDENT = 16
+_GAP = "   "
 
 
 class SharesPane(Pane, can_focus=True):
@@ -133,8 +134,10 @@ def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -
         ]
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows
-    summary = Content.assemble(("link  ", MUTED), _worst(taken), "   ", *_speed_up(state)).truncate(width)
-    return [*lines, summary]
+    link, predicted = Content.assemble(("link  ", MUTED), _worst(taken)), Content.assemble(*_speed_up(state))
+    if link.cell_length + len(_GAP) + predicted.cell_length <= width:
+        return [*lines, Content(_GAP).join([link, predicted])]
+    return [*lines, link.truncate(width, ellipsis=True), predicted.truncate(width, ellipsis=True)]
 
 
 def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:

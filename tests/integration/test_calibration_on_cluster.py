@@ -1,0 +1,210 @@
+"""calibrate on real nodes: measured at the same time, stored, and nothing of it left, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.calibration.calibrate import complete
+from engine.config.models import CalibrationConfig, FlightConfig, PreflightConfig
+from engine.config.subset import only
+from engine.errors import InputError
+from engine.measured import Calibration, CalibrationProgress
+from engine.session import Engine
+from tests.cluster.cluster import Cluster
+from tests.cluster.node import Node
+from tests.faults.cluster_runs import demo_on
+from tests.integration.checks import assert_nothing_left
+from tests.unit.watch.run_maker import MadeRun
+from tests.unit.worker.waiting import wait_until
+
+HEAD = """
+import asyncio, sys
+from pathlib import Path
+from engine.config.models import FlightConfig
+from engine.session import Engine
+
+async def main():
+    config = FlightConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    async for step in Engine(Path(sys.argv[2])).calibrate(config):
+        print(step, flush=True)
+
+asyncio.run(main())
+"""
+PYTHON = """#!/bin/sh
+# This python, but for what calibration runs.
+if [ "$2" = worker.calibrate ]; then exec "{python}" "$HOME/slow/thrice.py" "$3"; fi
+exec "{python}" "$@"
+"""
+THRICE = """
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+from worker.strategies.gradients import Gradients
+
+def thrice(self, batch, once=Gradients.of):
+    return [once(self, batch) for _ in range(3)][-1]
+
+Gradients.of = thrice
+runpy.run_module("worker.calibrate", run_name="__main__", alter_sys=True)
+"""
+"""The real program, with three times the work in each step: slower by that whatever else the machine does."""
+
+
+@pytest.fixture
+def config(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlightConfig:
+    """The demo's job on two of the nodes, hardly measured."""
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+    two = {node.name for node in cluster.nodes[:2]}
+    timed = {"calibration": CalibrationConfig(seconds=1.0), "preflight": PreflightConfig(all_sum_s=0.2)}
+    return only(demo_on(cluster, tmp_path / "home", iters=4), two).model_copy(update=timed)
+
+
+def lengthy(config: FlightConfig) -> FlightConfig:
+    return config.model_copy(update={"calibration": CalibrationConfig(seconds=600)})
+
+
+async def calibrated(engine: Engine, config: FlightConfig) -> tuple[Calibration, list[CalibrationProgress]]:
+    told: list[CalibrationProgress] = []
+    taken = None
+    async for step in engine.calibrate(config):
+        if isinstance(step, Calibration):
+            taken = step
+        else:
+            told.append(step)
+    assert taken is not None
+    return taken, told
+
+
+def workers(node: Node) -> list[str]:
+    return [process.command for process in node.processes() if "worker.calibrate" in process.command]
+
+
+def is_measuring(node: Node) -> bool:
+    return bool(workers(node))
+
+
+def is_idle(node: Node) -> bool:
+    return not [process for process in node.processes() if "worker" in process.command]
+
+
+async def test_every_node_and_the_link_are_measured_and_kept(
+    cluster: Cluster, config: FlightConfig, tmp_path: Path
+) -> None:
+    engine = Engine(tmp_path / "home")
+    try:
+        taken, told = await calibrated(engine, config)
+    finally:
+        await engine.close()
+    assert complete(taken) and [measure.problem for measure in taken.nodes] == [None, None]
+    for measure in taken.nodes:
+        assert measure.examples_per_s and measure.tokens_per_s and measure.state_bytes and measure.steps
+        assert [probe.batch for probe in measure.probes] == [1, 2]
+    (link,) = taken.links
+    assert link == taken.everyone and link.problem is None and link.latency_s and link.bandwidth_bytes_per_s
+    assert taken.backend == "ring" and taken.gradient_bytes
+    assert Engine(tmp_path / "home").last_calibration(config) == taken
+    # At the same time: the second has begun to load before the first was measured.
+    first, second = (node.name for node in config.nodes)
+    order = [(step.what, step.phase) for step in told]
+    assert order.index((second, "loading")) < order.index((first, "measured"))
+    for node in cluster.nodes[:2]:
+        assert_nothing_left(node)
+
+
+async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
+    cluster: Cluster, config: FlightConfig, tmp_path: Path
+) -> None:
+    slow = cluster.nodes[1]
+    slow.write("~/slow/python", PYTHON.replace("{python}", slow.python.replace("~", "$HOME", 1)), mode=0o755)
+    slow.write("~/slow/thrice.py", THRICE)
+    held = config.nodes[1].model_copy(update={"python": "~/slow/python"})
+    timed = {"nodes": (config.nodes[0], held), "calibration": CalibrationConfig(seconds=5.0)}
+    config = config.model_copy(update=timed)
+    engine = Engine(tmp_path / "home")
+    try:
+        taken, _ = await calibrated(engine, config)
+    finally:
+        await engine.close()
+    found = engine.outlook(config, engine.last_calibration(config))
+    fast_s, slow_s = (measure.examples_per_s for measure in taken.nodes)
+    # A third, as well as two nodes can be told apart that share a machine with others.
+    assert fast_s and slow_s and 0.1 < slow_s / fast_s < 0.7
+    assert found.shares.source == "calibrated"
+    assert found.shares.parts[slow.name] == pytest.approx(slow_s / (fast_s + slow_s))
+    assert found.prediction.speed_up is not None and found.prediction.examples_per_s is not None
+
+
+async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
+    cluster: Cluster, config: FlightConfig, tmp_path: Path
+) -> None:
+    lost = config.nodes[1].model_copy(update={"model": "~/models/none"})
+    config = config.model_copy(update={"nodes": (config.nodes[0], lost)})
+    engine = Engine(tmp_path / "home")
+    try:
+        taken, _ = await calibrated(engine, config)
+    finally:
+        await engine.close()
+    first, second = taken.nodes
+    assert first.examples_per_s and second.examples_per_s is None
+    assert second.problem is not None and "is not a directory on this node" in second.problem
+    assert engine.last_calibration(config) is None
+
+
+async def test_a_node_that_is_not_there_is_not_measured_and_the_other_is(
+    isolated_cluster: Cluster, config: FlightConfig, tmp_path: Path
+) -> None:
+    isolated_cluster.nodes[1].stop_sshd()
+    engine = Engine(tmp_path / "home")
+    try:
+        taken, _ = await calibrated(engine, config)
+    finally:
+        await engine.close()
+    first, second = taken.nodes
+    assert first.examples_per_s and second.examples_per_s is None and second.problem
+    assert taken.links == () and taken.everyone is not None
+    assert taken.everyone.problem == f"{second.node} was not measured"
+
+
+async def test_given_up_it_leaves_nothing(cluster: Cluster, config: FlightConfig, tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "home")
+    measuring = asyncio.create_task(calibrated(engine, lengthy(config)))
+    try:
+        for node in cluster.nodes[:2]:
+            await asyncio.to_thread(wait_until, partial(is_measuring, node), 60)
+    finally:
+        measuring.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await measuring
+        await engine.close()
+    for node in cluster.nodes[:2]:
+        wait_until(partial(is_idle, node))
+        assert_nothing_left(node)
+    assert engine.last_calibration(config) is None
+
+
+def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: FlightConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(lengthy(config).model_dump_json())
+    argv = [sys.executable, "-c", HEAD, str(tmp_path / "config.json"), str(tmp_path / "home")]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
+        wait_until(lambda: all(map(workers, cluster.nodes[:2])) or head.poll() is not None, within_s=60)
+        assert head.poll() is None
+        head.kill()
+    for node in cluster.nodes[:2]:
+        wait_until(partial(is_idle, node), within_s=15)
+        assert_nothing_left(node)
+
+
+async def test_while_a_run_goes_on_there_nothing_is_measured(config: FlightConfig, tmp_path: Path) -> None:
+    local = tuple(node.model_copy(update={"ssh": "127.0.0.1"}) for node in config.nodes)
+    run = MadeRun(tmp_path / "home").state("preflight", "launching", "running").close()
+    engine = Engine(tmp_path / "home")
+    with pytest.raises(InputError, match=f"{run.id} goes on on these nodes"):
+        await calibrated(engine, config.model_copy(update={"nodes": local}))
+    await engine.close()
