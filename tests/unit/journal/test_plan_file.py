@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig
-from engine.errors import StateError
+from engine.errors import InputError, StateError
 from engine.models import RunState
 from engine.runs.plan_file import Plan, read_plan, write_plan
 
@@ -62,3 +62,11 @@ def test_a_missing_plan_and_a_foreign_one_are_one_line_each(tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(json.dumps({"version": 1}))
     with pytest.raises(StateError, match="the plan is not one"):
         read_plan(tmp_path / "plan.json")
+
+
+def test_without_a_node_the_ranks_are_counted_anew_and_the_rest_stays() -> None:
+    made = plan(skip=("x",)).without(["left"])
+    assert [(rank.rank, rank.node, rank.share) for rank in made.ranks] == [(0, "right", 1.0)]
+    assert (made.run_id, made.created_at, made.skip) == ("r1", plan().created_at, ("ports_free", "x"))
+    with pytest.raises(InputError, match="no node is left"):
+        plan().without(["left", "right"])

@@ -15,6 +15,7 @@ from engine.errors import StateError
 from engine.events import Diagnosis, Mark
 from engine.models import CheckResult, CheckStatus, PreflightReport, RunState
 from engine.runs.layout import RunDir
+from engine.runs.plan_file import write_plan
 from engine.runs.watch import RunWatch
 from tests.unit.watch.run_maker import MadeRun, report, validation
 
@@ -209,3 +210,15 @@ def test_alarms_are_those_of_the_last_attempt_and_what_is_verified_comes_from_th
     run.attempt()
     again = watch.poll()
     assert again.alarms == ()
+
+
+def test_a_plan_that_was_made_again_has_fewer_ranks_and_names_who_was_left_out(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight")
+    assert len(watch.poll().ranks) == 2
+    write_plan(run.directory.plan, run.plan.without(["node0"]))
+    run.journal.append("replanned", excluded=["node0"], why="worker_consistency: node0 differs", world_size=1)
+    snapshot = watch.poll()
+    assert [(rank.rank, rank.node) for rank in snapshot.ranks] == [(0, "node1")]
+    assert (snapshot.record.world_size, snapshot.record.excluded) == (1, ["node0"])
+    assert watched(run).poll().record == snapshot.record
