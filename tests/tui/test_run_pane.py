@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from textual.events import Key
 
 from engine.events import RunSnapshot, Series
@@ -137,3 +138,58 @@ def test_a_low_plot_has_a_scale_of_two_figures() -> None:
     state = DeckState()
     plot = draw(Series(train=((1, 6.4), (60, 1.4))), 76, 7, glyphs=state.glyphs, logarithmic=False)
     assert sum("┤" in line for line in plot.plain.splitlines()) >= 2
+
+
+async def test_idle_the_plan_says_what_it_needs_and_where_its_reasons_are(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.shows("4 explains it")
+        for text in (
+            "ready to launch",
+            "memory        local-0 ",
+            " of 12.4 GB; local-1",
+            "n  launches it, after you confirm",
+        ):
+            await console.shows(text)
+
+
+async def test_the_full_view_explains_each_choice_and_where_its_figure_came_from(fake: FakeEngine) -> None:
+    for size in (SMALL, (120, 36)):
+        async with opened(fake, size=size) as console:
+            await console.shows("4 explains it")
+            await console.press("4")
+            for text in ("n  launches it, after you confirm", "strategy        data, 2 ranks", "throughput"):
+                await console.shows(text)
+            assert "batch_configuration" in console.app.deck.pane("run").text()
+            await console.press("G")
+            await console.shows("without Flight Deck")
+
+
+async def test_a_plan_that_is_refused_says_so_and_how_to_go_on_all_the_same(fake: FakeEngine) -> None:
+    fake.model |= {"hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 200}
+    async with opened(fake, size=SMALL) as console:
+        await console.shows("refused by the plan")
+        await console.shows("✗ refused")
+        await console.press("4")
+        await console.shows("--skip hardware_layer")
+
+
+async def test_a_plan_that_cannot_be_made_leaves_the_console_as_it_is(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise ValueError("no plan today")
+
+    monkeypatch.setattr(fake, "plan", broken)
+    async with opened(fake) as console:
+        await console.until(lambda: "plan: no plan today" in console.said)
+        await console.shows("n  launches it, after you confirm")
+
+
+async def test_the_nodes_are_planned_anew_when_they_were_looked_at_anew(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.shows("4 explains it")
+        fake.found = situation.facts(problem="no route to host")
+        await console.press("1", "r")
+        await console.until(lambda: console.app.state.plan is not None and any(
+            warning.name == "nodes" for warning in console.app.state.plan.warnings
+        ))  # fmt: skip

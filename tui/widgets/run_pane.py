@@ -54,7 +54,9 @@ class RunPane(Pane, can_focus=True):
         short = self.screen.size.height < SHORT_SCREEN
         self.set_class(snapshot is None, "-plan")
         if snapshot is None:
-            self._put("#story", run_story.plan(state, self.room, short=short))
+            self._put(
+                "#story", run_story.plan(state, self.scrollable_content_region.width, short=short, full=self.full)
+            )
             self.plot.display = False
             self._put("#ranks", [])
             self._put("#figures", [])
@@ -86,7 +88,7 @@ class RunPane(Pane, can_focus=True):
     def text(self) -> str:
         state, snapshot = self.state, self.state.snapshot
         if snapshot is None:
-            return "\n".join(line.plain for line in run_story.plan(state, self.room))
+            return "\n".join(line.plain for line in run_story.plan(state, self.room, full=True))
         lines = [
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_story.end(state, snapshot, self.room),
