@@ -41,7 +41,7 @@ def activations(shape: ModelShape, ask: MemoryAsk, stage: range) -> Activations:
     tokens = ask.batch * ask.sequence
     one = shape.dtype_bytes
     learned = [shape.skeleton.layers[number] for number in trained_layers(shape, ask, stage)]
-    whole = [_held(shape, layer, ask) for layer in learned]
+    whole = [tokens * kept_per_token(shape, layer, ask) for layer in learned]
     passing = max((_passing(shape, layer, ask) for layer in learned), default=0)
     if ask.grad_checkpoint:
         held = len(learned) * tokens * shape.hidden * one
@@ -57,18 +57,18 @@ def activations(shape: ModelShape, ask: MemoryAsk, stage: range) -> Activations:
     return Activations(held + working, last_norm + max(backward, loss) - working)
 
 
-def _held(shape: ModelShape, layer: Layer, ask: MemoryAsk) -> int:
-    """Of one trained layer."""
-    tokens, one = ask.batch * ask.sequence, shape.dtype_bytes
-    whole = ask.fine_tune_type == "full"
+def kept_per_token(shape: ModelShape, layer: Layer, ask: MemoryAsk, *, fused: bool = False) -> int:
+    """Bytes that one trained layer keeps of each token for the backward pass. `fused`: attention's kernel makes the
+    scores again, as a GPU's can, and none are kept."""
+    one = shape.dtype_bytes
     normed = layer.normed + sum(part.normed for part in layer.parts)
     # A norm is computed in float32 and needs its input; when it is trained, the normed values too.
-    per_token = normed * (_FLOAT32 + (one if whole else 0))
+    kept = normed * (_FLOAT32 + (one if ask.fine_tune_type == "full" else 0))
     for part in layer.parts:
-        per_token += part.held * one + part.held_float32 * _FLOAT32
-        per_token += part.scores * min(ask.sequence, part.window or ask.sequence) * one
-        per_token += _inputs(shape, part, ask)
-    return tokens * per_token
+        kept += part.held * one + part.held_float32 * _FLOAT32 + _inputs(shape, part, ask)
+        if not fused:
+            kept += part.scores * min(ask.sequence, part.window or ask.sequence) * one
+    return kept
 
 
 def _inputs(shape: ModelShape, part: Part, ask: MemoryAsk) -> int:

@@ -13,13 +13,14 @@ from .ask import MemoryAsk
 from .shape import ModelShape
 from .trained import Trained, outer, trained, trained_layers
 
-__all__ = ["RESERVE_BYTES", "MemoryAsk", "MemoryEstimate", "estimate", "largest_batch"]
+__all__ = ["MOST_SEQUENCES", "RESERVE_BYTES", "MemoryAsk", "MemoryEstimate", "estimate", "largest_batch"]
 
 _FLOAT32 = 4
 _UPDATE_COPIES = 2
 """Gradients' sizes that the optimizer's step works with: the mean gradients, cut out of the sums, and as much again of
 new moments and weights before the old ones are gone."""
-_MOST_SEQUENCES = 2**20
+MOST_SEQUENCES = 2**20
+"""More are never asked for: where this many fit, this is the answer."""
 RESERVE_BYTES = 3 * 2**29
 """What a rank's process holds beside MLX's live arrays: up to 1 GiB of freed buffers that the trainer lets MLX keep,
 and half a GiB for Python, the tokenizer and the data."""
@@ -113,8 +114,9 @@ def largest_batch(shape: ModelShape, ask: MemoryAsk, limit_bytes: int) -> int | 
     if not fits(1):
         return None
     low, high = 1, 2
-    while high <= _MOST_SEQUENCES and fits(high):
+    while high <= MOST_SEQUENCES and fits(high):
         low, high = high, 2 * high
+    high = min(high, MOST_SEQUENCES + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

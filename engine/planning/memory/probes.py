@@ -6,15 +6,22 @@ from collections.abc import Sequence
 
 from engine.measured import MemoryProbe
 
+_GROWS = 0.001
+"""Less growth per sequence, as a share of the peak, is the optimizer's step being the peak at both batches: what the
+activations of a larger batch need cannot be seen then."""
+
 
 def peak_from_probes(probes: Sequence[MemoryProbe], batch: int) -> int | None:
-    """The peak at `batch` sequences, bytes: activations grow with each sequence by the same, all else does not grow.
+    """The peak at `batch` sequences, bytes: each sequence adds the same to what does not depend on the batch.
 
-    The line goes through the smallest and the largest batch probed. None with fewer than two different batches.
+    The line goes through the smallest and the largest batch probed. None with fewer than two different batches, and
+    beyond them where the peak did not grow.
     """
     ordered = sorted(probes, key=lambda probe: probe.batch)
     if len({probe.batch for probe in ordered}) < 2:
         return None
     low, high = ordered[0], ordered[-1]
-    slope = max(0.0, (high.peak_bytes - low.peak_bytes) / (high.batch - low.batch))
+    slope = (high.peak_bytes - low.peak_bytes) / (high.batch - low.batch)
+    if slope < _GROWS * low.peak_bytes:
+        return low.peak_bytes if batch <= low.batch else None
     return max(0, round(low.peak_bytes + slope * (batch - low.batch)))

@@ -67,7 +67,8 @@ def mamba2(
 def gated_delta(
     hidden: int, *, key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel: int, prefix: str
 ) -> Part:
-    """Qwen3-Next's gated delta rule, one token after the other: each state waits for the backward pass, decayed and new."""
+    """Qwen3-Next's gated delta rule, one token after the other: each state waits for the backward pass,
+    decayed and new."""
     keys, values = key_heads * key_dim, value_heads * value_dim
     return Part(
         matrices=(

@@ -1,0 +1,339 @@
+"""Memory estimated from config.json, against MLX's own figures: `python -m tests.bench.memory [--write] [--only WORD]`.
+
+Each combination is one real training step (loading, adapters, gradients, optimizer: engine.worker) in a process of its
+own on MLX's CPU build, at batch 1, 2 and 8. Exits 1 when a target is missed. `--write` puts the table into
+docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from engine.measured import MemoryProbe
+from engine.planning.memory.estimate import MemoryAsk, MemoryEstimate, estimate
+from engine.planning.memory.known_sizes import KNOWN, known_bytes
+from engine.planning.memory.probes import peak_from_probes
+from engine.planning.memory.shape import ModelShape
+
+STATE_LIMIT, PEAK_LIMIT, PROBES_LIMIT = 0.02, 0.20, 0.05
+BATCHES = (1, 2, 8)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "memory.md"
+TOKENIZER = """
+import random, sys
+from pathlib import Path
+from engine.demo_model import calls, write_tokenizer
+radio = calls(random.Random(7))
+write_tokenizer(Path(sys.argv[1]), [" ".join(next(radio) for _ in range(4)) for _ in range(512)])
+"""
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 352,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+_HYBRID = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "logits_scaling": 1.0,
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_bias": False,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
+}
+_NEXT = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 96,
+    "mlp_only_layers": [],
+    "partial_rotary_factor": 0.25,
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One model and job."""
+
+    name: str
+    kind: str = "llama"
+    dtype: str = "float32"
+    sequence: int = 256
+    config: Mapping[str, Any] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {**_BASE, "model_type": self.kind, "torch_dtype": self.dtype, **self.config}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """[job]; one token more than the sequence, whose last one is only a target."""
+        given = {"fine_tune_type": "full", "num_layers": -1, **self.job}
+        return {**given, "max_seq_length": self.sequence + 1, "lora_parameters": {"rank": 8, **given.get("lora", {})}}
+
+    def ask(self, batch: int) -> MemoryAsk:
+        settings = self.settings
+        keys = settings["lora_parameters"].get("keys")
+        return MemoryAsk(
+            fine_tune_type=settings["fine_tune_type"],
+            num_layers=settings["num_layers"],
+            lora_rank=settings["lora_parameters"]["rank"],
+            lora_keys=tuple(keys) if keys else None,
+            batch=batch,
+            sequence=self.sequence,
+            grad_checkpoint=settings.get("grad_checkpoint", False),
+            optimizer=settings.get("optimizer", "adam"),
+            optimizer_precision=settings.get("optimizer_precision", "float32"),
+            accumulation=settings.get("grad_accumulation_steps", 1),
+        )
+
+
+def _lora(**job: Any) -> dict[str, Any]:
+    return {"fine_tune_type": "lora", **job}
+
+
+_16_BITS, _CHECKPOINTS = "bfloat16", {"grad_checkpoint": True}
+COMBINATIONS = (
+    Combination("full"),
+    Combination("full, 512 tokens", sequence=512),
+    Combination("full, checkpointing", job=_CHECKPOINTS),
+    Combination("full", dtype=_16_BITS, sequence=512),
+    Combination("full, checkpointing", dtype=_16_BITS, sequence=512, job=_CHECKPOINTS),
+    Combination("full, last 4 of 8 layers", dtype=_16_BITS, config={"num_hidden_layers": 8}, job={"num_layers": 4}),
+    Combination("full, moments in 16 bits", dtype=_16_BITS, sequence=512, job={"optimizer_precision": "parameter"}),
+    Combination("full, adafactor", sequence=512, job={"optimizer": "adafactor"}),
+    Combination("full, accumulating 2", job={"grad_accumulation_steps": 2}),
+    Combination("lora", job=_lora()),
+    Combination("lora", dtype=_16_BITS, sequence=512, job=_lora()),
+    Combination("lora, checkpointing", dtype=_16_BITS, job=_lora(**_CHECKPOINTS)),
+    Combination(
+        "lora, q and v of the last 2 of 8 layers",
+        dtype=_16_BITS,
+        config={"num_hidden_layers": 8},
+        job=_lora(num_layers=2, lora={"keys": ["self_attn.q_proj", "self_attn.v_proj"]}),
+    ),
+    Combination("lora, 4-bit", dtype=_16_BITS, config={"quantization": {"group_size": 64, "bits": 4}}, job=_lora()),
+    Combination("dora", kind="phi3", job={"fine_tune_type": "dora"}),
+    Combination("full, tied", kind="qwen3", dtype=_16_BITS, config={"tie_word_embeddings": True}),
+    Combination("lora, tied", kind="qwen2", job=_lora(), config={"tie_word_embeddings": True}),
+    Combination(
+        "lora, vocabulary 8,192",
+        kind="gemma3_text",
+        dtype=_16_BITS,
+        config={"vocab_size": 8_192, "num_hidden_layers": 6},
+        job=_lora(),
+    ),
+    Combination(
+        "full, 4 experts", kind="mixtral", sequence=512, config={"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    Combination(
+        "lora, 8 experts",
+        kind="qwen3_moe",
+        dtype=_16_BITS,
+        config={**_EXPERTS, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        job=_lora(),
+    ),
+    Combination("full, Mamba-2 and attention", kind="granitemoehybrid", config=_HYBRID),
+    Combination(
+        "lora, gated delta and experts",
+        kind="qwen3_next",
+        sequence=64,
+        dtype=_16_BITS,
+        config={**_EXPERTS, **_NEXT},
+        job=_lora(),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one combination, bytes, beside what was expected."""
+
+    combination: Combination
+    trainable: int
+    total: int
+    state: int
+    peaks: Mapping[int, int]
+
+    def expected(self, batch: int) -> MemoryEstimate:
+        return estimate(ModelShape.of(self.combination.model), self.combination.ask(batch))
+
+    @property
+    def state_error(self) -> float:
+        return self.expected(1).state_bytes / self.state - 1
+
+    def peak_error(self, batch: int) -> float:
+        return self.expected(batch).peak_bytes / self.peaks[batch] - 1
+
+    @property
+    def probes_error(self) -> float | None:
+        """Of batch 8, from the peaks of batch 1 and 2; None where those are no line."""
+        probes = [MemoryProbe(batch=batch, peak_bytes=self.peaks[batch]) for batch in BATCHES[:2]]
+        predicted = peak_from_probes(probes, BATCHES[-1])
+        return predicted / self.peaks[BATCHES[-1]] - 1 if predicted is not None else None
+
+    @property
+    def met(self) -> bool:
+        probes = self.probes_error
+        return (
+            abs(self.state_error) <= STATE_LIMIT
+            and all(abs(self.peak_error(batch)) <= PEAK_LIMIT for batch in BATCHES)
+            and probes is not None
+            and abs(probes) <= PROBES_LIMIT
+        )
+
+
+def measure(combination: Combination, tokenizer: Path) -> Row:
+    """Run the step in a process of its own."""
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        for file in tokenizer.iterdir():
+            (directory / file.name).write_bytes(file.read_bytes())
+        (directory / "config.json").write_text(json.dumps(combination.model))
+        asked = {"job": combination.settings, "batches": BATCHES}
+        (directory / "asked.json").write_text(json.dumps(asked))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.bench.memory_step", name], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise SystemExit(f"{combination.kind}, {combination.name}: {done.stderr[-2000:]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    peaks = {int(batch): peak for batch, peak in answer["peaks"].items()}
+    return Row(combination, answer["trainable"], answer["total"], answer["state"], peaks)
+
+
+HEADER = (
+    "model", "job", "weights", "tokens", "trained", "state", "error", "peak at 1", "error", "at 2", "error", "at 8",
+    "error", "8 from 1 and 2", "",
+)  # fmt: skip
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    combination = row.combination
+    line = [
+        combination.kind,
+        combination.name,
+        combination.dtype,
+        str(combination.sequence),
+        f"{row.trainable / 1e6:.2f} M",
+        _megabytes(row.state),
+        f"{row.state_error:+.1%}",
+    ]
+    for batch in BATCHES:
+        line += [_megabytes(row.peaks[batch]), f"{row.peak_error(batch):+.1%}"]
+    probes = row.probes_error
+    return [*line, "no line" if probes is None else f"{probes:+.1%}", "met" if row.met else "MISSED"]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def machine() -> str:
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"mlx {version('mlx')} (CPU), mlx-lm {version('mlx-lm')}"
+    )
+
+
+def document(rows: Sequence[Row]) -> str:
+    """docs/memory.md."""
+    met = sum(row.met for row in rows)
+    table = [HEADER, tuple("---" for _ in HEADER), *map(cells, rows)]
+    known = [
+        f"| {size.name} | {shape.total_parameters / 1e9:.2f} × 10⁹ | {size.told_gb} GB"
+        f"{' with gradient checkpointing' if size.grad_checkpoint else ''} | {known_bytes(size) / 1e9:.0f} GB |"
+        for size in KNOWN
+        for shape in [ModelShape.of(size.config)]
+    ]
+    return f"""# Memory: estimated from config.json, and measured
+
+Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {machine()}.
+{met} of {len(rows)} combinations met all their targets.
+
+Each row is one real training step (the trainer's own loading, adapters, gradients and optimizer) in a process of its
+own. Measured are MLX's figures: `mx.get_active_memory()` before the update for the state (weights, gradients, masters
+and moments), `mx.get_peak_memory()` over the step for the peak, at batches of 1, 2 and 8 sequences. The errors are the
+estimate's, from config.json and the job alone: estimated over measured, less one. "8 from 1 and 2" is the error of
+the peak at batch 8 when it is extrapolated from the measured ones at 1 and 2, as after `flightdeck calibrate`.
+Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each batch, extrapolated peak within
+{PROBES_LIMIT:.0%}.
+
+{chr(10).join("| " + " | ".join(line) + " |" for line in table)}
+
+## What is assumed
+
+- Activations are counted by MLX's operations without fused kernels, as its CPU build runs them. The fused kernels of
+  a Mac's GPU hold less: there the estimate is an upper bound, and the probes of `flightdeck calibrate` are the measure.
+- A layer's backward pass works with as much again as the layer holds; with gradient checkpointing, 2.5 times as much,
+  since its forward pass is made again first. The loss works with six arrays of tokens × vocabulary.
+- The optimizer's step works with twice the gradients' size. Where it is the peak (many trained parameters, few
+  tokens), the peak does not grow with the batch at first, and two probes there do not tell the activations.
+- Gradients are float32 sums; weights of 16 bits have float32 masters and moments unless `optimizer_precision` says
+  otherwise; mlx-lm's adapters are float32 always, and in 16 bits each makes a float32 copy of its input.
+- Beside MLX's peak a node needs a reserve: up to 1 GiB of freed buffers that MLX keeps, and half a GiB for Python.
+
+## The sizes that users know
+
+12 bytes per parameter (weights, gradients and two moments in 16 bits, and a float32 master) and activations. The
+activations are computed from the public configuration of each size under one assumption, named in
+`engine/planning/memory/known_sizes.py`.
+
+| model | parameters | known | computed |
+| --- | --- | --- | --- |
+{chr(10).join(known)}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Memory estimated from config.json, against MLX's own figures.")
+    parser.add_argument("--write", action="store_true", help=f"the table into {DOCUMENT.name}")
+    parser.add_argument("--only", default="", help="combinations whose kind or name contains this")
+    options = parser.parse_args()
+    chosen = [each for each in COMBINATIONS if options.only in f"{each.kind} {each.name} {each.dtype}"]
+    print(machine())
+    rows = []
+    with TemporaryDirectory() as name:
+        subprocess.run([sys.executable, "-c", TOKENIZER, name], check=True, capture_output=True)
+        for combination in chosen:
+            rows.append(measure(combination, Path(name)))
+            print("  ".join(f"{cell:>10}" for cell in cells(rows[-1])), flush=True)
+    if options.write:
+        DOCUMENT.write_text(document(rows), encoding="utf-8")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
