@@ -109,6 +109,7 @@ class RunWatch:
             losses=self._series.train.points,
             tokens_per_second=self._series.tokens_per_second.last,
             checkpoint=max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
+            predicted_tokens_per_second=self._plan.division.tokens_per_s if self._plan.division is not None else None,
         )
 
     def _record(self, news: dict[int, RankNews]) -> RunRecord:
