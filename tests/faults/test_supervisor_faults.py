@@ -51,3 +51,18 @@ def test_after_two_faults_nothing_is_left_and_the_run_says_why(home: Path, tmp_p
     assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert run.record.cause == "the supervisor failed: RuntimeError: boom"
     run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=10)
+
+
+def test_a_journal_that_takes_nothing_more_keeps_nobody_alive(home: Path, tmp_path: Path) -> None:
+    run = plan_run(home, tmp_path, script="import time; time.sleep(60)")
+    broken = FAULTY.replace(
+        'raise RuntimeError("boom")',
+        """def refused(*_, **__): raise OSError(28, "No space left on device")
+            self._logbook.append = refused
+            raise RuntimeError("boom")""",
+    )
+    assert broken != FAULTY
+    argv = [sys.executable, "-c", broken, str(run.dir.path), "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert "RuntimeError: boom" in done.stderr
+    run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=10)

@@ -243,3 +243,18 @@ async def test_an_answer_that_comes_after_it_was_asked_again_is_taken(line: tupl
     agent.say({"kind": "listed", "n": first["n"] + 1, "left": [[7, "late"]], "sizes": {}})
     await until(lambda: link.left() is not None)
     assert link.left() == [Process(7, "late")], "an answer to an earlier question is none to a new one"
+
+
+async def test_after_a_break_the_files_are_asked_for_before_the_standing_question(line: tuple[Line, AgentLink]) -> None:
+    agent, link = line
+    log = link.file("rank0.log")
+    assert log.read_from(0, 10) == b""
+    link.ask_left(kill=False)
+    await until(lambda: agent.of("list") and agent.of("send"))
+    before = len(agent.heard)
+    agent.say({"kind": "bye"})
+    agent.said.put_nowait(b"")
+    agent.say({"kind": "hello", "version": VERSION, "boot_id": "b", "memory_kills": 0, "at": time.time()})
+    await until(lambda: "list" in [message["kind"] for message in agent.heard[before:]])
+    kinds = [message["kind"] for message in agent.heard[before:]]
+    assert kinds.index("send") < kinds.index("list"), "with its answer the agent says how long the files are"
