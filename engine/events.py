@@ -71,6 +71,8 @@ class Diagnosis:
     """Log source that proves it (a rank, or LAUNCHER_SOURCE)."""
     offset: int | None = None
     """Byte offset in that log's file."""
+    signature: str | None = None
+    """Id of the known failure text that says it (engine.runs.signatures); None of what was judged otherwise."""
 
 
 @dataclass(frozen=True)
