@@ -106,3 +106,13 @@ class RunSnapshot:
     diagnosis: Diagnosis | None = None
     stop: StopProgress | None = None
     taken_at: datetime | None = None
+
+    @property
+    def cause(self) -> str | None:
+        """What went wrong first, as the logs prove it, else as the record has it; None while nothing has."""
+        return self.diagnosis.cause if self.diagnosis is not None else self.record.cause
+
+    @property
+    def fix(self) -> str | None:
+        """What mends that, where it is known."""
+        return (self.diagnosis.fix if self.diagnosis is not None else None) or self.record.fix

@@ -34,8 +34,8 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "ring.connect",
         r"\[ring\] Couldn't connect \(error: (?P<errno>\d+)",
         "the ring could not connect to a peer: {errno}",
-        "see whether that peer's rank has started; if it has, check that the node's address is of the link that you "
-        "mean, then the firewall and, on macOS, Local Network privacy: a ping may get through all the same",
+        "see whether that peer's rank has started; if it has, check the node's address, the firewall and, on macOS, "
+        "Local Network privacy (ping may work all the same)",
         "RuntimeError: [ring] Couldn't connect (error: 111)",
         "ml-explore/mlx#3755, ml-explore/mlx#1903, exo-explore/exo#2309",
         Proof.REPORTED,
