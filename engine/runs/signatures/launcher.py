@@ -53,7 +53,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "launch.interp_missing",
         r"sh: (?:line )?\d+: (?:exec: )?(?P<path>/\S{1,1000}): (?:cannot execute: )?(?:not found|No such file)",
         "{path} does not exist on this host",
-        "make the environment there at the same path, or correct `python` of that [[node]]",
+        "make the environment there, or give that [[node]] the absolute path of its interpreter as `python`",
         "/bin/bash: line 1: /opt/train/.venv/bin/python: No such file or directory",
         "bash and dash under mlx.launch",
         Proof.REPRODUCED,
