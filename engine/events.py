@@ -72,6 +72,8 @@ class Diagnosis:
     """Log source that proves it (a rank, or LAUNCHER_SOURCE)."""
     offset: int | None = None
     """Byte offset in that log's file."""
+    signature: str | None = None
+    """Id of the known failure text that says it (engine.runs.signatures); None of what was judged otherwise."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,13 @@ class RunSnapshot:
     taken_at: datetime | None = None
     division: Division | None = None
     """The nodes' shares of the batch, and what was predicted of them when the run was made."""
+
+    @property
+    def cause(self) -> str | None:
+        """What went wrong first, as the logs prove it, else as the record has it; None while nothing has."""
+        return self.diagnosis.cause if self.diagnosis is not None else self.record.cause
+
+    @property
+    def fix(self) -> str | None:
+        """What mends that, where it is known."""
+        return (self.diagnosis.fix if self.diagnosis is not None else None) or self.record.fix

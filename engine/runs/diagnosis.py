@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-import os
 import re
+import signal as signals
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final, Protocol
 
 from engine.errors import StateError
 from engine.events import Diagnosis
-from engine.models import RunRecord
+from engine.models import Reason, RunRecord
 from engine.runs.journal import read_journal, replay
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.line_index import LineIndex
+from engine.runs.log_ends import LogEnds
 from engine.runs.log_reader import LogReader
-from engine.runs.signatures import ERRNO_WORDS, SIGNATURES, Kind, Signature
-from engine.security.sanitise import sanitise
+from engine.runs.signatures import BY_ID, ERRNO_WORDS, SIGNATURES, Kind, Signature
+from engine.security.redact import redact
+from engine.security.sanitise import plain
 
-TAIL_BYTES = 512 * 1024
-"""Of each log, read from its end."""
-_LINE_CHARACTERS = 2_000
+CAUSE_CHARACTERS: Final = 300
+LAST_WORDS_LINES: Final = 200
+"""Of a log, from its end: what stands before them was survived, and explains the end only when nothing else does."""
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)+(?P<error>\S.*)", re.MULTILINE)
+_CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
+"""Signals by which a program ends itself; of those from outside its own words know nothing."""
+_IN_ITS_OWN_WORDS: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
+"""Reasons for which the journal's cause says more (which file, which array) than a signature can."""
+_FIXES: Final = {Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix, Reason.DISK_FULL: BY_ID["disk.full"].fix}
+
+
+class Ending(Protocol):
+    """How a run or an attempt ended, as its judge has it: a RunRecord, or a Verdict."""
+
+    @property
+    def reason(self) -> Reason | None: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def host(self) -> str | None: ...
+    @property
+    def cause(self) -> str | None: ...
+    @property
+    def fix(self) -> str | None: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    @property
+    def signal(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -35,118 +61,177 @@ class Finding:
     fix: str | None
     line: int
     """Its place among the lines that were read."""
-    exception: bool = False
-    """A Python exception that no signature knows."""
+    signature: Signature | None = None
+    """None of a Python exception that no signature knows."""
+    survived: bool = False
+    """Too much was said after it for it to be among the last words."""
+
+    @property
+    def order(self) -> tuple[int, bool, bool, int]:
+        """Of the findings in one log, the most telling first: of known causes the first, of exceptions the last, which
+        is what ended the program."""
+        exception = self.signature is None
+        return (self.kind, self.survived, exception, -self.line if exception else self.line)
 
 
 def findings(lines: Iterable[str]) -> list[Finding]:
-    """What is known in `lines` (sanitised text), each signature at its first place, in the order of the lines."""
+    """What is known in `lines` (sanitised text), each signature at one place, in the order of the lines. Takes time
+    linear in the length of the lines, whatever they hold."""
     texts = list(lines)
     text = "\n".join(texts) + "\n"
     starts = [0, *accumulate(len(line) + 1 for line in texts)]
+    last_words = _last_words(texts)
     found = []
     explained: set[int] = set()
     for signature in SIGNATURES:
-        match = re.search(signature.pattern, text)
+        pattern = re.compile(signature.pattern)
+        match = pattern.search(text, starts[last_words]) or pattern.search(text)
         line = -1 if match is None else bisect_right(starts, match.start()) - 1
         if match is not None and line not in explained:
             explained.add(line)
-            found.append(Finding(signature.kind, *_told(signature, match), line))
+            found.append(Finding(signature.kind, *_told(signature, match), line, signature, line < last_words))
     for match in _TRACEBACK.finditer(text):
         line = bisect_right(starts, match.start("error")) - 1
         if line not in explained:
-            found.append(Finding(Kind.CAUSE, match["error"], None, line, exception=True))
+            found.append(Finding(Kind.CAUSE, _cut(match["error"]), None, line, survived=line < last_words))
     return sorted(found, key=lambda finding: finding.line)
 
 
-def explain(lines: Iterable[str]) -> tuple[str, str | None] | None:
-    """(cause, fix) of what went wrong first in these lines of one log; None when nothing in them is known."""
-    best = min(findings(lines), key=_in_one_log, default=None)
-    return None if best is None or best.kind is Kind.REMARK else (best.cause, best.fix)
+def explain(lines: Iterable[str]) -> Finding | None:
+    """What went wrong first in these lines of one log; None when nothing in them is known to explain an end."""
+    best = min(findings(lines), key=lambda finding: finding.order, default=None)
+    return None if best is None or best.kind is Kind.NOISE else best
 
 
 def diagnose(run_dir: RunDir) -> Diagnosis | None:
-    """What ended this run's last attempt, from its journal and the ends of its logs. None when nothing says it.
-
-    The rank that the journal names is asked first, then the launcher; what other ranks say is believed only when the
-    journal names nobody.
-    """
+    """What ended this run's last attempt, from its journal and the ends of its logs. None when nothing says it."""
     journal = read_journal(run_dir.journal)
-    record = _record(journal)
-    bases, hosts = _bases(journal), _hosts(journal)
-    logs = {source: _Tail(run_dir, source, bases.get(source, 0)) for source in LogReader(run_dir).sources()}
-    culprit = record.rank if record is not None else None
-    asked = [source for source in (culprit, LAUNCHER_SOURCE) if source in logs] if culprit is not None else list(logs)
-    best = min((found for source in asked if (found := logs[source].best())), key=_Found.order, default=None)
-    if culprit is not None and best is not None and best.finding.kind is not Kind.CAUSE:
-        best = None
-    if best is not None:
-        rank = culprit if best.source == LAUNCHER_SOURCE else best.source
-        host = hosts.get(rank) if rank is not None else None
-        cause, fix = best.finding.cause, best.finding.fix
-        if fix is None and record is not None:
-            fix = record.fix
-        return Diagnosis(cause, fix, rank, host, best.source, best.offset)
-    if record is None or record.cause is None:
-        return None
-    log = logs.get(culprit) if culprit is not None else None
-    last = log.last_offset() if log is not None else None
-    source = culprit if last is not None else None
-    return Diagnosis(record.cause, record.fix, record.rank, record.host, source, last)
+    return first_cause(run_dir, _record(journal), _bases(journal), _hosts(journal))
+
+
+def first_cause(
+    run_dir: RunDir,
+    end: Ending | None,
+    bases: Mapping[int, int],
+    hosts: Mapping[int, str] | None = None,
+    *,
+    last_words: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Diagnosis | None:
+    """What ended an attempt, from its judge's verdict, which names the rank, and the logs on the head from `bases` on
+    (bytes, by source). None when nothing says it.
+
+    The rank that the verdict names is asked, and the launcher; what other ranks say is believed only when there is no
+    verdict. `last_words` (sanitised lines) are that rank's, for when the head's copy of its log lacks them. What a log
+    has said of the secrets in `environment` (by default this process's) is not repeated.
+    """
+    found = _most_telling(run_dir, end, bases) if _speaks_for_itself(end) else None
+    if found is None and _speaks_for_itself(end) and (said := explain(last_words)) is not None:
+        found = _Found(None, None, 0, said)
+    if found is None:
+        return _as_judged(run_dir, end, bases)
+    rank = found.source if end is None or end.rank is None else end.rank
+    rank = None if rank == LAUNCHER_SOURCE else rank
+    cause, fix = redact(found.finding.cause, environment), found.finding.fix
+    if end is not None:
+        cause = end.cause if end.cause is not None and _says_more(end, found) else cause
+        fix = fix or end.fix or _fix_of(end)
+    host = end.host if end is not None and end.host is not None else (hosts or {}).get(-1 if rank is None else rank)
+    signature = found.finding.signature
+    return Diagnosis(cause, fix, rank, host, found.source, found.offset, signature.id if signature else None)
 
 
 @dataclass(frozen=True)
 class _Found:
-    source: int
-    offset: int
+    source: int | None
+    offset: int | None
     at: int
     finding: Finding
 
-    def order(self) -> tuple[int, bool, int, int]:
-        return (self.finding.kind, self.finding.exception, self.at, self.source)
+    @property
+    def order(self) -> tuple[int, bool, bool, int, int]:
+        kind, survived, exception, _ = self.finding.order
+        return (kind, survived, exception, self.at, -1 if self.source is None else self.source)
 
 
-class _Tail:
-    """The end of one log, of its last attempt alone."""
-
-    def __init__(self, run_dir: RunDir, source: int, base: int) -> None:
-        self._source = source
-        self._index = LineIndex(run_dir.index(source))
-        with run_dir.log(source).open("rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            start = max(base, size - TAIL_BYTES)
-            log.seek(start)
-            lines = log.read(size - start).split(b"\n")
-        self._offsets = [start, *(start + length for length in accumulate(len(line) + 1 for line in lines))]
-        self._lines = [sanitise(line, _LINE_CHARACTERS) for line in lines]
-
-    def best(self) -> _Found | None:
-        """The most telling line, the earliest of its kind."""
-        finding = min(findings(self._lines), key=_in_one_log, default=None)
-        if finding is None or finding.kind is Kind.REMARK:
-            return None
-        offset = self._offsets[finding.line]
-        line = self._index.line_at(offset)
-        entries = self._index.entries(line, line + 1)
-        return _Found(self._source, offset, entries[0].centiseconds if entries else 0, finding)
-
-    def last_offset(self) -> int | None:
-        """Where the last line that says anything begins."""
-        spoken = (place for place in range(len(self._lines) - 1, -1, -1) if self._lines[place].strip())
-        place = next(spoken, None)
-        return None if place is None else self._offsets[place]
+def _most_telling(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
+    sources = LogReader(run_dir).sources()
+    if end is not None and end.rank is not None:
+        sources = [source for source in sources if source in (end.rank, LAUNCHER_SOURCE)]
+    everything = (_best(run_dir, source, bases.get(source, 0)) for source in sources)
+    best = min((found for found in everything if found is not None), key=lambda found: found.order, default=None)
+    if best is None or end is None or end.rank is None:
+        return best
+    # The rank has been found to be the first: what it said of others earlier is not why.
+    return None if best.finding.kind is Kind.CONSEQUENCE and best.finding.survived else best
 
 
-def _in_one_log(finding: Finding) -> tuple[int, bool, int]:
-    # Of exceptions the last one is what ended the program; of known causes the first.
-    return (finding.kind, finding.exception, -finding.line if finding.exception else finding.line)
+def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
+    """The most telling line of one log."""
+    log = LogEnds.of(run_dir.log(source), base)
+    finding = explain(log.lines)
+    if finding is None:
+        return None
+    offset = log.offsets[finding.line]
+    index = LineIndex(run_dir.index(source))
+    line = index.line_at(offset)
+    entries = index.entries(line, line + 1)
+    return _Found(source, offset, entries[0].centiseconds if entries else 0, finding)
+
+
+def _as_judged(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> Diagnosis | None:
+    """The verdict alone, with the last line that its rank has said."""
+    if end is None or end.cause is None:
+        return None
+    fix = end.fix or _fix_of(end)
+    if end.rank is None:
+        return Diagnosis(end.cause, fix, None, end.host)
+    offset = LogEnds.of(run_dir.log(end.rank), bases.get(end.rank, 0)).last_spoken
+    return Diagnosis(end.cause, fix, end.rank, end.host, None if offset is None else end.rank, offset)
+
+
+def _speaks_for_itself(end: Ending | None) -> bool:
+    """Whether what the logs say can be why it ended: not of a rank that was killed, and not of a run that was aborted
+    or whose node was lost."""
+    if end is None or end.reason is None:
+        return True
+    if end.reason is Reason.RANK_FAILED:
+        return end.exit_code != 0
+    if end.reason is Reason.RANK_KILLED:
+        return end.signal in _CRASHES
+    return end.reason is Reason.LAUNCH_FAILED or end.reason in _IN_ITS_OWN_WORDS
+
+
+def _says_more(end: Ending, found: _Found) -> bool:
+    """Whether the verdict's own cause tells more than what was found."""
+    if end.reason in _IN_ITS_OWN_WORDS:
+        return True
+    if end.reason is Reason.LAUNCH_FAILED and found.source != LAUNCHER_SOURCE:
+        # Who holds the port, which interpreter is missing on which node.
+        return True
+    # An exception that it quotes already, without secrets.
+    return found.finding.signature is None and found.finding.cause.partition(":")[0] in (end.cause or "")
+
+
+def _fix_of(end: Ending) -> str | None:
+    return _FIXES.get(end.reason) if end.reason is not None else None
+
+
+def _last_words(lines: list[str]) -> int:
+    """The line at which the last words begin; empty lines do not count."""
+    spoken = [place for place, line in enumerate(lines) if line.strip()]
+    return spoken[-LAST_WORDS_LINES] if len(spoken) >= LAST_WORDS_LINES else 0
 
 
 def _told(signature: Signature, match: re.Match[str]) -> tuple[str, str]:
     words = {name: value or "" for name, value in match.groupdict().items()}
     if "errno" in words:
         words["errno"] = f"{ERRNO_WORDS.get(words['errno'], 'unknown')} (error {words['errno']})"
-    return signature.cause.format(**words), signature.fix.format(**words)
+    return _cut(signature.cause.format(**words)), signature.fix.format(**words)
+
+
+def _cut(text: str) -> str:
+    return plain(" ".join(text.split()), CAUSE_CHARACTERS)
 
 
 def _record(journal: list[dict[str, Any]]) -> RunRecord | None:

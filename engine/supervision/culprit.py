@@ -14,6 +14,8 @@ from enum import Enum, auto
 from typing import Any
 
 from engine.models import Reason, RunState
+from engine.runs.diagnosis import Finding, findings
+from engine.runs.signatures import BY_ID, Kind
 from engine.security.sanitise import sanitise
 from engine.worker.wire import ExitRecord
 
@@ -22,15 +24,9 @@ _FINAL_LINES = 15
 _SSH_FAILED = 255
 _LEASE_MARGIN_S = 2.0
 """A silence is counted from the last answer, a lease from the last beat."""
-_PEER_LOST = re.compile(r"\[ring\].*(connection to a peer was lost|[Rr]eceiving.*failed|[Ss]ending.*failed)")
-_CANNOT_CONNECT = re.compile(r"\[ring\] Couldn't connect")
-_CANNOT_BIND = re.compile(r"\[ring\] Couldn't bind socket \(error: (?P<errno>\d+)\)")
+_CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 _NOT_OUR_ADDRESS = frozenset({"49", "99"})
-_NO_MEMORY = re.compile(
-    r"\bMemoryError\b|\[metal::malloc\]|[Ii]nsufficient [Mm]emory|kIOGPUCommandBufferCallbackErrorOutOfMemory|"
-    r"[Oo]ut of memory|Cannot allocate memory|std::bad_alloc"
-)
-_NO_DISK = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded")
+_OF_MLX = ("ring.", "jaccl.", "metal.")
 _LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^\w+: ")
 
 _CORRUPTED_FIX = (
@@ -240,7 +236,10 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
         text = str(rank.failure.get("message", ""))
     else:
         text = _final(rank.tail)
-    return bool(_PEER_LOST.search(text) or _CANNOT_CONNECT.search(text))
+    known = _known(text)
+    # MLX says of its own failures too that a connection is gone then; of other texts nobody knows that they mattered.
+    own = any(found.kind is Kind.CAUSE and _is_of(found, _OF_MLX) for found in known)
+    return not own and any(found.kind is Kind.CONSEQUENCE for found in known)
 
 
 def _left_together(rank: RankEvidence) -> bool:
@@ -302,9 +301,10 @@ def _explained(fault: _Fault, evidence: Evidence) -> tuple[Reason, str]:
     if record.code == 0:
         return Reason.RANK_FAILED, _left_early(rank, evidence)
     ended = _how(record)
-    if _NO_MEMORY.search(text) or (record.signal == signal.SIGKILL and rank.memory_killed):
+    reasons = {found.signature.reason for found in _known(text) if found.signature is not None}
+    if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
-    if _NO_DISK.search(text):
+    if Reason.DISK_FULL in reasons:
         return Reason.DISK_FULL, f"disk full: {last or ended}"
     if record.signal is not None:
         return Reason.RANK_KILLED, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
@@ -394,6 +394,14 @@ def _last_words(rank: RankEvidence) -> str:
 
 def _said_in_failure(rank: RankEvidence) -> str:
     return f"{rank.failure.get('error_type')}: {rank.failure.get('message')}" if rank.failure is not None else ""
+
+
+def _known(text: str) -> list[Finding]:
+    return findings(sanitise(line.encode(errors="replace")) for line in text.splitlines())
+
+
+def _is_of(found: Finding, families: tuple[str, ...]) -> bool:
+    return found.signature is not None and found.signature.id.startswith(families)
 
 
 def _final(text: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Awaitable, Coroutine, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,15 +27,14 @@ from engine.launch.ports import fresh_ports
 from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
 from engine.preflight.scene import Scene
-from engine.runs.diagnosis import explain
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
-from engine.security.sanitise import sanitise
 from engine.store.store import Store
 from engine.supervision import lock
 from engine.supervision.adopt import AFTERMATH_S
 from engine.supervision.attempt import Attempt, Launched, intend, launch
-from engine.supervision.culprit import Evidence, Verdict, judge
+from engine.supervision.culprit import Verdict, judge
+from engine.supervision.explanation import explained
 from engine.supervision.flight import TICK_S, Flight, known_identities
 from engine.supervision.inheritance import anybody_came, kill_everywhere, old_launcher
 from engine.supervision.launcher_watch import LauncherWatch
@@ -290,7 +289,10 @@ class Supervisor:
         evidence = await flight.watch(self._asked_to_stop)
         self._figures = flight.intake.latest
         self._unconfirmed = flight.unconfirmed
-        return _with_fix(judge(evidence), evidence)
+        environment = {**os.environ, **self._plan.config.job.env}
+        return await asyncio.to_thread(
+            explained, judge(evidence), evidence, self._run_dir, attempt.log_bases, environment
+        )
 
     def _make_flight(
         self,
@@ -332,17 +334,6 @@ class Supervisor:
             # Adopted while it ran, and nothing of it is left that could be watched to its end.
             self._logbook.change(RunState.FINISHING)
         self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
-
-
-def _with_fix(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """The verdict with what is known to mend its cause, from the last words of the rank that it names."""
-    if verdict.state is not RunState.FAILED or verdict.fix is not None:
-        return verdict
-    blamed = [rank for rank in evidence.ranks if rank.rank == verdict.rank]
-    words = [word for rank in blamed for word in (rank.tail, rank.keeper_tail)] or [evidence.launcher_tail]
-    lines = [sanitise(line.encode(errors="replace")) for text in words for line in text.splitlines()]
-    explained = explain(lines)
-    return verdict if explained is None else replace(verdict, fix=explained[1])
 
 
 def _refusals(launched: Launched) -> dict[int, tuple[int, str]]:

@@ -153,7 +153,7 @@ def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
     lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
     if record.state is RunState.SUCCEEDED:
         return
-    for label, text in (("cause", record.cause), ("fix", record.fix)):
+    for label, text in (("cause", snapshot.cause), ("fix", snapshot.fix)):
         if text:
             lines.say(f"  {label + ':':<6} {text}")
     if record.unconfirmed:

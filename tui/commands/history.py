@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from engine.events import RunSnapshot
@@ -80,22 +80,21 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     snapshot = engine.watch(directory.id).poll()
     record = snapshot.record
     if options.json:
-        found = {
+        more = {
             "supervised": snapshot.supervised,
             "directory": directory.path,
-            "alarms": [dataclasses.asdict(alarm) for alarm in snapshot.alarms],
-            "verification": [dataclasses.asdict(line) for line in snapshot.verification],
+            "diagnosis": asdict(snapshot.diagnosis) if snapshot.diagnosis is not None else None,
+            "alarms": [asdict(alarm) for alarm in snapshot.alarms],
+            "verification": [asdict(line) for line in snapshot.verification],
         }
-        print_json({**record.model_dump(mode="json"), **found})
+        print_json({**record.model_dump(mode="json"), **more})
         return OK
     lines = Lines()
     state = lines.word(record.state.value)
     lines.say(f"{record.id}   {state}" + (f": {ending(record)}" if record.state.ended else ""))
     if not record.state.ended and not snapshot.supervised:
         lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
-    cause = record.cause or (snapshot.diagnosis.cause if snapshot.diagnosis else None)
-    fix = record.fix or (snapshot.diagnosis.fix if snapshot.diagnosis else None)
-    for label, text in (("cause", cause), ("fix", fix)):
+    for label, text in (("cause", snapshot.cause), ("fix", snapshot.fix)):
         if text:
             lines.say(f"  {label:<10} {text}")
     for line in engine.evidence(directory.id, snapshot, limit=_EVIDENCE_LINES):

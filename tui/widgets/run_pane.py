@@ -16,6 +16,8 @@ from tui.widgets.text import Text
 
 PLOT_ROWS = 8
 """What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
+SCROLLBAR_CELLS = 1
+"""Left free beside what is said: a long fix scrolls, and its lines are broken before it is known that it does."""
 SHORT_SCREEN = 30
 """On a screen with fewer rows than this the plan goes without blank lines."""
 
@@ -63,7 +65,8 @@ class RunPane(Pane, can_focus=True):
             self._put("#watch", [])
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
-        story = [*run_story.end(state, snapshot, self.room), *run_watch.alarms(state, snapshot, self.room)]
+        room = self.room - SCROLLBAR_CELLS
+        story = [*run_story.end(state, snapshot, room), *run_watch.alarms(state, snapshot, room)]
         self._put("#story", story)
         # Without a curve the room is the log's: it is what tells of a failure, or of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-said")
@@ -104,8 +107,7 @@ class RunPane(Pane, can_focus=True):
     def copy_text(self) -> str:
         """The fix when the run failed (that is what one pastes), else everything."""
         snapshot = self.state.snapshot
-        found = snapshot.diagnosis.fix if snapshot is not None and snapshot.diagnosis is not None else None
-        return found or (snapshot.record.fix if snapshot is not None else None) or self.text()
+        return (snapshot.fix if snapshot is not None else None) or self.text()
 
 
 def _waiting(state: DeckState) -> Content:

@@ -147,12 +147,10 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     word = " ".join(part for part in (record.state, record.reason and f"({record.reason})") if part)
     place = _place(snapshot)
     lines = [Content.assemble(glyphs.state(STATES[record.state], word), (f"  {place}" if place else "", "bold"))]
-    cause = diagnosis.cause if diagnosis else record.cause
-    fix = diagnosis.fix if diagnosis and diagnosis.fix else record.fix
-    if cause:
-        lines.append(pair("first cause" if record.state == "failed" else "cause", cause, width))
-    if fix:
-        lines.append(pair("fix", fix, width, style="bold"))
+    if snapshot.cause:
+        lines.append(pair("first cause" if record.state == "failed" else "cause", snapshot.cause, width))
+    if snapshot.fix:
+        lines.append(pair("fix", snapshot.fix, width, style="bold"))
     if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
         lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     failures = sum(check.status == "fail" for check in snapshot.checks)

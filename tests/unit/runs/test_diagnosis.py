@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.models import RunRecord, RunState
-from engine.runs.diagnosis import diagnose, explain, findings
+from engine.models import Reason, RunRecord, RunState
+from engine.runs.diagnosis import LAST_WORDS_LINES, diagnose, explain
 from engine.runs.journal import Journal
 from engine.runs.layout import LAUNCHER_SOURCE
-from engine.runs.signatures import SIGNATURES, Kind
+from engine.runs.log_ends import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds
+from engine.runs.signatures import SIGNATURES, Kind, Signature
 from tests.unit.runs.logs import RunLogs
 
-FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures" / "failure_signatures.json"
+HOSTS = ("left", "right", "third")
 PEER_LOST = """[ring] Socket 3 was closed by the peer
 [ring] Socket 3 was closed by the peer
 [ring] Too many send/recv errors. Failing pending tasks...
@@ -39,11 +39,15 @@ LAUNCHER = """[INFO] Running /bin/sh start.sh
 
 @pytest.fixture
 def logs(tmp_path: Path) -> RunLogs:
-    return RunLogs(tmp_path, (0, 1, LAUNCHER_SOURCE))
+    return RunLogs(tmp_path, (0, 1, 2, LAUNCHER_SOURCE))
 
 
 def ended(
-    logs: RunLogs, rank: int | None = None, cause: str | None = None, bases: dict[int, int] | None = None
+    logs: RunLogs,
+    rank: int | None = None,
+    cause: str | None = None,
+    bases: dict[int, int] | None = None,
+    **how: Any,
 ) -> None:
     journal = Journal(logs.run_dir.path / "journal.jsonl")
     record = RunRecord(
@@ -51,10 +55,11 @@ def ended(
     )
     journal.append("planned", run=record.model_dump(mode="json"), nonce="n")
     journal.append("attempt", attempt=1, starting_port=1, log_bases=bases or {})
-    for number, host in enumerate(("left", "right")):
+    for number, host in enumerate(HOSTS):
         journal.append("rank_ended", rank=number, host=host, code=1)
-    host_of = None if rank is None else ("left", "right")[rank]
-    journal.append("state", state="failed", reason="rank_failed", rank=rank, host=host_of, cause=cause, fix="look")
+    host_of = None if rank is None else HOSTS[rank]
+    told = {"state": "failed", "reason": "rank_failed", "exit_code": 1, "fix": "look", **how}
+    journal.append("state", rank=rank, host=host_of, cause=cause, **told)
     journal.close()
 
 
@@ -63,7 +68,7 @@ def ended(
     [
         ("RuntimeError: [ring] Couldn't bind socket (error: 98)", "the port is in use (error 98)"),
         ("RuntimeError: [ring] Couldn't connect (error: 61)", "it was refused (error 61)"),
-        ("sh: 4: exec: /no/such/python: not found", "/no/such/python was not found"),
+        ("sh: 4: exec: /no/such/python: not found", "/no/such/python does not exist"),
         ("/bin/bash: line 1: /no/such/python: No such file or directory", "/no/such/python does not exist"),
         ("OSError: [Errno 28] No space left on device", "the disk was full"),
         (
@@ -78,7 +83,7 @@ def ended(
 def test_a_known_text_is_told_in_words(text: str, words: str) -> None:
     told = explain(text.split("\n"))
     assert told is not None
-    assert words in told[0]
+    assert words in told.cause
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_the_journals_culprit_goes_before_what_others_say(logs: RunLogs) -> None
 def test_a_rank_that_was_killed_is_not_explained_by_its_survivors(logs: RunLogs) -> None:
     logs.write(0, PEER_LOST)
     logs.write(1, "step 3\nstep 4\n")
-    ended(logs, rank=1, cause="rank 1 was killed (signal 9)")
+    ended(logs, rank=1, cause="rank 1 was killed (signal 9)", reason="rank_killed", signal=9)
     found = diagnose(logs.run_dir)
     assert found is not None
     assert (found.cause, found.rank, found.source) == ("rank 1 was killed (signal 9)", 1, 1)
@@ -139,24 +144,118 @@ def test_a_run_that_says_nothing_has_no_diagnosis(logs: RunLogs) -> None:
     assert diagnose(logs.run_dir) is None
 
 
-def test_every_signature_has_words_a_source_and_a_name_of_its_own() -> None:
-    assert len({signature.id for signature in SIGNATURES}) == len(SIGNATURES)
-    for signature in SIGNATURES:
-        groups = dict.fromkeys(re.compile(signature.pattern).groupindex, "x")
-        assert signature.cause.format(**groups)
-        assert signature.fix.format(**groups)
-        assert signature.source
+@pytest.mark.parametrize("signature", [known for known in SIGNATURES if known.kind is Kind.CAUSE], ids=lambda s: s.id)
+def test_of_three_ranks_the_first_ones_cause_is_told(logs: RunLogs, signature: Signature) -> None:
+    logs.write(2, "step 3\n" + PEER_LOST)
+    logs.write(1, f"step 3\nstep 4\n\x1b[31m{signature.example}\x1b[0m\n" + PEER_LOST)
+    logs.write(0, "step 3\n" + PEER_LOST)
+    logs.write(LAUNCHER_SOURCE, LAUNCHER)
+    unjudged = diagnose(logs.run_dir)
+    assert unjudged is not None
+    assert (unjudged.signature, unjudged.rank, unjudged.host) == (signature.id, 1, None)
+    ended(logs, rank=1, cause="exited with code 1: RuntimeError: [ring] connection to a peer was lost")
+    found = diagnose(logs.run_dir)
+    assert found is not None
+    assert (found.signature, found.rank, found.host, found.source) == (signature.id, 1, "right", 1)
+    assert found.fix and found.cause and "{" not in found.cause + found.fix
+    assert signature.example.encode() in logs.run_dir.log(1).read_bytes()[found.offset :].split(b"\n")[0]
 
 
-@pytest.mark.skipif(not FIXTURES.exists(), reason="needs shared/fixtures/failure_signatures.json beside the repository")
-def test_recorded_failures_are_recognised_by_the_signature_of_their_name() -> None:
-    recorded = {entry["id"]: entry for entry in json.loads(FIXTURES.read_text())}
-    ours = {signature.id: signature for signature in SIGNATURES}
-    common = recorded.keys() & ours.keys()
-    assert len(common) >= 35
-    for name in common:
-        found = findings([recorded[name]["sample"]])
-        assert found, name
-        assert (found[0].kind is Kind.REMARK) == (recorded[name]["severity"] != "fatal"), name
-        own = [signature.id for signature in SIGNATURES if re.search(signature.pattern, recorded[name]["sample"])]
-        assert own[0] == name
+@pytest.mark.parametrize("signature", [s for s in SIGNATURES if s.kind is Kind.CONSEQUENCE], ids=lambda s: s.id)
+def test_a_consequence_is_told_only_where_nobody_has_a_cause(logs: RunLogs, signature: Signature) -> None:
+    for rank in (0, 1, 2):
+        logs.write(rank, f"step 3\n{signature.example}\n")
+    logs.write(LAUNCHER_SOURCE, LAUNCHER)
+    alone = diagnose(logs.run_dir)
+    assert alone is not None and (alone.signature, alone.rank) == (signature.id, 0)
+    logs.write(2, "OSError: [Errno 28] No space left on device\n")
+    found = diagnose(logs.run_dir)
+    assert found is not None and (found.signature, found.rank) == ("disk.full", 2)
+
+
+def test_what_was_survived_does_not_explain_the_end(logs: RunLogs) -> None:
+    logs.write(0, "wandb: OSError: [Errno 28] No space left on device\n" + "step\n" * LAST_WORDS_LINES + RAISED)
+    found = diagnose(logs.run_dir)
+    assert found is not None
+    assert found.cause == "ValueError: boom"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"reason": Reason.RANK_KILLED, "signal": 9, "exit_code": None},
+        {"reason": Reason.NODE_LOST, "exit_code": None},
+        {"reason": Reason.USER_ABORT, "state": "aborted", "exit_code": None},
+        {"reason": Reason.RANK_FAILED, "exit_code": 0},
+    ],
+    ids=lambda how: how["reason"].value,
+)
+def test_an_end_from_outside_is_not_explained_by_what_the_rank_had_said(logs: RunLogs, how: dict[str, Any]) -> None:
+    logs.write(1, "matplotlib: Read-only file system\nstep 4\n")
+    ended(logs, rank=1, cause="as its judge has it", **how)
+    found = diagnose(logs.run_dir)
+    assert found is not None
+    assert (found.cause, found.fix, found.signature, found.rank) == ("as its judge has it", "look", None, 1)
+
+
+def test_a_crash_is_explained_by_its_last_words(logs: RunLogs) -> None:
+    logs.write(1, "libc++abi: [METAL] Command buffer execution failed: Internal Error (0000000e:Internal Error)\n")
+    ended(logs, rank=1, cause="killed by SIGABRT (signal 6)", reason="rank_killed", signal=6, exit_code=None)
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.signature == "metal.internal"
+
+
+def test_a_cause_that_names_the_file_is_not_made_general(logs: RunLogs) -> None:
+    logs.write(1, "OSError: [Errno 28] No space left on device: '/data/a'\n")
+    ended(logs, rank=1, cause="disk full: No space left on device: '/data/a'", reason="disk_full", fix=None)
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.fix is not None
+    assert (found.cause, found.signature) == ("disk full: No space left on device: '/data/a'", "disk.full")
+
+
+def test_an_exception_is_not_quoted_with_its_secrets(logs: RunLogs) -> None:
+    logs.write(0, "Traceback (most recent call last):\n  File x\nValueError: HF_TOKEN=raven-raven is refused\n")
+    found = diagnose(logs.run_dir)
+    assert found is not None
+    assert found.cause == "ValueError: HF_TOKEN=[redacted] is refused"
+
+
+CAUSE = "RuntimeError: [ring] Couldn't bind socket (error: 98)"
+HOSTILE = {
+    "a flood of consequences": f"{CAUSE}\n" + "[ring] Socket 3 was closed by the peer\n" * 50_000,
+    "a line without an end": "." * 3_000_000 + CAUSE,
+    "escape sequences": "\x1b[31m[\x1b]0;x\x07" * 100_000 + "\n\x1b[1mRuntimeError:\x1b[0m " + CAUSE,
+    "a progress bar": "".join(f"\r{step}%" for step in range(300_000)) + f"\r{CAUSE}",
+}
+
+
+@pytest.mark.parametrize("log", HOSTILE.values(), ids=HOSTILE)
+def test_a_cause_is_found_in_a_huge_log_of_which_little_is_read(logs: RunLogs, log: str) -> None:
+    logs.write(1, log)
+    found = diagnose(logs.run_dir)
+    assert found is not None and (found.signature, found.rank) == ("ring.bind", 1)
+    ends = LogEnds.of(logs.run_dir.log(1), 0)
+    assert sum(len(line.encode()) + 1 for line in ends.lines) <= HEAD_BYTES + TAIL_BYTES + 1
+
+
+@pytest.mark.parametrize("size", [0, 1, HEAD_BYTES - 1, TAIL_BYTES, TAIL_BYTES + 50, HEAD_BYTES + TAIL_BYTES, 10**6])
+def test_the_ends_of_a_log_are_its_lines_where_they_lie(tmp_path: Path, size: int) -> None:
+    log = tmp_path / "log"
+    data = b"".join(b"%07d\n" % number for number in range(10**6 // 8 + 1))[:size]
+    base = min(size, 24)
+    log.write_bytes(data)
+    ends = LogEnds.of(log, base)
+    for offset, line in zip(ends.offsets, ends.lines, strict=True):
+        assert data[offset : offset + len(line)] == line.encode()
+    assert ends.offsets == sorted(set(ends.offsets))
+    if size - base <= HEAD_BYTES + TAIL_BYTES:
+        assert b"".join(line.encode() for line in ends.lines) == data[base:].replace(b"\n", b"")
+    else:
+        assert ends.lines[0].encode() == data[base : base + 7] and ends.lines[-1].encode() == data[-8:].strip()
+
+
+def test_of_a_long_line_both_ends_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"begin" + b"x" * 3 * LINE_BYTES + b"end\n")
+    (line,) = LogEnds.of(log, 0).lines
+    assert line.startswith("begin") and line.endswith("end") and len(line) < LINE_BYTES + 10

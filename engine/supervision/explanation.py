@@ -1,0 +1,36 @@
+"""Puts into words what a verdict names: the cause as the logs prove it, and what mends it, for the run's record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine.models import RunState
+from engine.runs.diagnosis import first_cause
+from engine.runs.layout import RunDir
+from engine.security.sanitise import sanitise
+from engine.supervision.culprit import Evidence, Verdict
+
+
+def explained(
+    verdict: Verdict,
+    evidence: Evidence,
+    run_dir: RunDir,
+    log_bases: Mapping[int, int],
+    environment: Mapping[str, str],
+) -> Verdict:
+    """A failure's verdict with its first cause in words and its fix, where they are known, without the secrets of
+    `environment`. The mirrors are read from `log_bases` on, and the evidence where they lack something."""
+    if verdict.state is not RunState.FAILED:
+        return verdict
+    words = _last_words(verdict, evidence)
+    found = first_cause(run_dir, verdict, log_bases, last_words=words, environment=environment)
+    return verdict if found is None else replace(verdict, cause=found.cause, fix=found.fix)
+
+
+def _last_words(verdict: Verdict, evidence: Evidence) -> list[str]:
+    blamed = [rank for rank in evidence.ranks if rank.rank == verdict.rank]
+    texts = [word for rank in blamed for word in (rank.keeper_tail, rank.launcher_words, rank.tail)]
+    texts += [str(rank.failure.get("message", "")) for rank in blamed if rank.failure is not None]
+    texts += [evidence.launcher_tail] if not blamed else []
+    return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]

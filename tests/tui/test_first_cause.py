@@ -1,0 +1,39 @@
+"""A failure's cause and its fix in the run pane: whole, at every size, and the fix is what `y` copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.runs.diagnosis import explain
+from engine.runs.signatures import BY_ID
+from tests.tui import fake_engine as situation
+from tests.tui.conftest import opened
+from tests.tui.fake_engine import FakeEngine
+from tui.widgets.run_pane import RunPane
+
+RUN = "demo-0314-134500"
+LONGEST = max(BY_ID.values(), key=lambda signature: len(signature.cause) + len(signature.fix)).id
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)], ids=["80x24", "120x36"])
+@pytest.mark.parametrize("known", [LONGEST, "ring.connect", "jaccl.pd", "launch.python_missing", "import.mlx"])
+async def test_the_cause_and_the_fix_are_there_whole_and_the_fix_is_copied(
+    fake: FakeEngine, known: str, size: tuple[int, int]
+) -> None:
+    found = explain([BY_ID[known].example])
+    bad = situation.failed()
+    assert found is not None and found.fix is not None and bad.diagnosis is not None
+    fake.add(replace(bad, diagnosis=replace(bad.diagnosis, cause=found.cause, fix=found.fix, signature=known)))
+    async with opened(fake, follow=RUN, size=size) as console:
+        await console.shows("first cause")
+        await console.press("4")
+        pane = console.app.screen.query_one(RunPane).region
+        lines = [
+            line[pane.x + 2 : pane.right - 2] for line in console.screen.splitlines()[pane.y + 1 : pane.bottom - 1]
+        ]
+        said = " ".join(" ".join(lines).split())
+        assert f"first cause {found.cause} fix {found.fix} enter jumps to the line that proves it" in said
+        await console.press("y")
+        assert console.app.clipboard == found.fix
