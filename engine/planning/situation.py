@@ -99,6 +99,8 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     if inputs.calibration is not None and usable is None:
         days = age_days(inputs.calibration, inputs.now)
         predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
+    elif usable is not None and usable.stand_in:
+        predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
     return Situation(inputs, _platform(inputs), divided, micro, predicted)
 
 
