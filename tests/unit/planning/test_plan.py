@@ -21,7 +21,7 @@ from engine.models import NodeFacts
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
 from engine.planning.explain import explained, summary
-from engine.planning.inputs import PlanInputs
+from engine.planning.inputs import Parallelism, PlanInputs
 from engine.planning.notes import Source
 from engine.planning.plan import make_plan
 from engine.planning.wiring import Wiring
@@ -171,6 +171,13 @@ def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> No
     assert plan.hardware_calibration.enabled
     assert plan.performance_targets.throughput == pytest.approx(4, rel=0.05)
     assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_what_was_measured_of_one_strategy_is_not_claimed_of_another(strategy: Parallelism) -> None:
+    taken = calibration({"ultra": 3, "max": 1})
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken, strategy=strategy))
+    assert plan.performance_targets.throughput is None and not plan.strategy.launchable
 
 
 def test_nodes_of_like_speed_share_equally() -> None:
