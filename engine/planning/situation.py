@@ -99,6 +99,10 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     if inputs.calibration is not None and usable is None:
         days = age_days(inputs.calibration, inputs.now)
         predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
+    elif usable is not None and usable.stand_in:
+        predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
+    if inputs.strategy != "data":
+        predicted = Prediction(why_not=f"what was measured is strategy data, and says nothing of {inputs.strategy}")
     return Situation(inputs, _platform(inputs), divided, micro, predicted)
 
 

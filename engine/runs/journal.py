@@ -18,6 +18,8 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
                   acknowledged [ranks whose keeper has written an exit record], left ["node pid command"]
     node          node, condition (connected, unreachable, lost), since, why, silent_s (engine.supervision.conditions):
                   a node with a connection answers, or does not
+    alarm         alarm (an issue's name), ranks, workers, iteration, message: found of the ranks while they train
+                  (engine.supervision.consistency_watch)
     confirmed     node: what could not be proved at the run's end has been proved there since
     note          message: anything else worth knowing, a full disk for example
 """

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+
+import pytest
 
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.preflight import connectivity, hardware, health, performance, versions, workers
 from engine.preflight.check import Look
+from engine.preflight.checklist import run_checks
+from engine.preflight.scene import Scene
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
-from tests.integration.checks import LISTEN, PORT, as_user, config_of, furnish, looked
+from tests.integration.checks import LISTEN, PORT, as_user, config_of, furnish, looked, unheard
 
 
 async def pasted(cluster: Cluster, result: CheckResult) -> str:
@@ -104,3 +109,21 @@ async def test_another_mlx_lm_is_found_by_a_real_import_and_not_by_an_earlier_pr
     third.run(["/bin/sh", "-c", "rm -r ~/shadow ~/other"])
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
     assert "ImportError: half a download" in result.summary
+
+
+@pytest.mark.slow
+async def test_a_node_that_went_away_from_an_open_connection_is_named_by_one_check_alone(
+    isolated_cluster: Cluster, fleet: Fleet
+) -> None:
+    third, config = isolated_cluster.nodes[2], config_of(isolated_cluster)
+    assert (await looked(connectivity.look, config, fleet)).status is CheckStatus.PASS
+    third.cut()
+    scene, begun = Scene(config, fleet), time.monotonic()
+    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
+    await scene.close()
+    assert time.monotonic() - begun < 15
+    failed = [
+        result for result in report.checks if result.status is CheckStatus.FAIL and result.name != "pre_rdma_sync"
+    ]
+    assert [(result.name, result.blames) for result in failed] == [("ssh_connectivity", (2, third.name))]
+    assert "no answer within 10 s" in failed[0].summary

@@ -59,6 +59,11 @@ def unreachable() -> list[NodeFacts]:
     return [first, second.model_copy(update={"clock_skew_s": -2.4}), third, macs.unreachable(last)]
 
 
+def divided() -> list[RunSnapshot]:
+    """A run that goes on with the shares of a calibration."""
+    return [replace(situation.running(), division=situation.division()), *ended()]
+
+
 def away() -> RunSnapshot:
     """A run whose second node its supervisor cannot reach."""
     run = situation.running()
@@ -87,6 +92,8 @@ class Scene:
     follow: str | None = None
     configured: bool = True
     ascii: bool = False
+    calibrated: bool = False
+    """What the nodes do alone has been measured."""
     studio: Callable[[], list[NodeFacts]] | None = None
     """A cluster of Macs in place of the demo's local ranks."""
 
@@ -94,6 +101,8 @@ class Scene:
         """The app, and what brings it to the scene."""
         engine = FakeEngine(home).add(*self.runs())
         config = situation.configuration() if self.configured else None
+        if self.calibrated:
+            engine.taken = situation.calibration()
         if self.studio is not None:
             engine.found, config = self.studio(), macs.configuration()
             engine.values = macs.telemetry()
@@ -121,13 +130,14 @@ PICTURED: Final = (
     Scene("nodes-macs", ended, "142 W", ("1",), studio=macs.facts),
     Scene("node", ended, "nodes · ultra", ("1", "enter"), studio=macs.facts),
     Scene("preflight", everything, "python 3.11.9 mlx 0.32.4", ("2",)),
-    Scene("calibration", everything, "not measured", ("3",)),
+    Scene("calibration", divided, "measured", ("3",), calibrated=True),
     Scene("run", everything, "rank 1 ", ("4",)),
     Scene("history", everything, "user_abort", ("5", "j")),
 )
 """Drawn at every size, for the README too."""
 
 OTHERS: Final = (
+    Scene("not-calibrated", everything, "not measured", ("3",)),
     Scene("starting", lambda: [situation.starting()], "▶ preflight"),
     Scene("aborted", ended, "■ aborted", follow="demo-0314-132000"),
     Scene("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),

@@ -122,6 +122,22 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     assert [event["iteration"] for event in trained.of("report")] == [3, 5]
 
 
+def test_a_rank_says_its_own_loss_and_gradient_norm_once_for_each_update(tiny: Tiny, tmp_path: Path) -> None:
+    """Alone, they are those of the whole; a clipped gradient's norm is told as it was."""
+    trained = train(tiny, tmp_path, iters=5, grad_accumulation_steps=2, max_grad_norm=0.01)
+    steps = trained.of("step")
+    assert ["update" in event for event in steps] == [False, True, False, True, True]
+    told = [event for event in steps if "update" in event]
+    assert [event["update"] for event in told] == [1, 2, 3]
+    for event in told:
+        assert event["own_grad_norm"] == pytest.approx(event["grad_norm"], rel=1e-4)
+    pair = steps[:2]
+    mean = sum(event["loss"] * event["tokens"] for event in pair) / sum(event["tokens"] for event in pair)
+    assert told[0]["own_loss"] == pytest.approx(mean, rel=1e-6)
+    assert told[2]["own_loss"] == pytest.approx(steps[4]["loss"], rel=1e-6)
+    assert trained.of("replica_check") == []
+
+
 def test_loss_and_gradient_are_mlx_lms_but_for_its_pad_target(tiny: Tiny, tmp_path: Path) -> None:
     """Against mlx-lm's own batches and loss, whose mask counts one token of padding per document."""
     job = make_job(tiny, tmp_path)

@@ -64,7 +64,7 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
     for warning in made.warnings:
         _say(lines, f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
     _say_refusals(lines, made)
-    if not made.refusals:
+    if not made.refusals and made.strategy.launchable:
         lines.say(lines.ink("flightdeck launch launches it; --explain says why, --json is the document", "dim"))
 
 

@@ -45,6 +45,8 @@ class MemoryEstimate(BaseModel):
     """Sums over the ranks beside the own ones (data), or one layer gathered whole (sharded)."""
     update_bytes: int
     """What the optimizer's step works with."""
+    before_bytes: int
+    """Weights, optimizer, and those gradients that wait while the activations are at their most."""
     peak_bytes: int
     """MLX's own peak: the larger of the backward pass's and the update's, each with the state that is there then."""
     reserve_bytes: int
@@ -88,7 +90,8 @@ def estimate(shape: ModelShape, ask: MemoryAsk) -> MemoryEstimate:
     # When the backward pass begins there is no gradient of this micro-batch yet; only checkpointing has its highest
     # moment at the end, with all of them.
     waiting = gradients * ((ask.accumulation > 1) + ask.grad_checkpoint)
-    backward = waiting + worked.layers + worked.logits + gathered
+    before = weights + optimizer + waiting
+    backward = before + worked.layers + worked.logits + gathered
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -97,7 +100,8 @@ def estimate(shape: ModelShape, ask: MemoryAsk) -> MemoryEstimate:
         logits_bytes=worked.logits,
         communication_bytes=summed + gathered,
         update_bytes=update,
-        peak_bytes=weights + optimizer + max(backward, gradients + summed + update),
+        before_bytes=before,
+        peak_bytes=max(backward, weights + optimizer + gradients + summed + update),
         reserve_bytes=RESERVE_BYTES,
         trainable_parameters=learned.parameters,
         total_parameters=_parameters(shape, stage) + (0 if ask.fine_tune_type == "full" else learned.parameters),

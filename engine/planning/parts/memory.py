@@ -147,7 +147,8 @@ def _needed(now: Situation, name: str, ask: MemoryAsk, found: MemoryEstimate) ->
     taken = now.inputs.calibration
     if taken is not None and not taken.stand_in and now.inputs.strategy == "data":
         measured = taken.of(name)
-        peak = peak_from_probes(measured.probes, ask.batch) if measured is not None else None
+        probes = measured.probes if measured is not None else ()
+        peak = peak_from_probes(probes, ask.batch, before_bytes=found.before_bytes)
         if peak is not None:
             return _Peak(peak, "calibration", f"two probe steps say so for a batch of {ask.batch}")
     return _Peak(found.peak_bytes, "estimate", f"from config.json: {found.assumption}")

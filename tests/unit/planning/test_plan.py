@@ -3,23 +3,32 @@ what cannot be launched is refused with a way out."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
+from engine.launch.hostfile import write_hostfile
 from engine.models import NodeFacts
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
 from engine.planning.explain import explained, summary
-from engine.planning.inputs import PlanInputs
+from engine.planning.inputs import Parallelism, PlanInputs
 from engine.planning.notes import Source
 from engine.planning.plan import make_plan
+from engine.planning.wiring import Wiring
 from engine.worker.chunks import chunk_plan
+from tests.unit.nodes.macs import mesh, ring
 from tests.unit.planning.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, situations, ultra_and_max
+from tests.unit.planning.test_against_mlx import addressed
 
 SECTIONS = {
     "strategy": {"approach", "total_gpus", "nodes", "gpus_per_node", "parallelism", "layer_split", "world_size"},
@@ -164,6 +173,13 @@ def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> No
     assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
 
 
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_what_was_measured_of_one_strategy_is_not_claimed_of_another(strategy: Parallelism) -> None:
+    taken = calibration({"ultra": 3, "max": 1})
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken, strategy=strategy))
+    assert plan.performance_targets.throughput is None and not plan.strategy.launchable
+
+
 def test_nodes_of_like_speed_share_equally() -> None:
     plan = make_plan(inputs(ultra_and_max(), calibration=calibration({"ultra": 0.85, "max": 0.84})))
     assert plan.hardware_calibration.workload_distribution == {"ultra": 0.5, "max": 0.5}
@@ -292,3 +308,53 @@ def test_cuda_nodes_are_told_what_nccl_needs() -> None:
     assert (plan.rdma_config.platform, plan.rdma_config.backend) == ("cuda", "nccl")
     assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1"}
     assert any("ibstat" in step for step in plan.verification_steps)
+
+
+def test_macs_that_are_cabled_talk_over_rdma_and_the_speed_up_is_the_measured_one() -> None:
+    macs = mesh(2)
+    measured = calibration(dict.fromkeys(macs.names, 2.0))
+    plan = make_plan(inputs(addressed(macs).facts(), settings={"batch_size": 8}, calibration=measured))
+    assert (plan.rdma_config.enabled, plan.rdma_config.backend) == (True, "jaccl")
+    assert plan.rdma_config.expected_speedup == pytest.approx(2, rel=0.05)
+    assert any("ibv_devices" in step for step in plan.verification_steps)
+    assert plan.rdma_config.latency_s == 5e-5
+
+
+def test_macs_without_rdma_fall_back_and_say_what_is_in_the_way() -> None:
+    facts = [fact.model_copy(update={"rdma_enabled": False}) for fact in addressed(mesh(2)).facts()]
+    plan = make_plan(inputs(facts))
+    assert (plan.rdma_config.enabled, plan.rdma_config.backend) == (False, "ring")
+    assert plan.rdma_config.expected_speedup is None
+    assert any(step.startswith("once per Mac, by hand: start it into Recovery OS") for step in plan.rdma_config.setup)
+    assert any("RDMA is disabled" in warning.text for warning in plan.warnings)
+
+
+_ASK_MLX = """
+import json, sys
+from mlx._distributed_utils.common import Hostfile
+for path in sys.argv[1:]:
+    print(json.dumps([[host.ssh_hostname, host.ips, host.rdma] for host in Hostfile.from_file(path).hosts]))
+"""
+
+
+def test_the_hostfiles_of_all_kinds_of_clusters_are_read_by_mlx_as_they_are_meant(tmp_path: Path) -> None:
+    cabled = st.one_of(st.integers(2, 4).map(mesh), st.integers(3, 8).map(ring))
+    nodes = st.one_of(cabled.map(lambda macs: addressed(macs).facts()), st.just(ultra_and_max()))
+    meant: list[tuple[Path, Wiring]] = []
+
+    @settings(deadline=None, max_examples=25, database=None)
+    @given(nodes)
+    def write(facts: list[NodeFacts]) -> None:
+        wiring = inputs(facts).wiring
+        assert wiring is not None
+        path = tmp_path / f"{len(meant)}.json"
+        write_hostfile(path, wiring)
+        meant.append((path, wiring))
+
+    write()
+    # One process for all: MLX takes longer to import than to read them.
+    argv = [sys.executable, "-c", _ASK_MLX, *(str(path) for path, _ in meant)]
+    read = subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout.splitlines()
+    for said, (_, wiring) in zip(read, meant, strict=True):
+        hosts = [[host.ssh, host.ips, host.rdma or ()] for host in wiring.hosts]
+        assert json.loads(said) == json.loads(json.dumps(hosts))

@@ -15,7 +15,9 @@ HELD = st.fixed_dictionaries({"script": HASHES, "model": HASHES})
 WORKERS = st.lists(HELD, min_size=1, max_size=24).map(
     lambda held: {f"w{number}": hashes for number, hashes in enumerate(held)}
 )
-HEADS: st.SearchStrategy[dict[str, str | None]] = st.one_of(st.just({}), st.fixed_dictionaries({"script": HASHES}), HELD)
+HEADS: st.SearchStrategy[dict[str, str | None]] = st.one_of(
+    st.just({}), st.fixed_dictionaries({"script": HASHES}), HELD
+)
 
 
 def of(*scripts: str, head: str | None = None) -> Agreement:

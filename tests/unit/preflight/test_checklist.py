@@ -40,7 +40,7 @@ async def hangs(_: Scene) -> CheckResult:
 
 
 def scene(config: FlightConfig) -> Scene:
-    """With connections to nothing but this machine, which need no closing."""
+    """With connections to nothing but this machine; to be closed where a check looks at a node."""
     return Scene(config, Fleet(config.nodes, state_home()))
 
 
@@ -53,9 +53,13 @@ def registry(*checks: Check) -> dict[str, Check]:
 
 
 async def outcome(config: FlightConfig, *checks: Check, skip: tuple[str, ...] = ()) -> dict[str, CheckResult]:
-    report = await run_checks(
-        scene(config), skip=skip, on_result=lambda _: None, checks=registry(*checks), audit=nobody
-    )
+    looked_at = scene(config)
+    try:
+        report = await run_checks(
+            looked_at, skip=skip, on_result=lambda _: None, checks=registry(*checks), audit=nobody
+        )
+    finally:
+        await looked_at.close()
     return {result.name: result for result in report.checks}
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from engine.config.models import FlightConfig
-from engine.errors import LaunchError
+from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckStatus, NodeFacts
 from engine.preflight import workers as check
 from engine.preflight.answers import Stale
@@ -61,7 +61,7 @@ def test_what_cannot_be_looked_for_is_no_silent_pass() -> None:
     facts: dict[str, NodeFacts] = {"ultra": mac("ultra"), "max": unknown}
     result = check.judge(config, dict.fromkeys(seen, NOTHING), seen, facts, "ring")
     assert (result.status, "its clock could not be compared" in result.summary) == (CheckStatus.WARN, True)
-    left = {"ultra": NOTHING, "max": LaunchError("no answer within 20 s")}
+    left: dict[str, Stale | FlightDeckError] = {"ultra": NOTHING, "max": LaunchError("no answer within 20 s")}
     result = check.judge(config, left, seen, {name: mac(name) for name in seen}, "ring")
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
 

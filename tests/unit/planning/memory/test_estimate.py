@@ -148,6 +148,16 @@ def test_probes_extend_their_line(rest: int, each: int, batch: int) -> None:
     assert peak_from_probes(probes, batch) == rest + batch * slope
 
 
+@given(st.integers(0, 10**12), st.integers(1, 10**10), st.integers(0, 10**11), st.integers(2, 1_024))
+def test_a_peak_of_the_optimizers_step_does_not_bend_the_line(before: int, each: int, step: int, batch: int) -> None:
+    # The optimizer's step is the peak at batch 1, the activations from batch 2 on.
+    update = before + min(step, 2 * each)
+    probes = [probe(1, max(update, before + each)), probe(2, before + 2 * each)]
+    found = peak_from_probes(probes, batch, before_bytes=before)
+    assert found == pytest.approx(before + batch * each, rel=1e-12)
+    assert peak_from_probes(probes, 1, before_bytes=before) == probes[0].peak_bytes
+
+
 @pytest.mark.parametrize("probes", [[], [probe(1, 100)], [probe(2, 100), probe(2, 120)]])
 def test_one_batch_is_no_line(probes: list[MemoryProbe]) -> None:
     assert peak_from_probes(probes, 8) is None
