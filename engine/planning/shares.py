@@ -1,4 +1,4 @@
-"""Each node's share of the global batch, and the micro-batches that follow: equal unless the evidence says otherwise."""
+"""Each node's share of the global batch, and the micro-batches that follow: equal unless evidence says otherwise."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def print_check(lines: Lines, check: CheckResult) -> None:
     took = f" ({check.duration_s:.1f} s)" if check.duration_s is not None else ""
     overridden = check.status is CheckStatus.SKIP and check.summary == OVERRIDDEN
     summary = lines.ink(check.summary, "red") if overridden else check.summary
-    lines.say(f"  {lines.word(check.status.value, 4)}  {check.name:<16} {summary}{took}")
+    lines.say(f"  {lines.word(check.status.value, 4)}  {check.name:<18} {summary}{took}")
     if check.status not in (CheckStatus.FAIL, CheckStatus.WARN):
         return
     for node, seen in check.evidence.items():

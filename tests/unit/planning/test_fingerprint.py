@@ -22,7 +22,9 @@ SEEN = [facts("a"), facts("b")]
 
 
 def job(deck: FlightConfig, **changes: Any) -> FlightConfig:
-    own: dict[str, Any] = {name: changes.pop(name) for name in ("model", "strategy", "fine_tune_type", "command") if name in changes}
+    own: dict[str, Any] = {
+        name: changes.pop(name) for name in ("model", "strategy", "fine_tune_type", "command") if name in changes
+    }
     return deck.model_copy(
         update={"job": deck.job.model_copy(update={**own, "mlx_lm": {**deck.job.mlx_lm, **changes}})}
     )
