@@ -87,9 +87,9 @@ def estimate(shape: ModelShape, ask: MemoryAsk) -> MemoryEstimate:
     gathered = _gathered(shape, ask, stage) if share > 1 else 0
     summed = gradients if ask.strategy == "data" and ask.world_size > 1 else 0
     update = _UPDATE_COPIES * gradients
-    # When the backward pass begins there is no gradient of this micro-batch yet; only checkpointing has its highest
-    # moment at the end, with all of them.
-    waiting = gradients * ((ask.accumulation > 1) + ask.grad_checkpoint)
+    # When the backward pass begins there is no gradient of this micro-batch yet. Checkpointing works with as much at
+    # each layer: its highest moment comes on the way, measured at half of the gradients.
+    waiting = gradients * (ask.accumulation > 1) + gradients // 2 * ask.grad_checkpoint
     before = weights + optimizer + waiting
     backward = before + worked.layers + worked.logits + gathered
     return MemoryEstimate(
