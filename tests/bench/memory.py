@@ -310,8 +310,9 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
 
 12 bytes per parameter (weights, gradients and two moments in 16 bits, and a float32 master) and activations. The
 activations are computed from the public configuration of each size under one assumption, named in
-`engine/planning/memory/known_sizes.py`: one sequence of 2,048 tokens and fused attention. 320 GB lies below 12 bytes for
-32.76 × 10⁹ parameters, which no checkpointing undercuts: it comes out at 10 bytes (float32 gradients, all else in 16 bits).
+`engine/planning/memory/known_sizes.py`: one sequence of 2,048 tokens and fused attention. 320 GB lies below
+12 bytes for 32.76 × 10⁹ parameters, which no checkpointing undercuts: it comes out at 10 bytes per parameter (float32
+gradients, all else in 16 bits).
 
 | model | parameters | known | computed |
 | --- | --- | --- | --- |

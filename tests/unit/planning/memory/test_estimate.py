@@ -80,7 +80,10 @@ def test_sharding_never_needs_more_than_copies(shape: ModelShape, ask: MemoryAsk
     sharded = estimate(shape, replace(ask, strategy="sharded"))
     assert sharded.state_bytes <= whole.state_bytes
     assert sharded.state_bytes * ask.world_size == pytest.approx(whole.state_bytes, abs=3 * ask.world_size)
-    if ask.fine_tune_type == "full":
+    # What sharding costs is one layer gathered whole: more than it saves of a model of a few layers, hardly trained.
+    gathered = sharded.communication_bytes
+    assert sharded.peak_bytes <= whole.peak_bytes + gathered
+    if gathered <= whole.state_bytes - sharded.state_bytes - whole.gradients_bytes:
         assert sharded.peak_bytes <= whole.peak_bytes
 
 
