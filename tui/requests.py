@@ -55,6 +55,9 @@ async def plan(app: FlightDeckApp) -> None:
     app.change(planning=True)
     try:
         app.change(plan=await app.engine_loop.call(lambda: engine.plan(config, facts=seen)), now=app.clock())
+    except _refusals():
+        # Why the nodes cannot be planned for is told where they are shown.
+        app.change(plan=None)
     except Exception as error:  # the plan tells of a launch and is no part of it: nothing of it may end the console
         app.say(f"plan: {error or type(error).__name__}", severity="error")
     finally:
@@ -113,13 +116,19 @@ async def calibrate(app: FlightDeckApp, *, quick: bool) -> None:
     if config is None or engine is None:
         return
     app.change(busy="calibrating", calibrating={})
+    lacking: list[str] = []
     try:
         async with aclosing(app.engine_loop.each(lambda: engine.calibrate(config, quick=quick))) as steps:
             async for step in steps:
-                if isinstance(what := getattr(step, "what", None), str):
+                if isinstance(nodes := getattr(step, "nodes", None), tuple):
+                    lacking = [f"{node.node}: {node.problem}" for node in nodes if node.problem]
+                elif isinstance(what := getattr(step, "what", None), str):
                     app.change(calibrating={**(app.state.calibrating or {}), what: step})
         app.change(outlook=await app.engine_loop.call(lambda: _outlook(engine, config)), now=app.clock())
-        app.say("calibration: measured")
+        if lacking:
+            app.say(f"calibration: not kept, {'; '.join(lacking)}", severity="error")
+        else:
+            app.say("calibration: measured")
         await plan(app)
     except asyncio.CancelledError:
         app.say("calibration: stopped")

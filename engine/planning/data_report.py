@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,18 @@ def read_data_report(path: Path) -> DataReport:
     try:
         return DataReport.model_validate_json(content)
     except (ValidationError, RecursionError) as error:
+        if _poisoned(content):
+            # Whatever else is wrong with it: this is not to be overlooked.
+            return DataReport(poisoning_detected=True)
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}" if first else "nested too deep"
         todo = "JSON with ifd_score, poisoning_detected, overall_ready, recommendations"
         raise InputError("the data report is none", where=str(path), why=plain(why, 200), todo=todo) from error
+
+
+def _poisoned(content: bytes) -> bool:
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("poisoning_detected") is True

@@ -161,6 +161,8 @@ def _fix(
         return None
     reference = compared.reference
     source = _source(config, compared)
+    if source is None:
+        return None
     lines: list[str] = []
     for node in config.nodes:
         if node.name not in compared.divergent:
@@ -179,13 +181,13 @@ def _fix(
     return " && ".join(dict.fromkeys(lines)) or None
 
 
-def _source(config: FlightConfig, compared: Agreement) -> NodeConfig:
-    """Who has the reference: this machine, else the first that agrees."""
+def _source(config: FlightConfig, compared: Agreement) -> NodeConfig | None:
+    """Who has the reference: this machine, else the first that agrees; None where everybody lacks a part of it."""
     agreeing = [node for node in config.nodes if node.name in compared.agreeing]
     if compared.source == "head":
         local = next((node for node in config.nodes if node.local), None)
         return local or NodeConfig(name=HERE, ssh=LOCAL, python=sys.executable, workdir=str(_base(config)))
-    return agreeing[0]
+    return next(iter(agreeing), None)
 
 
 async def _answers(

@@ -117,7 +117,8 @@ def _load(facts: NodeFacts, load: Loaded, notes: NodeNotes) -> None:
         notes.warn(f"what else works there is not known: {load}")
         return
     for process in load.processes:
-        notes.warn(busy_words(process, load.memory_bytes), f"kill {process.pid}" if process.ours else None)
+        # No command against it: it may be somebody's work, or a training of ours.
+        notes.warn(busy_words(process, load.memory_bytes))
     for pid, megabytes, name in _NVIDIA.findall(load.nvidia):
         notes.warn(f"pid {pid} ({name[:80]}) holds {int(megabytes) / 1e3:,.1f} GB of the GPU's memory")
     if (use := mac_gpu_use(load.ioreg)) is not None:

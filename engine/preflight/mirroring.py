@@ -104,11 +104,16 @@ async def _copy(scene: Scene, home: Path, source: NodeConfig, heard: Heard) -> d
     if shutil.which("rsync") is None:
         raise LaunchError("there is no rsync", where=HERE, todo=_INSTALL)
     left = (await _tree_here(scene.config, source)).left
-    homes = (await _prove(scene, source)).homes
+    before = await _prove(scene, source)
+    problems = dict.fromkeys(
+        before.homes, "its workdir is a bare home: set workdir in its [[node]] to the project's folder"
+    )
+    for name, difference in before.differences.items():
+        if blocked := difference.in_the_way:
+            problems[name] = f"{blocked[0]} is a folder here, and a file or link there: move it out of the way first"
     others = [node for key, node in folders(scene.config).items() if key != (source.ssh, source.workdir)]
-    targets = [node for node in others if node.name not in homes]
+    targets = [node for node in others if node.name not in problems]
     await asyncio.to_thread(make_home, home)
-    problems = dict.fromkeys(homes, "its workdir is a bare home: set workdir in its [[node]] to the project's folder")
     problems |= await _all(home, source, targets, left, heard, anew=False)
     good = [node for node in targets if node.name not in problems]
     proof = await _prove(scene, source)

@@ -17,25 +17,28 @@ class NodeNotes:
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)
-    """Commands to be run there, in that order."""
+    """Commands to be run there against the faults, in that order."""
+    cures: list[str] = field(default_factory=list)
+    """Against the warnings: never pasted together with those of a fault."""
 
     def fault(self, words: str, fix: str | None = None) -> None:
         self.faults.append(words)
-        self._mend(fix)
+        if fix is not None:
+            self.fixes.append(fix)
 
     def warn(self, words: str, fix: str | None = None) -> None:
         self.warnings.append(words)
-        self._mend(fix)
+        if fix is not None:
+            self.cures.append(fix)
 
     def tell(self, found: Findings, node: NodeConfig) -> None:
         """Into the findings over all nodes."""
         found.evidence[node.name] = ", ".join([*self.faults, *self.warnings, *self.seen]) or "nothing to tell"
-        fix = " && ".join(dict.fromkeys(self.fixes)) or None
         if self.faults:
-            found.fault(node, "; ".join(self.faults), fix)
+            found.fault(node, "; ".join(self.faults), _in_a_row(self.fixes))
         elif self.warnings:
-            found.warning(node, "; ".join(self.warnings), fix)
+            found.warning(node, "; ".join(self.warnings), _in_a_row(self.cures))
 
-    def _mend(self, fix: str | None) -> None:
-        if fix is not None:
-            self.fixes.append(fix)
+
+def _in_a_row(commands: list[str]) -> str | None:
+    return " && ".join(dict.fromkeys(commands)) or None

@@ -16,7 +16,8 @@ from engine.measured import Calibration, LinkMeasure
 from engine.models import CheckResult, CheckStatus
 from engine.planning.fingerprint import age_days, matching
 from engine.planning.outlook import Outlook, outlook
-from engine.planning.shares import MISSING
+from engine.planning.prediction import step_s
+from engine.planning.shares import MISSING, micro_batches
 from engine.preflight import connectivity, versions
 from engine.preflight.check import Check, Findings, verdict
 from engine.preflight.fixes import OURS
@@ -124,18 +125,19 @@ def _links(calibration: Calibration, node: str, notes: NodeNotes) -> None:
 
 
 def _slower(config: FlightConfig, calibration: Calibration, seen: Outlook) -> dict[str, float]:
-    """Node → how much longer its part of a step takes than if the nodes' parts were as they were measured, as a share.
-
-    balanced = batch / Σ throughput_i is the time that a plan with perfect shares would need for the same batch.
-    """
+    """Node → how much longer its part of a step takes than the slowest part takes when the same batch is divided as the
+    nodes were measured, as a share. Sequences are whole: what their rounding costs is nobody's fault."""
     compute = seen.prediction.compute_s
     if len(compute) < 2 or seen.micro_batches is None:
         return {}
-    measures = [calibration.of(name) for name in compute]
-    speeds = [measure.examples_per_s for measure in measures if measure is not None and measure.examples_per_s]
+    measures = [measure for name in compute if (measure := calibration.of(name)) is not None]
+    speeds = [measure.examples_per_s for measure in measures if measure.examples_per_s]
     if len(speeds) != len(compute):
         return {}
-    balanced = sum(seen.micro_batches.values()) / sum(speeds)
+    batch = sum(seen.micro_batches.values())
+    balanced = max(
+        step_s(measure, count) for measure, count in zip(measures, micro_batches(batch, speeds), strict=True)
+    )
     return {name: seconds / balanced - 1 for name, seconds in compute.items()}
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.config.places import resolved
+from engine.config.subset import only
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.launch.by_hand import by_hand
 from engine.launch.environment import RANK_ENVIRONMENT
@@ -131,8 +132,7 @@ def _taking_part(
         left_out = shares(config, calibration, now=now).left_out
     except ValueError:
         return config, ()
-    nodes = tuple(node for node in config.nodes if node.name not in left_out)
-    return config.model_copy(update={"nodes": nodes}), left_out
+    return only(config, [node.name for node in config.nodes if node.name not in left_out]), left_out
 
 
 def _wired(config: FlightConfig, known: Mapping[str, NodeFacts], scene: Scene) -> tuple[Wiring | None, str | None]:

@@ -173,7 +173,8 @@ def _judge_trees(config: FlightConfig, scripted: Scripted, proof: Proof, *, bloc
             say(node, proof.problems[node.name], f"chmod u+rX {quoted(permit)}" if permit is not None else None)
         elif difference := proof.differences.get(node.name):
             say(node, f"{node.name} has not what {proof.reference.name} has: {difference.words()}")
-        if node.name in proof.absent or proof.differences.get(node.name):
+        blocked = difference.in_the_way if (difference := proof.differences.get(node.name)) is not None else ()
+        if (node.name in proof.absent or difference) and not blocked:
             lacking.append(node)
     if not found.faults and not found.warnings:
         proved = proof.compared or not proof.homes

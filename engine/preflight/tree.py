@@ -59,6 +59,13 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.missing or self.other)
 
+    @property
+    def in_the_way(self) -> tuple[str, ...]:
+        """Files and links of the node's own where the reference has a folder: a copy would put the folder in their
+        place."""
+        folders = {path[:end] for path in self.missing for end, sign in enumerate(path) if sign == "/"}
+        return tuple(path for path in self.own if path in folders)
+
     def words(self) -> str:
         """What differs, the first few by name."""
         parts = (("differ", self.other), ("missing", self.missing))

@@ -51,7 +51,12 @@ class LineFile:
 
     def close(self) -> None:
         self.flush(sync=True)
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
 
     def _cut_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size

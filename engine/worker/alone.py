@@ -141,6 +141,8 @@ class Measurement:
         self.throughputs: list[float] = []
         """Of each window, examples per second."""
         self.elapsed_s = 0.0
+        self.on_step: Callable[[], object] = lambda: None
+        """Called when a step has ended."""
 
     def run(self, on_window: Callable[[], None]) -> None:
         """Measure until the time is over; at least one window."""
@@ -182,5 +184,6 @@ class Measurement:
         begun = self._clock()
         while True:
             steps.add(*self._training.step(steps.batch))
+            self.on_step()
             if self._clock() - begun >= seconds:
                 return

@@ -13,6 +13,8 @@ import os
 import statistics
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from .alone import Alone, Measurement
 
 _STEP_LIMIT_S = 60.0
-"""A node that does not finish a step in this time, or in three times that of measuring, counts as offline."""
+"""For each step, or three times that of measuring: a node that does not finish its first one counts as offline."""
+
+
+_LOOK_EVERY_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
@@ -53,25 +58,26 @@ def _measure(spec: MeasureSpec, home: Path, result: Measured) -> None:
     from .alone import PROBES, WARM_UP_STEPS, Measurement
 
     measurement = Measurement(training, spec.batch, spec.seconds)
-    watch = threading.Timer(max(_STEP_LIMIT_S, 3 * spec.seconds), _give_up, (result, measurement))
-    watch.daemon = True
-    watch.start()
+    watch = _Watch(max(_STEP_LIMIT_S, 3 * spec.seconds), lambda stepped: _give_up(result, measurement, stepped))
+    measurement.on_step = watch.beat
     _say(MeasureProgress("probing"))
     for batch in PROBES:
         state, peak = training.probe(batch)
         # The smaller the batch, the less of it is still about.
         result.state_bytes = result.state_bytes or state
         result.probes.append((batch, peak))
+        watch.beat()
     _say(MeasureProgress("warming up"))
     for batch in (measurement.others.batch, *[spec.batch] * WARM_UP_STEPS):
         training.step(batch)
+        watch.beat()
 
     def tell() -> None:
         steps = measurement.steps
         _say(MeasureProgress("measuring", measurement.elapsed_s, len(steps.seconds), steps.examples_per_s))
 
     measurement.run(tell)
-    watch.cancel()
+    watch.end()
     _fill_in(result, measurement)
 
 
@@ -119,14 +125,44 @@ def _fill_in(result: Measured, measurement: Measurement) -> None:
     result.measured_s = measurement.elapsed_s
 
 
-def _give_up(result: Measured, measurement: Measurement) -> None:
-    """In the watch's thread, past an MLX that does not come back."""
+class _Watch:
+    """Hears each step that has ended, and calls `on_late`, with whether there was any, `limit_s` after the last one."""
+
+    def __init__(
+        self, limit_s: float, on_late: Callable[[bool], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit_s = limit_s
+        self._on_late = on_late
+        self._clock = clock
+        self._beat_at = clock()
+        self._stepped = False
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def beat(self) -> None:
+        self._stepped, self._beat_at = True, self._clock()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            if self._clock() - self._beat_at > self._limit_s:
+                self._on_late(self._stepped)
+
+
+def _give_up(result: Measured, measurement: Measurement, stepped: bool) -> None:
+    """In the watch's thread, past an MLX that does not come back. Only a node that has not finished one step counts as
+    offline."""
+    limit_s = max(_STEP_LIMIT_S, 3 * measurement.seconds)
     if measurement.throughputs:
         _fill_in(result, measurement)
         result.problem = "a step has not ended"
+    elif stepped:
+        result.problem = f"a step has not ended within {limit_s:g} s"
     else:
         result.examples_per_s = 0.0
-        result.problem = f"no step within {max(_STEP_LIMIT_S, 3 * measurement.seconds):g} s"
+        result.problem = f"no step within {limit_s:g} s"
     os._exit(_settle(result))
 
 

@@ -25,6 +25,7 @@ _DIGEST_BYTES = 8
 _KEPT_PART = 0.1
 """The trained parameters are kept as they were at the last agreement when they are no more than this of the model:
 adapters cost nothing, a second copy of a whole model would be missing elsewhere."""
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _NAMED = 3
 """Parameters that are named of those that differ."""
 
@@ -141,10 +142,22 @@ class Replicas:
         return f"{said}; all agreed last {last}"
 
     @property
-    def may_save(self) -> bool:
-        """Whether this rank's trained parameters are not known to be corrupted."""
+    def sound(self) -> int | None:
+        """The first rank whose trained parameters are not known to be corrupted; None when there is none."""
         found = self.difference
-        return found is None or self._restored or not (found.certain and self.collective.rank in found.ranks)
+        if found is None or self._restored or not found.certain:
+            return 0
+        return next((rank for rank in range(self.collective.size) if rank not in found.ranks), None)
+
+    def trained_of(self, rank: int) -> dict[str, mx.array]:
+        """The trained parameters of `rank`, to the bit, on every rank. Raises PeerLost."""
+        found = {}
+        for name, value in tree_flatten(self.model.trainable_parameters()):
+            # As whole numbers: a sum of floats with zeros would make 0.0 of -0.0.
+            bits = value.reshape(-1).view(_BITS[value.dtype.size])
+            mine = bits if self.collective.rank == rank else mx.zeros_like(bits)
+            found[name] = self.collective.sum(mine).view(value.dtype).reshape(value.shape)
+        return found
 
     def restore(self) -> bool:
         """Put the trained parameters back to the last agreement; whether that could be done, on every rank."""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -147,8 +148,16 @@ def test_what_is_missing_is_said_in_one_line(tiny: Tiny, tmp_path: Path) -> None
     assert "is not a directory on this node" in said[-1]["measured"]["problem"]
 
 
-def test_a_node_that_does_not_finish_a_step_counts_as_offline(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stepped", "speed", "problem"),
+    [(False, 0.0, "no step within 60 s"), (True, None, "a step has not ended within 60 s")],
+)
+def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stepped: bool,
+    speed: float | None,
+    problem: str,
 ) -> None:
     class LeftError(Exception):
         """In place of the process's end."""
@@ -159,9 +168,31 @@ def test_a_node_that_does_not_finish_a_step_counts_as_offline(
     monkeypatch.setattr(os, "_exit", leave)
     idle = Measurement(cast("Alone", Paced(0.0, 1.0)), 4, 10.0)
     with pytest.raises(LeftError, match="1"):
-        calibrate._give_up(Measured(), idle)
+        calibrate._give_up(Measured(), idle, stepped)
     found = json.loads(capsys.readouterr().out)["measured"]
-    assert found["examples_per_s"] == 0 and found["problem"] == "no step within 60 s"
+    assert (found["examples_per_s"], found["problem"]) == (speed, problem)
+
+
+def test_the_limit_is_of_each_step_and_not_of_all_together() -> None:
+    now, looked = [0.0], threading.Semaphore(0)
+
+    def clock() -> float:
+        looked.release()
+        return now[0]
+
+    late: list[bool] = []
+    watch = calibrate._Watch(60.0, late.append, clock)
+    for _ in range(3):
+        now[0] += 50.0
+        watch.beat()
+    for _ in range(6):
+        looked.acquire()
+    assert late == [], "150 s in steps of 50 s"
+    now[0] += 61.0
+    for _ in range(2):
+        looked.acquire()
+    watch.end()
+    assert late[:1] == [True]
 
 
 def test_every_node_has_the_same_stand_in(tmp_path: Path) -> None:

@@ -130,10 +130,10 @@ async def _dial(
     try:
         setup = await asyncio.to_thread(_set_up, target, home)
         hops = setup.jumps
-    except FAULTS as error:
-        raise NodeUnreachable("ssh's configuration cannot be used", where=where, why=str(error)) from error
     except InputError as error:
         raise NodeUnreachable("ProxyJump names no host", where=where, why=str(error)) from error
+    except FAULTS as error:
+        raise NodeUnreachable("ssh's configuration cannot be used", where=where, why=str(error)) from error
     if way is not None or len(beyond) >= _JUMPS or (beyond and setup.over_itself):
         hops = []
     try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
 
 from .. import checkpoints
 from ..arrays import floats, number
@@ -270,12 +271,26 @@ class DataParallel:
 
     def _save(self, iteration: int, *, last: bool) -> None:
         """Rank 0 writes the adapters, the others wait. A full disk is a warning, except for the last save. Parameters
-        that are known to be corrupted are not written over good ones."""
+        that are known to be corrupted are not written: those of a rank that has sound ones are. Raises Corrupted when
+        nobody has, at the last save."""
         self._reporter.phase("saving")
         saved = False
-        if self._collective.rank == 0 and not self._replicas.may_save:
-            self._reporter.warn("not saved: this rank's parameters are corrupted")
-        elif self._collective.rank == 0:
+        sound = self._replicas.sound
+        if sound is None:
+            found = self._replicas.difference
+            assert found is not None
+            said = f"not saved: {self._replicas.words()}"
+            if last:
+                raise Corrupted(said, found.ranks, certain=found.certain)
+            self._reporter.warn(said)
+            return
+        own = tree_flatten(self._model.trainable_parameters())
+        if sound != 0:
+            theirs = self._replicas.trained_of(sound)
+            if self._collective.rank == 0:
+                self._reporter.warn(f"saved are the parameters of rank {sound}: those of rank 0 are corrupted")
+                self._model.update(tree_unflatten(list(theirs.items())))
+        if self._collective.rank == 0:
             # As in mlx-lm, the end of the training has no numbered file of its own.
             numbered = not last or iteration < self._job.iters
             begun = time.perf_counter()
@@ -294,6 +309,8 @@ class DataParallel:
                     "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
                 )
                 self._reporter.say(f"saved {path}")
+            finally:
+                self._model.update(tree_unflatten(own))
         # Nobody goes on before it is done, and all know whether it is.
         if number(self._collective.sum(mx.array(float(saved)))) > 0:
             self._saved = iteration
