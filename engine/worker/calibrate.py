@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _STEP_LIMIT_S = 60.0
 """For each step, or three times that of measuring: a node that does not finish its first one counts as offline."""
-
-
 _LOOK_EVERY_S = 0.5
 
 
