@@ -236,7 +236,8 @@ def test_a_reading_waits_until_its_share_has_paid_for_it() -> None:
 
     paced = telemetry_script.Paced(read, period=2.0, share=0.004)
     assert paced.take(100.0) == {"a": 1}
-    assert 105.0 <= paced.due < 110.0
+    # What it costs is measured: a busy machine makes it dearer.
+    assert 105.0 <= paced.due < 200.0
     assert paced.take(104.0) == {}
     assert paced.take(paced.due) == {"a": 1}
 
