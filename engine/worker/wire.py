@@ -6,7 +6,7 @@ On a node, below `<node root>/runs/<run id>/attempts/<n>/` (0700):
 
     spec.json               AttemptSpec, written by the head before launch (0600)
     start.sh                what mlx.launch runs on every rank: execs this rank's python on the keeper
-    rank<k>.in              FIFO, the head's word to keeper k: "beat", "stop", "end" lines
+    rank<k>.in              FIFO, the head's word to keeper k: "beat", "stop", "end", "rescue" lines
     rank<k>.identity.json   Identity of keeper and trainer, written by the keeper
     rank<k>.log             every byte the rank's program prints, both streams
     rank<k>.events.jsonl    the trainer's structured events, one JSON object a line
@@ -37,8 +37,9 @@ SPEC_ENV = "FLIGHTDECK_SPEC"
 CONTROL_FD_ENV = "FLIGHTDECK_CONTROL_FD"
 """File descriptor on which the trainer reads "stop" lines; its EOF means that the keeper is gone."""
 
-BEAT, STOP, END = b"beat\n", b"stop\n", b"end\n"
-"""The head's words to a keeper: the lease goes on; stop cooperatively; end the group now."""
+BEAT, STOP, END, RESCUE = b"beat\n", b"stop\n", b"end\n", b"rescue\n"
+"""The head's words to a keeper: the lease goes on; stop cooperatively; end the group now; a peer is lost, so have the
+trainer write the state of its last finished step and leave."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class AttemptSpec:
     """Updates between two comparisons of the ranks' parameters; 0: never."""
     on_corruption: str = "stop"
     """"stop" or "warn"."""
+    resume: bool = False
+    """Go on from the newest whole state that any rank has, instead of from the beginning."""
     version: int = WIRE_VERSION
 
     def to_json(self) -> str:
