@@ -1,0 +1,43 @@
+"""A model's sections, one after the other, are the model."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma2
+
+from engine.worker.job import JobError
+from engine.worker.strategies.sections import KINDS, Section, check
+from tests.training import kinds
+
+TOKENS = mx.arange(2 * 19).reshape(2, 19) % 70
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sections_one_after_the_other_are_the_model(kind: str, tied: bool) -> None:
+    """Windows, positions and experts are each layer's own, wherever the cuts are."""
+    model = kinds.model(kind, tied=tied)
+    check(model, "pipeline")
+    whole = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    expected = model(TOKENS)
+    for edges in ([0, 4], [0, 1, 4], [0, 0, 2, 3, 4, 4]):
+        ends = list(zip(edges, edges[1:], strict=False))
+        hidden, names = None, set()
+        for number, (start, end) in enumerate(ends):
+            section = Section(model, start, end, first=number == 0, last=number == len(ends) - 1)
+            hidden = section(TOKENS, hidden)
+            own = {name: value.shape for name, value in tree_flatten(section.model.parameters())}
+            assert own.items() <= whole.items()
+            assert len(ends) == 1 or own != whole
+            names |= own.keys()
+        assert hidden is not None and mx.array_equal(hidden, expected).item()
+        assert names == whole.keys()
+    assert {name for name, _ in tree_flatten(model.parameters())} == whole.keys(), "the model itself stays whole"
+
+
+def test_an_architecture_of_another_kind_is_refused_by_name() -> None:
+    model = gemma2.Model(gemma2.ModelArgs.from_dict(kinds.config("llama", tied=True) | {"model_type": "gemma2"}))
+    with pytest.raises(JobError, match="does not divide models of kind gemma2"):
+        check(model, "sharded")
