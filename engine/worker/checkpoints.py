@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx.utils import tree_flatten
 
 from .job import Job
 from .wire import write_atomic
@@ -28,12 +26,12 @@ def save_config(job: Job, layers: int) -> None:
     write_atomic(job.adapter_path / "adapter_config.json", json.dumps(dict(sorted(config.items())), indent=4))
 
 
-def save_adapters(job: Job, model: nn.Module, iteration: int | None) -> tuple[Path, int]:
-    """Write adapters.safetensors, and the numbered file of `iteration` when there is one; the last path, and bytes.
+def save_adapters(job: Job, weights: dict[str, mx.array], iteration: int | None) -> tuple[Path, int]:
+    """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` where there is one; the
+    last path, and bytes.
 
     A reader sees the whole of a file or the one before. Raises OSError when the disk does not take it.
     """
-    weights = dict(tree_flatten(model.trainable_parameters()))
     mx.eval(weights)
     latest = job.adapter_path / "adapters.safetensors"
     _save_safetensors(latest, weights)

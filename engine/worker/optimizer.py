@@ -6,6 +6,7 @@ and the model is given its rounding after each update.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,9 @@ _OPTIMIZERS = {
     "adafactor": optim.Adafactor,
 }
 
+_OF = ":"
+"""Between a parameter's name and that of its moment: in neither."""
+
 
 class Updater:
     """Applies global gradients to a model's trainable parameters."""
@@ -45,16 +49,49 @@ class Updater:
         mx.eval(state)
 
     @property
+    def in_16_bits(self) -> bool:
+        """Whether any trained parameter has only 16 bits."""
+        return any(dtype.size < 4 for dtype in self.dtypes.values())
+
+    @property
     def learning_rate(self) -> float:
         return number(self._optimizer.learning_rate)
 
     def update(self, gradients: dict[str, mx.array]) -> mx.array:
         """One step with the global mean `gradients` (float32); their norm before clipping, float32 scalar."""
         norm: mx.array = self._apply(gradients)
-        parameters = [(name, master.astype(self.dtypes[name])) for name, master in self.masters.items()]
-        self._model.update(tree_unflatten(parameters))
+        self._give()
         mx.eval(norm, self._model.trainable_parameters(), self.masters, self._optimizer.state)
         return norm
+
+    def state(self) -> dict[str, dict[str, mx.array]]:
+        """References to everything that an update changes. The model's own parameters are the masters, rounded."""
+        moments = {}
+        for name, value in self._optimizer.state.items():
+            if isinstance(value, mx.array):
+                moments[name] = value
+            else:
+                moments |= {f"{name}{_OF}{kind}": moment for kind, moment in value.items()}
+        return {"weights": dict(self.masters), "optimizer": moments}
+
+    def restore(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
+        """Put back what `state` gave. Raises ValueError when it is of another job: nothing has changed then."""
+        for group, arrays in self.state().items():
+            check_same(group, arrays, state.get(group, {}))
+        self.masters.update(state["weights"])
+        for name, value in state["optimizer"].items():
+            parameter, _, kind = name.rpartition(_OF)
+            if parameter:
+                self._optimizer.state[parameter][kind] = value
+            else:
+                self._optimizer.state[name] = value
+        self._give()
+        mx.eval(self._model.trainable_parameters())
+
+    def _give(self) -> None:
+        """The model its parameters."""
+        parameters = [(name, master.astype(self.dtypes[name])) for name, master in self.masters.items()]
+        self._model.update(tree_unflatten(parameters))
 
     def _step(self, gradients: dict[str, mx.array]) -> Any:
         norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in gradients.values()), start=mx.array(0.0)))
@@ -64,6 +101,17 @@ class Updater:
         gradients = {name: gradient.astype(self.masters[name].dtype) for name, gradient in gradients.items()}
         self.masters.update(self._optimizer.apply_gradients(gradients, self.masters))
         return norm
+
+
+def check_same(group: str, ours: Mapping[str, mx.array], theirs: Mapping[str, mx.array]) -> None:
+    """Raises ValueError when names, shapes or types differ."""
+    for name in ours.keys() | theirs.keys():
+        if name not in ours or name not in theirs:
+            where = "of this job" if name in ours else "that was saved"
+            raise ValueError(f"{name} is only in the {group} {where}")
+        here, there = ((value.shape, value.dtype) for value in (ours[name], theirs[name]))
+        if here != there:
+            raise ValueError(f"{name} of the {group} is {there[0]} {there[1]}, and this job's is {here[0]} {here[1]}")
 
 
 def _make(job: Job) -> optim.Optimizer:

@@ -81,6 +81,7 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
     from . import checkpoints
     from .data import load_split
     from .job import Job, JobError, config_hash
+    from .loop import Loop
     from .model import load_model, parameter_checksum, sizes
     from .replicas import Replicas
     from .strategies.data import DataParallel
@@ -137,20 +138,20 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
         f"{len(train)} examples{pieces}, {job.iters} iterations of {job.batch_size}"
     )
-    training = DataParallel(
+    shares = [entry.share for entry in spec.ranks]
+    strategy = DataParallel(job, model, train, collective=collective, shares=shares, reporter=reporter)
+    every = spec.replica_check_every if strategy.replicated else 0
+    replicas = Replicas(model, collective, reporter, every=every, stops=spec.on_corruption == "stop")
+    training = Loop(
         job=job,
-        model=model,
-        train=train,
+        strategy=strategy,
         valid=valid,
         collective=collective,
-        shares=[entry.share for entry in spec.ranks],
         control=control,
         reporter=reporter,
-        replicas=Replicas(
-            model, collective, reporter, every=spec.replica_check_every, stops=spec.on_corruption == "stop"
-        ),
+        replicas=replicas,
     )
-    if job.optimizer_precision == "parameter" and training.in_16_bits:
+    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
     outcome = training.run()
     if test is not None and not outcome.stopped:

@@ -22,12 +22,13 @@ from engine.worker.control import Control
 from engine.worker.data import Batch, Examples, load_split
 from engine.worker.events import EventWriter
 from engine.worker.job import Job, JobError
+from engine.worker.loop import Diverged, Loop, Outcome
 from engine.worker.model import load_model, parameter_checksum
 from engine.worker.optimizer import Updater
 from engine.worker.replicas import Replicas
 from engine.worker.reporting import Reporter
 from engine.worker.strategies import gradients as gradients_module
-from engine.worker.strategies.data import DataParallel, Diverged, Outcome
+from engine.worker.strategies.data import DataParallel
 from engine.worker.strategies.gradients import Gradients
 from engine.worker.wire import CONTROL_FD_ENV, STOP
 from tests.training.conftest import Tiny, write_rows
@@ -73,13 +74,11 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)
-    loop = DataParallel(
+    loop = Loop(
         job=job,
-        model=model,
-        train=splits[0],
+        strategy=DataParallel(job, model, splits[0], collective=collective, shares=[1.0], reporter=reporter),
         valid=splits[1],
         collective=collective,
-        shares=[1.0],
         control=control or Control(),
         reporter=reporter,
         replicas=Replicas(model, collective, reporter, every=50, stops=True),

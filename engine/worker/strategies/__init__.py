@@ -1,3 +1,3 @@
-"""How the work of a step is divided over ranks: one module per strategy, each with one entry the trainer calls.
+"""How the work of an update is divided over ranks: one module per strategy, each a `strategy.Strategy`.
 
-Strategies compute and communicate; files, signals and start-up belong to the trainer around them."""
+Strategies compute and communicate; iterations, files, signals and start-up belong to the loop and the trainer."""

@@ -2,8 +2,6 @@
 
 # ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
 
-# ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
-
 from __future__ import annotations
 
 import math

@@ -1,0 +1,78 @@
+"""What the job leaves while it trains and at its end: rank 0 writes the adapters, the others wait."""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+
+from . import checkpoints
+from .arrays import number
+from .collective import Collective
+from .job import Job
+from .replicas import Corrupted, Replicas
+from .reporting import Reporter
+from .strategies.strategy import Strategy
+
+
+class Saver:
+    """The saves of one run. Every call is made by every rank."""
+
+    def __init__(
+        self, job: Job, strategy: Strategy, collective: Collective, replicas: Replicas, reporter: Reporter
+    ) -> None:
+        self._job = job
+        self._strategy = strategy
+        self._collective = collective
+        self._replicas = replicas
+        self._reporter = reporter
+        self.saved: int | None = None
+        """The iteration of the last save that came about."""
+
+    def save(self, iteration: int, *, last: bool) -> None:
+        """Write the adapters. A full disk is a warning, except for the last save. Parameters that are known to be
+        corrupted are not written: those of a rank that has sound ones are. Raises Corrupted when nobody has, at the
+        last save; OSError, PeerLost."""
+        self._reporter.phase("saving")
+        sound = self._replicas.sound
+        if sound is None:
+            self._refuse(last=last)
+            return
+        weights = self._strategy.trained() if sound == 0 else self._replicas.trained_of(sound)
+        written = False
+        if self._collective.rank == 0:
+            if sound != 0:
+                self._reporter.warn(f"saved are the parameters of rank {sound}: those of rank 0 are corrupted")
+            written = self._write(weights, iteration, last=last)
+        # Nobody goes on before it is done, and all know whether it is.
+        if number(self._collective.sum(mx.array(float(written)))) > 0:
+            self.saved = iteration
+
+    def _refuse(self, *, last: bool) -> None:
+        found = self._replicas.difference
+        assert found is not None
+        said = f"not saved: {self._replicas.words()}"
+        if last:
+            raise Corrupted(said, found.ranks, certain=found.certain)
+        self._reporter.warn(said)
+
+    def _write(self, weights: dict[str, mx.array], iteration: int, *, last: bool) -> bool:
+        """Whether the disk has taken it."""
+        # As in mlx-lm, the end of the training has no numbered file of its own.
+        numbered = not last or iteration < self._job.iters
+        begun = time.perf_counter()
+        where = str(self._job.adapter_path)
+        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=where)
+        try:
+            path, size = checkpoints.save_adapters(self._job, weights, iteration if numbered else None)
+        except OSError as error:
+            if last:
+                raise
+            self._reporter.warn(f"iteration {iteration}: not saved: {error}")
+            return False
+        seconds = time.perf_counter() - begun
+        self._reporter.event(
+            "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
+        )
+        self._reporter.say(f"saved {path}")
+        return True
