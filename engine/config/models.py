@@ -134,13 +134,27 @@ class CalibrationConfig(_Section):
 
 
 class RecoveryConfig(_Section):
-    """[recovery]: in this release the lease and the graces of a stop."""
+    """[recovery]: the lease and the graces of a stop, and what is done when a rank is lost. Times in seconds."""
 
     lease_s: float = Field(default=60.0, ge=3)
     on_lease_expiry: Literal["end", "continue"] = "end"
     stop_grace_s: float = Field(default=2.5, ge=0)
     save_grace_s: float = Field(default=30.0, ge=0)
     term_grace_s: float = Field(default=0.8, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=1000)
+    """How often a run is started anew by itself; 0: its first failure ends it."""
+    min_nodes: int | None = Field(default=None, ge=1)
+    """With as many nodes a restart goes on without those that are gone; None: all of them are needed."""
+    backoff_s: float = Field(default=1.0, ge=0, le=3600)
+    """Before a second restart without progress; twice as long before each further one."""
+    node_wait_s: float = Field(default=600.0, ge=0)
+    """How long a restart waits for a node that it needs and that does not answer."""
+    hang_s: float = Field(default=60.0, ge=1)
+    """Without a step for as long, and for 5 times the longest steps, the training hangs."""
+    stall_s: float = Field(default=600.0, ge=1)
+    """The same while a rank loads, validates or saves, and for the first steps."""
+    restart_commands: bool = False
+    """Whether a program of the user's own is started anew: it has to find its own state."""
 
 
 class UiConfig(_Section):

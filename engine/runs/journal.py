@@ -8,8 +8,16 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     supervisor    pid, start, boot_id, adopted: who watches from here on
     state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
                   val_loss, tokens_per_second, unconfirmed
-    attempt       attempt, starting_port, log_bases {source: size of the head's log when the attempt began},
-                  event_bases {rank: the same for its events}
+    reopened      by: the run had ended, and is to go on from the state that it has saved; preflight comes next
+    attempt       attempt, nonce, members [[rank, node]], resume, starting_port, log_bases {source: size of the head's
+                  log when the attempt began}, event_bases {rank: the same for its events}
+    hung          rank, node (null: not known which), silent_s, limit_s, iteration: no step for too long
+    attempt_ended attempt, reason, rank, host, cause, fix, signature, exit_code, signal, reached (the last iteration
+                  that any rank finished), failed_at (when that was noticed), unconfirmed [nodes]
+    recovery      attempt (the next), after, members [nodes], left_out [nodes], delay_s, why: what follows from that
+    recovered     attempt, iteration (gone on after it), update, source, from_rank, repeated (steps), seconds (from the
+                  failure to the first step)
+    given_up      after, why: no restart follows
     launcher      pid, start: mlx.launch's process, leader of its group
     rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node), identity
     rank_ended    rank, host, code, signal, stopped_by, error
@@ -33,10 +41,24 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StateError
-from engine.models import RunRecord
+from engine.models import RunRecord, RunState
 from engine.runs.line_file import LineFile
 
-_SYNCED = frozenset({"planned", "replanned", "state", "attempt", "launcher", "request", "stop", "confirmed"})
+_SYNCED = frozenset(
+    {
+        "planned",
+        "replanned",
+        "reopened",
+        "state",
+        "attempt",
+        "attempt_ended",
+        "recovery",
+        "launcher",
+        "request",
+        "stop",
+        "confirmed",
+    }
+)
 _END_FIELDS = (
     "reason",
     "rank",
@@ -124,6 +146,10 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
             record.update({key: entry[key] for key in _END_FIELDS if entry.get(key) is not None})
             if RunRecord.model_validate(record).state.ended:
                 record["ended_at"] = entry["at"]
+        case "reopened":
+            record["state"] = RunState.PLANNED
+            record.update(dict.fromkeys((*_END_FIELDS, "ended_at")))
+            record["unconfirmed"] = []
         case "replanned":
             record["excluded"] = [*(record.get("excluded") or []), *entry["excluded"]]
             record["world_size"] = entry["world_size"]
@@ -131,6 +157,7 @@ def _apply(record: dict[str, Any], entry: dict[str, Any]) -> None:
             record["attempts"] = entry["attempt"]
             # What "auto" has come to; attempts of before had nothing to choose.
             record["backend"] = (entry.get("wiring") or {}).get("backend", record["backend"])
+            record["world_size"] = len(entry.get("members") or ()) or record["world_size"]
         case "confirmed":
             record["unconfirmed"] = [node for node in record.get("unconfirmed") or [] if node != entry["node"]]
         case "rank_started":

@@ -78,6 +78,12 @@ class Plan(BaseModel):
             division=division,
         )
 
+    def among(self, nodes: Collection[str]) -> Plan:
+        """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
+        itself when they are all of them, or none is named. Raises InputError when none is left."""
+        left_out = [node.name for node in self.config.nodes if node.name not in nodes]
+        return self.without(left_out) if nodes and left_out else self
+
     @property
     def backend(self) -> str:
         """As far as it is known before the nodes were asked: "auto" is decided then, and the attempt's journal entry

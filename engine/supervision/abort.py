@@ -2,6 +2,8 @@
 clock.
 
     stop        every keeper is asked for a cooperative stop (left out by a fence, and by "now")
+    rescue      only before a restart: "end" to the rank that began it, "rescue" to all others, whose trainers write the
+                state of their last finished step and leave
     term        "end" to the keepers, which TERM and KILL their own groups; TERM to the launcher's group
     kill        KILL to the ranks' groups, to the launcher's, and to whatever still carries the nonce
     verifying   nobody with the nonce may be left on any host; what is left is killed
@@ -14,7 +16,7 @@ host that does not answer is told everything as soon as it does, and holds up no
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -23,7 +25,7 @@ from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.ranks import Ranks
 from engine.worker.processes import Process
-from engine.worker.wire import END, STOP
+from engine.worker.wire import END, RESCUE, STOP
 
 UNCONFIRMED_S = 10.0
 """After the first KILL."""
@@ -42,6 +44,7 @@ _LAUNCHER_LEAVES_S = 0.3
 class Stage(StrEnum):
     ASKED = "asked"
     STOP = "stop"
+    RESCUE = "rescue"
     TERM = "term"
     KILL = "kill"
     VERIFYING = "verifying"
@@ -56,6 +59,18 @@ class Graces:
     stop_s: float
     save_s: float
     term_s: float
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """What a fence before a restart waits for."""
+
+    culprit: int | None
+    """The rank that is to be ended at once; None when it is not known which."""
+    told: Mapping[int, str]
+    """Rank → "begin" or "committed", as the trainers have told by now."""
+    patience_s: float
+    """Until a trainer has begun: it may be in the middle of a step."""
 
 
 @dataclass
@@ -96,6 +111,7 @@ class Stop:
         cooperative: bool,
         on_stage: Callable[[Stage, Sequence[Proof]], None],
         saving: Callable[[], bool] = lambda: False,
+        rescue: Rescue | None = None,
     ) -> None:
         self._ranks = ranks
         self._links = links
@@ -103,7 +119,8 @@ class Stop:
         self._graces = graces
         self._on_stage = on_stage
         self._saving = saving
-        self._wanted = Stage.STOP if cooperative else Stage.TERM
+        self._rescue = rescue
+        self._wanted = Stage.STOP if cooperative else Stage.TERM if rescue is None else Stage.RESCUE
         self._killing_since: float | None = None
         self._others_proved_at: float | None = None
         self._since = self._begun = self._last_saving = 0.0
@@ -115,8 +132,8 @@ class Stop:
         return self.stage in (Stage.STOPPED, Stage.UNCONFIRMED)
 
     def hurry(self) -> None:
-        """Leave out what is left of the cooperative stop."""
-        if self.stage in (None, Stage.STOP):
+        """Leave out what is left of the cooperative stop, or of a rescue."""
+        if self.stage in (None, Stage.STOP, Stage.RESCUE):
             self._wanted = Stage.TERM
 
     def advance(self, now: float) -> None:
@@ -131,11 +148,13 @@ class Stop:
                 # Whoever is away must find the word when it is back.
                 self._ranks.tell(END)
             self._enter(Stage.VERIFYING, now)
-        elif self.stage is None or (self._wanted is Stage.TERM and self.stage is Stage.STOP):
+        elif self.stage is None or (self._wanted is Stage.TERM and self.stage in (Stage.STOP, Stage.RESCUE)):
             self._enter(self._wanted, now)
         match self.stage:
             case Stage.STOP:
                 self._while_stopping(now)
+            case Stage.RESCUE if self._rescued(now):
+                self._enter(Stage.TERM, now)
             case Stage.TERM if now - self._since > self._graces.term_s + _KEEPER_MARGIN_S:
                 self._enter(Stage.KILL, now)
             case Stage.VERIFYING | Stage.KILL:
@@ -150,6 +169,20 @@ class Stop:
         if now > patience + self._graces.term_s + _KEEPER_MARGIN_S:
             # They have had TERM and KILL in their time: the keepers themselves do not answer.
             self._enter(Stage.KILL, now)
+
+    def _rescued(self, now: float) -> bool:
+        """Whether nothing more is to be waited for: each rank has ended or said that its state is written, or has had
+        its time."""
+        assert self._rescue is not None
+        waited, told = now - self._since, self._rescue.told
+        writing = any(phase == "begin" and not self._ranks.all[rank].ended for rank, phase in told.items())
+        if waited > (self._graces.save_s if writing else min(self._rescue.patience_s, self._graces.save_s)):
+            return True
+        return all(
+            rank.ended or rank.number == self._rescue.culprit or told.get(rank.number) == "committed"
+            for rank in self._ranks.all
+            if not self._gone(self._links.to(rank.number))
+        )
 
     def _while_verifying(self, now: float) -> None:
         if self.stage is Stage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():
@@ -181,6 +214,11 @@ class Stop:
         match stage:
             case Stage.STOP:
                 self._ranks.tell(STOP)
+            case Stage.RESCUE:
+                assert self._rescue is not None
+                self._ranks.tell(RESCUE, but=self._rescue.culprit)
+                if self._rescue.culprit is not None:
+                    self._ranks.tell(END, only=self._rescue.culprit)
             case Stage.TERM:
                 self._ranks.tell(END)
                 self._signal_launcher(signal.SIGTERM)

@@ -48,6 +48,7 @@ class Attempt:
 
     number: int
     nonce: str
+    """Of its own, `<nonce of the run>.<number>`: that nothing of it is left says nothing of the others."""
     starting_port: int
     log_bases: dict[int, int]
     """Source → size of the head's log when the attempt began, bytes."""
@@ -57,6 +58,10 @@ class Attempt:
     wiring: Wiring
     memory_kills: int | None = None
     """The system's count when the attempt began."""
+    members: tuple[tuple[int, str], ...] = ()
+    """(rank, node): a run that goes on without a node counts its ranks anew. Empty: all of the plan's, as planned."""
+    resume: bool = False
+    """Whether its trainers go on from what an earlier attempt has left."""
 
     def place(self, rank: int) -> Place:
         """The host of `rank`."""
@@ -73,6 +78,9 @@ class Attempt:
     def entry(self) -> dict[str, Any]:
         return {
             "attempt": self.number,
+            "nonce": self.nonce,
+            "members": [list(member) for member in self.members],
+            "resume": self.resume,
             "starting_port": self.starting_port,
             "log_bases": {str(source): size for source, size in self.log_bases.items()},
             "event_bases": {str(rank): size for rank, size in self.event_bases.items()},
@@ -83,6 +91,7 @@ class Attempt:
 
     @classmethod
     def from_entry(cls, entry: dict[str, Any], nonce: str) -> Attempt:
+        """`nonce` is the run's, which attempts of before had as their own."""
         event_bases = {int(rank): int(size) for rank, size in entry["event_bases"].items()}
         if "places" in entry:
             places = tuple(Place(**{**place, "ranks": tuple(place["ranks"])}) for place in entry["places"])
@@ -91,13 +100,15 @@ class Attempt:
             places, wiring = _of_before(Path(entry["node_root"]), tuple(event_bases))
         return cls(
             number=int(entry["attempt"]),
-            nonce=nonce,
+            nonce=str(entry.get("nonce") or nonce),
             starting_port=int(entry["starting_port"]),
             log_bases={int(source): int(size) for source, size in entry["log_bases"].items()},
             event_bases=event_bases,
             places=places,
             wiring=wiring,
             memory_kills=entry.get("memory_kills"),
+            members=tuple((int(rank), str(node)) for rank, node in entry.get("members") or ()),
+            resume=entry.get("resume") is True,
         )
 
 
@@ -119,18 +130,22 @@ def intend(  # noqa: PLR0917  (each is a fact of its own; nothing here groups th
     places: Sequence[Place],
     wiring: Wiring,
     starting_port: int,
+    *,
+    resume: bool = False,
 ) -> Attempt:
-    """What the attempt will be, and where it begins in the head's files."""
+    """What the attempt will be, and where it begins in the head's files. `nonce` is the run's."""
     sources = [rank.rank for rank in plan.ranks]
     return Attempt(
         number=number,
-        nonce=nonce,
+        nonce=f"{nonce}.{number}",
         starting_port=starting_port,
         log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
         event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
         places=tuple(places),
         wiring=wiring,
         memory_kills=memory_kills(),
+        members=tuple((rank.rank, rank.node) for rank in plan.ranks),
+        resume=resume,
     )
 
 
@@ -287,6 +302,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
         term_grace_s=recovery.term_grace_s,
         replica_check_every=config.consistency.every if config.consistency.enabled else 0,
         on_corruption=config.consistency.on_corruption,
+        resume=attempt.resume,
     )
 
 

@@ -17,6 +17,7 @@ from engine.models import Reason, RunState
 from engine.runs.diagnosis import Finding, findings
 from engine.runs.signatures import BY_ID, Kind
 from engine.security.sanitise import sanitise
+from engine.supervision.watchdog import Hang
 from engine.worker.wire import ExitRecord
 
 _CAUSE_LIMIT = 300
@@ -46,6 +47,8 @@ class Trigger(Enum):
     LAUNCHER_GONE = auto()
     NOT_STARTED = auto()
     """A rank had not appeared in time."""
+    HUNG = auto()
+    """No rank had made a step for too long."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class RankEvidence:
     """The trainer's `end` event."""
     port: str | None = None
     """Which port it could not have, and who has it."""
+    left_for_peers: bool = False
+    """Our trainer left because a peer was lost, with the exit code that says so."""
     memory_killed: bool = False
     """Its system has killed processes for want of memory since the attempt began."""
 
@@ -102,6 +107,7 @@ class Evidence:
     adopted: bool = False
     rebooted: bool = False
     """The machine has been restarted since."""
+    hang: Hang | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class Verdict:
     exit_code: int | None = None
     signal: int | None = None
     fix: str | None = None
+    signature: str | None = None
+    """Id of the known failure text that the cause is from."""
 
 
 class _Weight(Enum):
@@ -156,6 +164,8 @@ def judge(evidence: Evidence) -> Verdict:
         return _of_rank(first, evidence)
     if first is not None and first.weight is _Weight.LOST and _explains_the_end(first, evidence.trigger):
         return _of_rank(first, evidence)
+    if evidence.hang is not None:
+        return _hung(evidence, evidence.hang)
     if evidence.rebooted:
         return _lost(evidence, "the machine was restarted while the run was going")
     if evidence.trigger is Trigger.LAUNCHER_GONE:
@@ -230,6 +240,8 @@ def _weight_of_stopped(rank: RankEvidence, record: ExitRecord) -> _Weight | None
 
 
 def _lost_its_peers(rank: RankEvidence) -> bool:
+    if rank.left_for_peers:
+        return True
     if rank.failure is not None:
         if rank.failure.get("error_type") == "PeerLost":
             return True
@@ -377,6 +389,26 @@ def _not_started(evidence: Evidence) -> Verdict:
 def _of_launcher(evidence: Evidence, cause: str) -> Verdict:
     said = _last_line(evidence.launcher_tail)
     return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _cut(f"{cause}; it said: {said}" if said else cause))
+
+
+def _hung(evidence: Evidence, hang: Hang) -> Verdict:
+    rank, said = _stood_still(evidence, hang)
+    limit = f"no step for {hang.silent_s:.0f} s, over the limit of {hang.limit_s:.0f} s for {hang.doing}"
+    cause = f"{limit}; {said}" if said else limit
+    named = (rank.rank, rank.node) if rank is not None else (None, None)
+    return Verdict(RunState.FAILED, Reason.HUNG, _cut(cause), *named)
+
+
+def _stood_still(evidence: Evidence, hang: Hang) -> tuple[RankEvidence | None, str]:
+    """Who it was, and how that is known: the one that was behind, or the one that alone had to be ended when all others
+    left."""
+    behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
+    if behind is not None:
+        return behind, f"rank {behind.rank} on {behind.node} was the first to stand still"
+    deaf = [rank for rank in evidence.ranks if rank.record is None or rank.record.stopped_by is not None]
+    if len(deaf) == 1 and len(evidence.ranks) > 1:
+        return deaf[0], f"rank {deaf[0].rank} on {deaf[0].node} did not answer when the others left"
+    return None, "which rank stood still first cannot be told"
 
 
 def _lost(evidence: Evidence, cause: str) -> Verdict:

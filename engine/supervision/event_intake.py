@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +12,7 @@ from engine.runs.json_lines import LineTail, parse
 from engine.runs.layout import RunDir
 from engine.runs.line_file import LineFile
 from engine.supervision.consistency_watch import ConsistencyWatch
+from engine.supervision.progress import Progress
 
 _METRICS = {"report": "train", "validation": "val"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
@@ -21,10 +24,17 @@ class EventIntake:
     """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
 
     def __init__(
-        self, run_dir: RunDir, attempt: int, bases: dict[int, int], consistency: ConsistencyWatch | None = None
+        self,
+        run_dir: RunDir,
+        attempt: int,
+        bases: dict[int, int],
+        consistency: ConsistencyWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`bases`: rank → where the attempt begins in the head's event file."""
         self._consistency = consistency
+        self._clock = clock
+        self.progress = Progress()
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         self._written = sum(1 for row in _rows(run_dir) if row.get("attempt") == attempt)
@@ -34,12 +44,16 @@ class EventIntake:
             self._tails[rank].offset = base
         self.latest: dict[str, Any] = _latest(run_dir)
         """Of iteration, train_loss, val_loss, tokens_per_second: the last that was reported."""
-        self._phases: dict[int, str] = {}
 
     @property
     def saving(self) -> bool:
         """A rank is in the middle of saving."""
-        return "saving" in self._phases.values()
+        return "saving" in self.progress.phases.values()
+
+    @property
+    def waiting(self) -> bool:
+        """The head's disk is full: nothing is taken in."""
+        return self._file.waits
 
     def poll(self) -> None:
         """Take in what is new. While the head's disk is full nothing is read, so nothing piles up."""
@@ -49,6 +63,7 @@ class EventIntake:
             for line in tail.lines():
                 # Most lines are steps, and a step is for those who look at one.
                 if _STEP in line[:_WHERE_THE_NAME_IS]:
+                    self.progress.step(rank, line, self._clock())
                     if self._consistency is not None:
                         self._consistency.step(rank, line)
                 elif (event := parse(line)) is not None:
@@ -60,17 +75,12 @@ class EventIntake:
         self._file.close()
 
     def _take(self, rank: int, event: dict[str, Any]) -> None:
+        self.progress.take(rank, event, self._clock())
         match event.get("event"):
-            case "phase":
-                self._phases[rank] = str(event.get("phase"))
-            case "checkpoint":
-                self._phases[rank] = "saving" if event.get("phase") == "begin" else "training"
-                if self._consistency is not None:
-                    self._consistency.checkpoint(event)
+            case "checkpoint" if self._consistency is not None:
+                self._consistency.checkpoint(event)
             case "replica_check" if self._consistency is not None:
                 self._consistency.replica_check(event)
-            case "end" | "failure":
-                self._phases[rank] = "ended"
             case ("report" | "validation") as name if rank == 0:
                 self._keep(_METRICS[name], event)
 

@@ -20,10 +20,13 @@ from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.ranks import Rank
+from engine.supervision.watchdog import Hang
 from engine.worker.last_words import tail
 from engine.worker.memory_kills import memory_kills
 
 _ANSWER_LIMIT_S = 2.0
+EXIT_PEER_LOST = 5
+"""Of our trainer."""
 _LOOK_EVERY_S = 0.02
 
 
@@ -54,6 +57,7 @@ class Witnesses:
         self._refusals = refusals or {}
         self._adopted = adopted
         self._rebooted = rebooted
+        self._trainer = plan.config.job.command is None
         # What a rank has printed of its secrets must not be quoted.
         self._environment = {**os.environ, **plan.config.job.env}
 
@@ -86,18 +90,22 @@ class Witnesses:
             keeper_tail=self._quotable(words.keeper),
             failure=self._quotable_event(words.failure),
             end=self._quotable_event(words.end),
+            left_for_peers=self._trainer and rank.record is not None and rank.record.code == EXIT_PEER_LOST,
             memory_killed=self._memory_killed(rank),
         )
 
-    def heard(self, ranks: Sequence[Rank], trigger: Trigger) -> Evidence:
-        """Everything, once all is over."""
+    def heard(
+        self, ranks: Sequence[Rank], trigger: Trigger, hang: Hang | None = None, *, over: bool = True
+    ) -> Evidence:
+        """Everything, once all is `over`; before that, who holds a port is not asked."""
         return Evidence(
-            ranks=[self._with_port(self.of(rank)) for rank in ranks],
+            ranks=[self._with_port(self.of(rank)) if over else self.of(rank) for rank in ranks],
             trigger=trigger,
-            trainer=self._plan.config.job.command is None,
+            trainer=self._trainer,
             launcher_tail=self._quotable(self._launcher.tail()) if self._launcher is not None else "",
             adopted=self._adopted,
             rebooted=self._rebooted,
+            hang=hang,
         )
 
     def _quotable(self, text: str) -> str:

@@ -25,7 +25,7 @@ def explained(
         return verdict
     words = _last_words(verdict, evidence)
     found = first_cause(run_dir, verdict, log_bases, last_words=words, environment=environment)
-    return verdict if found is None else replace(verdict, cause=found.cause, fix=found.fix)
+    return verdict if found is None else replace(verdict, cause=found.cause, fix=found.fix, signature=found.signature)
 
 
 def _last_words(verdict: Verdict, evidence: Evidence) -> list[str]:

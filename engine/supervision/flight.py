@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,21 +17,24 @@ from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.mirror import Gap, Mirror
 from engine.runs.plan_file import Plan
 from engine.security.audit import audit_log
-from engine.supervision.abort import Graces, Proof, Stage, Stop
+from engine.supervision.abort import Graces, Proof, Rescue, Stage, Stop
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions, lost_after_s
 from engine.supervision.consistency_watch import ConsistencyWatch
-from engine.supervision.culprit import Evidence, Trigger, is_consequence
+from engine.supervision.culprit import Evidence, Trigger, Verdict, is_consequence, judge
 from engine.supervision.event_intake import EventIntake
 from engine.supervision.evidence import Witnesses
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
+from engine.supervision.progress import Progress
+from engine.supervision.rank_entries import RankEntries, of_attempt
 from engine.supervision.ranks import Rank, Ranks
 from engine.supervision.requests import Request
+from engine.supervision.watchdog import Hang, Watchdog
 from engine.worker.processes import Process
-from engine.worker.wire import END, Identity
+from engine.worker.wire import END
 
 TICK_S = 0.1
 _SECOND_S = 1.0
@@ -61,10 +65,13 @@ class Flight:
         refusals: Mapping[int, tuple[int, str]] | None = None,
         adopted: bool = False,
         rebooted: bool = False,
+        recovers: Callable[[Verdict, int], bool] = lambda _verdict, _reached: False,
+        on_first_step: Callable[[Progress], None] | None = None,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
         """`links` have been started. `refusals`: ranks that did not start, where mlx.launch does not tell of them →
-        (exit code, words)."""
+        (exit code, words). `recovers`: whether another attempt may follow such an end, at that iteration.
+        `on_first_step` is told once that the attempt has made one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight")
         self._plan = plan
         self._attempt = attempt
@@ -73,8 +80,8 @@ class Flight:
         self._logbook = logbook
         self._start_limit_s = start_limit_s
         self._ranks = Ranks(links, plan.ranks)
-        self._entered = _entered(logbook)
-        before = [entry for entry in _of_last_attempt(logbook) if entry["event"] == "node"]
+        self._entries = RankEntries(logbook, attempt.number)
+        before = [entry for entry in of_attempt(logbook, attempt.number) if entry["event"] == "node"]
         self._conditions = Conditions(links, logbook.append, lost_after_s(plan.config), before)
         self._refused = [(rank, code) for rank, (code, _) in (refusals or {}).items()]
         self._witnesses = Witnesses(
@@ -103,6 +110,21 @@ class Flight:
         self._settling_since: float | None = None
         self._stop: Stop | None = None
         self._trigger = Trigger.ENDED
+        self._hang: Hang | None = None
+        self._purpose: str | None = None
+        self._failed_at: str | None = None
+        self._recovers = recovers
+        self._on_first_step = on_first_step
+        self.recovering = False
+        """Another attempt may follow: the state was RECOVERING when this one was ended."""
+        self._grounded = False
+        recovery, numbers = plan.config.recovery, [rank.rank for rank in plan.ranks]
+        self._watchdog = (
+            Watchdog(self.intake.progress, numbers, recovery.hang_s, recovery.stall_s, self._began)
+            if plan.config.job.command is None
+            else None
+        )
+        self._hung_before = any(entry["event"] == "hung" for entry in of_attempt(logbook, attempt.number))
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -113,7 +135,7 @@ class Flight:
             self._logbook.append("alarm", **fields)
             audit_log("worker_consistency", "alarm", {"run": run.name, **fields}, home=run.parent.parent)
 
-        before = [entry for entry in _of_last_attempt(self._logbook) if entry["event"] == "alarm"]
+        before = [entry for entry in of_attempt(self._logbook, self._attempt.number) if entry["event"] == "alarm"]
         nodes = {rank.rank: rank.node for rank in self._plan.ranks}
         return ConsistencyWatch(self._plan.config.consistency, nodes, alarm, before)
 
@@ -123,6 +145,26 @@ class Flight:
         if self._stop is None:
             return []
         return [name for proof in self._stop.proofs if not proof.found for name in proof.link.names]
+
+    @property
+    def proofs(self) -> Sequence[Proof]:
+        """Of every host of the attempt, once it is being ended."""
+        return self._stop.proofs if self._stop is not None else ()
+
+    @property
+    def failed_at(self) -> str:
+        """When it was noticed that it fails (UTC, ISO)."""
+        return self._failed_at or _now()
+
+    @property
+    def hurried(self) -> bool:
+        """An abort has come while it was being ended for a restart."""
+        return self._purpose is not None
+
+    @property
+    def owes(self) -> bool:
+        """A node that was proved has not sent the end of its files yet."""
+        return bool(self._owing)
 
     async def watch(self, requests: Callable[[], Request | None]) -> Evidence:
         """Watch until everything of the attempt is gone, as far as its nodes answer; what is then known of it.
@@ -138,7 +180,18 @@ class Flight:
             self._logbook.append("note", message=lacking)
             self._owing = [link for link in proved if self._owes(link)]
         self.intake.poll()
-        return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger)
+        return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger, self._hang)
+
+    async def tend(self) -> None:
+        """After `watch`: one look at the nodes on which the end could not be proved, or that owe something."""
+        await self._aside(self._try_to_confirm)
+
+    async def ground(self) -> None:
+        """After `watch`: nothing of the attempt is copied any more, since another one is to write the same files on the
+        head. What a node has not sent by now stays there."""
+        if not self._grounded:
+            self._grounded, self._owing = True, []
+            await self._aside(self._close_files)
 
     async def aftermath(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it could not be proved, end there what is left, fetch what is
@@ -146,7 +199,7 @@ class Flight:
         their logs are waited for likewise."""
         deadline = time.monotonic() + limit_s
         while (self.unconfirmed or self._owing) and time.monotonic() < deadline:
-            await self._aside(self._try_to_confirm)
+            await self.tend()
             await asyncio.sleep(TICK_S)
 
     def resume_aftermath(self, nodes: Sequence[str]) -> None:
@@ -157,9 +210,13 @@ class Flight:
 
     def close(self) -> None:
         """The files. The links are their maker's."""
+        if not self._grounded:
+            self._close_files()
+        self._thread.shutdown(wait=False)
+
+    def _close_files(self) -> None:
         self._mirror.finish()
         self.intake.close()
-        self._thread.shutdown(wait=False)
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`work` in the flight's own thread: the loop's common ones may all be waiting for the names of nodes that are
@@ -180,13 +237,18 @@ class Flight:
         self._mirror.pump()
         self.intake.poll()
         self._enter_changes(changed)
+        if self._on_first_step is not None and self.intake.progress.steps:
+            self._on_first_step(self.intake.progress)
+            self._on_first_step = None
         if abort is not None and self._stop is None and not self._all_home():
             self._abort(abort)
-        elif abort is not None and abort.now and self._stop is not None:
+        elif abort is not None and (abort.now or self.recovering) and self._stop is not None:
             # Whatever it is that ends the attempt, it has been judged worth ending: an abort can only hurry it.
-            self._stop.hurry()
+            self._hurry()
         if self._stop is None:
             self._decide(now, launcher_alive)
+        if self._stop is None:
+            self._look_for_a_hang(now)
         if self._stop is not None:
             self._stop.advance(time.monotonic())
             return self._stop.done
@@ -210,6 +272,21 @@ class Flight:
             self._end(Trigger.LAUNCHER_GONE if self._launcher is not None else Trigger.NOT_STARTED)
         elif now - self._began > self._start_limit_s:
             self._end(Trigger.NOT_STARTED)
+
+    def _look_for_a_hang(self, now: float) -> None:
+        if self._watchdog is None or not all(rank.started for rank in self._ranks.all):
+            return
+        answering = any(self._links.to(rank.number).state.answering for rank in self._ranks.all)
+        hang = self._watchdog.look(now, hearing=answering and not self.intake.waiting)
+        if hang is None and not self._hung_before:
+            return
+        progress = self.intake.progress
+        # An earlier supervisor has found it, and had begun to end it.
+        self._hang = hang or Hang(0.0, 0.0, "training", progress.furthest)
+        node = next((rank.planned.node for rank in self._ranks.all if rank.number == self._hang.rank), None)
+        self._logbook.append("hung", **{**asdict(self._hang), "node": node})
+        self._failed_at = _now()
+        self._end(Trigger.HUNG)
 
     def _miss_launcher(self) -> None:
         """It has done its part when all ranks have started; its end is worth no more than a note."""
@@ -239,18 +316,40 @@ class Flight:
         self._logbook.append(
             "stop", stage=Stage.ASKED.value, purpose="abort", acknowledged=self._acknowledged(), left=[]
         )
-        self._begin_stop(cooperative=not abort.now)
+        self._begin_stop(RunState.FINISHING, cooperative=not abort.now)
+
+    def _hurry(self) -> None:
+        assert self._stop is not None
+        if self.recovering and self._purpose is None:
+            # From here on it is the user's stop, and told as such.
+            self._purpose = _PURPOSES[Trigger.ABORT]
+            self._enter_stage(Stage.ASKED, self._stop.proofs)
+        self._stop.hurry()
 
     def _end(self, trigger: Trigger) -> None:
         self._trigger = trigger
-        self._begin_stop(cooperative=False)
+        so_far = judge(self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False))
+        going_on = self._logbook.state is not RunState.FINISHING
+        self.recovering = going_on and self._recovers(so_far, self.intake.progress.furthest)
+        rescue = self._rescue(so_far.rank) if self.recovering else None
+        state = RunState.RECOVERING if self.recovering else RunState.FINISHING
+        self._begin_stop(state, cooperative=False, rescue=rescue)
 
-    def _begin_stop(self, *, cooperative: bool) -> None:
-        if self._logbook.state is not RunState.FINISHING:
-            self._logbook.change(RunState.FINISHING)
-        self._stop = self._new_stop(cooperative=cooperative)
+    def _rescue(self, culprit: int | None) -> Rescue | None:
+        """What the ranks that are left may save: of replicas each has the whole state."""
+        job = self._plan.config.job
+        if job.command is not None or job.strategy != "data" or not self.intake.progress.steps:
+            return None
+        progress, graces = self.intake.progress, self._plan.config.recovery
+        patience_s = max(graces.stop_grace_s, 2 * (progress.long_step_s() or 0.0))
+        return Rescue(culprit, progress.rescues, patience_s)
 
-    def _new_stop(self, *, cooperative: bool) -> Stop:
+    def _begin_stop(self, state: RunState, *, cooperative: bool, rescue: Rescue | None = None) -> None:
+        if self._logbook.state not in (state, RunState.FINISHING):
+            self._logbook.change(state)
+        self._stop = self._new_stop(cooperative=cooperative, rescue=rescue)
+
+    def _new_stop(self, *, cooperative: bool, rescue: Rescue | None = None) -> Stop:
         recovery = self._plan.config.recovery
         return Stop(
             self._ranks,
@@ -260,6 +359,7 @@ class Flight:
             cooperative=cooperative,
             on_stage=self._enter_stage,
             saving=lambda: self.intake.saving,
+            rescue=rescue,
         )
 
     def _enter_stage(self, stage: Stage, proofs: Sequence[Proof]) -> None:
@@ -270,7 +370,7 @@ class Flight:
         self._logbook.append(
             "stop",
             stage=stage.value,
-            purpose=_PURPOSES.get(self._trigger, "fence"),
+            purpose=self._purpose or _PURPOSES.get(self._trigger, "fence"),
             acknowledged=self._acknowledged(),
             left=[_named(proof.link, process) for proof in proofs if not proof.found for process in proof.left],
         )
@@ -297,7 +397,8 @@ class Flight:
         now = time.monotonic()
         self._conditions.look()
         self._ranks.look(thorough=False)
-        self._mirror.pump()
+        if not self._grounded:
+            self._mirror.pump()
         for link in [link for link in self._owing if not self._owes(link)]:
             self._owing.remove(link)
             self._logbook.append("note", message=f"the logs of {', '.join(link.names)} are complete")
@@ -308,7 +409,8 @@ class Flight:
             proof.seek(now)
             if not proof.found:
                 continue
-            self._last_bytes([proof.link])
+            if not self._grounded:
+                self._last_bytes([proof.link])
             # One that goes away again in the middle of its log is waited for once more.
             proof.found = proof.link.state.answering
             if proof.found:
@@ -328,51 +430,15 @@ class Flight:
         return [rank.number for rank in self._ranks.all if rank.record is not None]
 
     def _enter_changes(self, changed: Sequence[Rank]) -> None:
-        for rank in changed:
-            if rank.identity is not None and not self._known("rank_started", rank):
-                self._enter_start(rank, rank.identity)
-            if rank.ended and not self._known("rank_ended", rank):
-                self._enter_end(rank)
+        self._entries.enter(changed)
+        self._failed_at = self._failed_at or next(
+            (_now() for rank in changed if rank.ended and self._failed(rank)), None
+        )
         if changed and all(rank.started for rank in self._ranks.all):
             if self._logbook.state is RunState.LAUNCHING:
                 self._logbook.change(RunState.RUNNING)
             if self._launcher is not None:
                 self._launcher.drop_pipes()
-
-    def _enter_start(self, rank: Rank, identity: Identity) -> None:
-        self._logbook.append(
-            "rank_started",
-            rank=rank.number,
-            host=rank.planned.node,
-            pid=identity.trainer_pid,
-            start=identity.trainer_start,
-            pgid=identity.trainer_pgid,
-            started_at=identity.started_at,
-            identity=asdict(identity),
-        )
-
-    def _enter_end(self, rank: Rank) -> None:
-        record = rank.record
-        self._logbook.append(
-            "rank_ended",
-            rank=rank.number,
-            host=rank.planned.node,
-            code=record.code if record is not None else rank.launcher_code,
-            signal=record.signal if record is not None else None,
-            stopped_by=record.stopped_by if record is not None else None,
-            error=record.error if record is not None else "its node is lost" if rank.lost else "no exit record",
-        )
-        if record is not None and record.dropped_bytes:
-            lost = f"rank {rank.number}: {record.dropped_bytes} bytes of output were lost to a full disk"
-            self._logbook.append("note", message=f"{lost} on {rank.planned.node}")
-
-    def _known(self, event: str, rank: Rank) -> bool:
-        """Whether this attempt's journal has it already, by us or by an earlier supervisor."""
-        key = (event, rank.number)
-        if key in self._entered:
-            return True
-        self._entered.add(key)
-        return False
 
     def _listen_to_launcher(self) -> list[Rank]:
         refused, self._refused = self._refused, []
@@ -384,23 +450,9 @@ class Flight:
         self._logbook.append("note", message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}", **asdict(gap))
 
 
-def known_identities(logbook: Logbook) -> dict[int, Identity]:
-    """The identities of the last attempt's ranks, as an earlier supervisor has entered them."""
-    started = (entry for entry in _of_last_attempt(logbook) if entry["event"] == "rank_started")
-    return {entry["rank"]: Identity(**entry["identity"]) for entry in started if "identity" in entry}
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
 
 
 def _named(link: NodeLink, process: Process) -> str:
     return f"{link.names[0]} {process.pid} {process.command[:200]}"
-
-
-def _of_last_attempt(logbook: Logbook) -> list[dict[str, Any]]:
-    entries = logbook.entries
-    begun = max((at for at, entry in enumerate(entries) if entry["event"] == "attempt"), default=len(entries))
-    return entries[begun:]
-
-
-def _entered(logbook: Logbook) -> set[tuple[str, int]]:
-    """What an earlier supervisor has entered of the ranks of the last attempt."""
-    ranks = (entry for entry in _of_last_attempt(logbook) if entry["event"] in ("rank_started", "rank_ended"))
-    return {(entry["event"], entry["rank"]) for entry in ranks}

@@ -16,7 +16,7 @@ from engine.supervision.store_writer import Put, StoreWriter
 _RESERVE_BYTES = 32_768
 _ROOM_LIMIT_S = 600.0
 _LOOK_EVERY_S = 1.0
-_CHANGES_THE_RECORD = frozenset({"planned", "replanned", "state", "attempt", "rank_started", "confirmed"})
+_CHANGES_THE_RECORD = frozenset({"planned", "replanned", "reopened", "state", "attempt", "rank_started", "confirmed"})
 
 
 class Logbook:

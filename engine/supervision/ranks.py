@@ -59,9 +59,11 @@ class Ranks:
                 changed.append(rank)
         return changed
 
-    def tell(self, word: bytes) -> None:
-        """Say a word to every keeper that may still hear it."""
+    def tell(self, word: bytes, *, only: int | None = None, but: int | None = None) -> None:
+        """Say a word to every keeper that may still hear it, or to the one of rank `only`, or to all but one."""
         for rank in self.all:
+            if only not in (None, rank.number) or (but is not None and rank.number == but):
+                continue
             if rank.record is None and not rank.vanished:
                 self._links.to(rank.number).tell(rank.number, word)
 

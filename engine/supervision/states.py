@@ -11,7 +11,7 @@ _UNSUCCESSFUL = ENDED - {RunState.SUCCEEDED}
 FOLLOWERS: Mapping[RunState, frozenset[RunState]] = {
     RunState.PLANNED: frozenset({RunState.PREFLIGHT, RunState.FINISHING}) | _UNSUCCESSFUL,
     RunState.PREFLIGHT: frozenset({RunState.LAUNCHING, RunState.FINISHING}) | _UNSUCCESSFUL,
-    RunState.LAUNCHING: frozenset({RunState.RUNNING, RunState.FINISHING}) | _UNSUCCESSFUL,
+    RunState.LAUNCHING: frozenset({RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING}) | _UNSUCCESSFUL,
     RunState.RUNNING: frozenset({RunState.RECOVERING, RunState.FINISHING}),
     RunState.RECOVERING: frozenset({RunState.LAUNCHING, RunState.FINISHING}),
     RunState.FINISHING: ENDED,

@@ -16,29 +16,26 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, StateError
-from engine.launch.ports import fresh_ports
+from engine.errors import FlightDeckError, StateError
 from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
 from engine.preflight.scene import Scene
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
+from engine.runs.layout import RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
 from engine.store.store import Store
 from engine.supervision import lock
 from engine.supervision.adopt import AFTERMATH_S
-from engine.supervision.attempt import Attempt, Launched, intend, launch
-from engine.supervision.culprit import Verdict, judge
-from engine.supervision.explanation import explained
-from engine.supervision.flight import TICK_S, Flight, known_identities
-from engine.supervision.inheritance import anybody_came, kill_everywhere, old_launcher
-from engine.supervision.launcher_watch import LauncherWatch
-from engine.supervision.links.links import Links, links_to
+from engine.supervision.attempt import Attempt
+from engine.supervision.attempts import Attempts
+from engine.supervision.culprit import Verdict
+from engine.supervision.inheritance import kill_everywhere
+from engine.supervision.interruption import Aborted, until_abort
 from engine.supervision.logbook import Logbook
 from engine.supervision.preflight_phase import check, excluded, replan, verdict_of
 from engine.supervision.requests import ABORT, Request, take_requests
@@ -48,12 +45,6 @@ from engine.worker import processes
 from engine.worker.wire import write_atomic
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as asked, before anything was launched")
-
-T = TypeVar("T")
-
-
-class _Aborted(Exception):
-    """An abort was asked for while something was waited for; that has been ended."""
 
 
 class Supervisor:
@@ -67,12 +58,10 @@ class Supervisor:
         self._abort: Request | None = None
         self._signalled: list[Request] = []
         self._nonce = _nonce(logbook) or uuid.uuid4().hex
-        self._figures: dict[str, Any] = {}
         self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._unconfirmed: list[str] = []
         self._scene = Scene(plan.config, self._fleet)
-        self._links: Links | None = None
-        self._flight: Flight | None = None
+        self._attempts: Attempts | None = None
         self._aftermath_s = AFTERMATH_S
 
     def take_over(self, *, adopted: bool) -> None:
@@ -127,15 +116,12 @@ class Supervisor:
             verdict = await life
             if verdict is not None:
                 self._end(verdict)
-            if self._flight is not None:
-                await self._flight.aftermath(self._aftermath_s)
+            if self._attempts is not None:
+                await self._attempts.aftermath(self._aftermath_s)
         finally:
-            if self._flight is not None:
-                await asyncio.to_thread(self._flight.close)
-                self._flight = None
-            if self._links is not None:
-                await self._links.close()
-                self._links = None
+            if self._attempts is not None:
+                await self._attempts.close()
+                self._attempts = None
             await self._scene.close()
 
     def _stumble(self, fault: Exception) -> None:
@@ -147,8 +133,10 @@ class Supervisor:
 
     async def _kill_everywhere(self) -> None:
         planned = _last(self._logbook.entries, "attempt")
-        places = Attempt.from_entry(planned, self._nonce).places if planned else ()
-        missed = await kill_everywhere(self._fleet, self._plan.config.nodes, places, self._nonce)
+        attempt = Attempt.from_entry(planned, self._nonce) if planned else None
+        nodes = self._plan.among([name for _, name in attempt.members] if attempt is not None else ()).config.nodes
+        places = attempt.places if attempt is not None else ()
+        missed = await kill_everywhere(self._fleet, nodes, places, self._nonce)
         self._unconfirmed = list(missed)
 
     async def _from_the_plan(self) -> Verdict:
@@ -156,24 +144,17 @@ class Supervisor:
             return _ABORTED_EARLY
         self._logbook.change(RunState.PREFLIGHT)
         try:
-            failed = first_failure(await self._until_abort(self._check()))
-        except _Aborted:
+            failed = first_failure(await until_abort(self._check(), self._asked_to_stop))
+        except Aborted:
             return _ABORTED_EARLY
         except FlightDeckError as error:
             return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
         if failed is not None:
             return verdict_of(failed)
-        self._logbook.change(RunState.LAUNCHING)
         try:
-            attempt = await self._until_abort(self._prepare())
-            launched = await self._launch(attempt)
-        except _Aborted:
+            return await self._make_attempts().fly(self._scene)
+        except Aborted:
             return _ABORTED_EARLY
-        except (LaunchError, NodeUnreachable) as error:
-            return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
-        # Not on the loop: the ranks have started, and a disk that stalls must not hold up their beats.
-        launcher = await asyncio.to_thread(self._watch_on, launched, attempt)
-        return await self._watch(attempt, launcher, refusals=_refusals(launched))
 
     async def _from_the_journal(self) -> Verdict:
         entries = self._logbook.entries
@@ -189,15 +170,7 @@ class Supervisor:
             return Verdict(
                 RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
             )
-        attempt = Attempt.from_entry(planned, self._nonce)
-        links = self._link(attempt)
-        # Pids of before a restart of the machine are anybody's.
-        launcher = None if rebooted else old_launcher(self._run_dir, self._logbook, attempt)
-        if launcher is None and not rebooted and not await anybody_came(links):
-            return Verdict(
-                RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost in the middle of the launch"
-            )
-        return await self._watch(attempt, launcher, adopted=True, rebooted=rebooted)
+        return await self._make_attempts().take_up(planned, rebooted=rebooted)
 
     async def _after_the_end(self) -> None:
         """Go on with what an earlier supervisor had left to do for a run that has ended: nodes whose stop could not be
@@ -205,23 +178,21 @@ class Supervisor:
         record, planned = self._logbook.record, _last(self._logbook.entries, "attempt")
         if record is None or not record.unconfirmed or not planned:
             return
-        attempt = Attempt.from_entry(planned, self._nonce)
-        links = self._link(attempt)
-        self._flight = await asyncio.to_thread(self._make_flight, attempt, links, None, adopted=True)
-        self._flight.resume_aftermath(record.unconfirmed)
+        await self._make_attempts().after_the_end(planned, record.unconfirmed)
         if record.ended_at is not None:
             self._aftermath_s -= (datetime.now(UTC) - record.ended_at).total_seconds()
 
-    async def _until_abort(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of `work`. Raises _Aborted when an abort is asked for; `work` has then been ended."""
-        task = asyncio.create_task(work)
-        while not task.done():
-            if self._asked_to_stop() is not None:
-                task.cancel()
-                await asyncio.wait({task})
-                raise _Aborted
-            await asyncio.wait({task}, timeout=TICK_S)
-        return task.result()
+    def _make_attempts(self) -> Attempts:
+        self._attempts = Attempts(
+            self._run_dir,
+            self._plan,
+            self._logbook,
+            self._fleet,
+            nonce=self._nonce,
+            nodes=self._nodes,
+            asked=self._asked_to_stop,
+        )
+        return self._attempts
 
     async def _check(self) -> PreflightReport:
         """The plan's preflight. Where that leaves nodes out, the plan is made again for the others, and checked again:
@@ -237,84 +208,6 @@ class Supervisor:
             self._logbook.append("replanned", excluded=list(left_out), why=why, world_size=len(self._plan.ranks))
             await self._scene.close()
             self._scene = Scene(self._plan.config, self._fleet)
-
-    async def _prepare(self) -> Attempt:
-        """What the next attempt will be, entered in the journal before anything of it starts."""
-        number = (self._logbook.record.attempts if self._logbook.record is not None else 0) + 1
-        config = self._plan.config
-        wiring, places = await asyncio.gather(self._scene.wiring(), self._scene.places())
-        port = await fresh_ports(self._fleet, config.nodes, wiring, config.cluster.starting_port)
-        attempt = intend(self._run_dir, self._plan, number, self._nonce, places, wiring, port)
-        self._logbook.append("attempt", **attempt.entry())
-        return attempt
-
-    async def _launch(self, attempt: Attempt) -> Launched:
-        """Start the ranks. When an abort comes in between, whatever has started by then is left to the watch."""
-        # The links connect while the ranks start.
-        self._link(attempt)
-        try:
-            return await self._until_abort(launch(self._run_dir, self._plan, attempt, self._fleet))
-        except _Aborted:
-            return Launched(None)
-
-    def _watch_on(self, launched: Launched, attempt: Attempt) -> LauncherWatch | None:
-        if launched.launcher is None:
-            return None
-        log = self._run_dir.log(LAUNCHER_SOURCE)
-        launcher = LauncherWatch.of(launched.launcher, log, attempt.log_bases[LAUNCHER_SOURCE])
-        self._logbook.append("launcher", pid=launcher.pid, start=launcher.start)
-        return launcher
-
-    def _link(self, attempt: Attempt) -> Links:
-        """The links to the attempt's hosts, started."""
-        known = known_identities(self._logbook)
-        self._links = links_to(self._plan, attempt, self._fleet, self._nodes, known)
-        self._links.start()
-        return self._links
-
-    async def _watch(
-        self,
-        attempt: Attempt,
-        launcher: LauncherWatch | None,
-        *,
-        refusals: Mapping[int, tuple[int, str]] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
-    ) -> Verdict:
-        assert self._links is not None
-        # Not on the loop: the indices of a week of logs may want mending, and the ranks want their beats.
-        flight = self._flight = await asyncio.to_thread(
-            self._make_flight, attempt, self._links, launcher, refusals=refusals, adopted=adopted, rebooted=rebooted
-        )
-        evidence = await flight.watch(self._asked_to_stop)
-        self._figures = flight.intake.latest
-        self._unconfirmed = flight.unconfirmed
-        environment = {**os.environ, **self._plan.config.job.env}
-        return await asyncio.to_thread(
-            explained, judge(evidence), evidence, self._run_dir, attempt.log_bases, environment
-        )
-
-    def _make_flight(
-        self,
-        attempt: Attempt,
-        links: Links,
-        launcher: LauncherWatch | None,
-        *,
-        refusals: Mapping[int, tuple[int, str]] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
-    ) -> Flight:
-        return Flight(
-            self._run_dir,
-            self._plan,
-            attempt,
-            links=links,
-            launcher=launcher,
-            logbook=self._logbook,
-            refusals=refusals,
-            adopted=adopted,
-            rebooted=rebooted,
-        )
 
     def _asked_to_stop(self) -> Request | None:
         while self._signalled:
@@ -333,13 +226,9 @@ class Supervisor:
         if not may_follow(self._logbook.state, verdict.state):
             # Adopted while it ran, and nothing of it is left that could be watched to its end.
             self._logbook.change(RunState.FINISHING)
-        self._logbook.change(verdict.state, **fields, **self._figures, unconfirmed=self._unconfirmed)
-
-
-def _refusals(launched: Launched) -> dict[int, tuple[int, str]]:
-    """The ranks that did not start, where nobody else tells of them → (exit code, words)."""
-    unknown = 255
-    return {each.rank: (unknown if each.code is None else each.code, each.words) for each in launched.failures}
+        figures = self._attempts.figures if self._attempts is not None else {}
+        unconfirmed = self._unconfirmed or (self._attempts.unconfirmed if self._attempts is not None else [])
+        self._logbook.change(verdict.state, **fields, **figures, unconfirmed=unconfirmed)
 
 
 def _home(run_dir: RunDir) -> Path:

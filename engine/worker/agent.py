@@ -29,7 +29,7 @@ from .frames import VERSION, Decoder, Message, encode
 from .last_words import last_words
 from .looks.ports import look as look_at_port
 from .memory_kills import memory_kills
-from .wire import BEAT, END, STOP, Identity, NodeFiles, read_exit, read_identity
+from .wire import BEAT, END, RESCUE, STOP, Identity, NodeFiles, read_exit, read_identity
 
 SILENCE_S = 30.0
 UNHEARD_BEATS = 5
@@ -40,7 +40,7 @@ _THOROUGH_S = 1.0 if sys.platform.startswith("linux") else 10.0
 """Between two full looks at a keeper's identity: on macOS each is a process of its own."""
 _CHUNK_BYTES = 64 * 1024
 _MOST_WAITING = 256 * 1024
-_WORDS = {"stop": STOP, "end": END}
+_WORDS = {"stop": STOP, "end": END, "rescue": RESCUE}
 _FILE = re.compile(r"rank\d+\.(log|events\.jsonl|keeper\.log)")
 
 

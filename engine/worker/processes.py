@@ -79,13 +79,15 @@ def exists(pid: int) -> bool:
 
 
 def with_nonce(nonce: str) -> list[Process]:
-    """The processes whose environment holds FLIGHTDECK_NONCE=`nonce`, without zombies and without the caller.
+    """The processes that carry `nonce`, without zombies and without the caller: those whose FLIGHTDECK_NONCE it is, and
+    for a run's nonce those of its attempts, `<nonce>.<attempt>`.
 
     Sees only processes that the caller may inspect: its own user's, or all as root.
     """
     if not nonce:
         raise ValueError("a nonce is needed: an empty one would match nothing and prove nothing")
-    return with_variables({NONCE_VARIABLE: nonce})
+    carried = with_any_nonce()
+    return [each for name, found in carried.items() if name == nonce or name.startswith(f"{nonce}.") for each in found]
 
 
 def with_variables(variables: dict[str, str]) -> list[Process]:

@@ -26,7 +26,7 @@ from engine.transport.base import Channel, Transport
 from engine.worker.frames import VERSION, Decoder, Message, encode
 from engine.worker.last_words import LastWords
 from engine.worker.processes import Process
-from engine.worker.wire import STOP, ExitRecord, Identity, NodeFiles
+from engine.worker.wire import ExitRecord, Identity, NodeFiles
 
 BEAT_EVERY_S = 1.0
 SILENT_CONNECTION_S = 20.0
@@ -77,7 +77,7 @@ class AgentLink:
         self._sightings = {rank: Sighting(identity=(known or {}).get(rank)) for rank in place.ranks}
         self._words: dict[int, LastWords] = {}
         self._standing: dict[int, bytes] = {}
-        """The last STOP or END to each rank, said again after each reconnect."""
+        """The last STOP, RESCUE or END to each rank, said again after each reconnect."""
         self._agent_files: dict[str, AgentFile] = {}
         self._files_lock = threading.Lock()
         self._asked = 0
@@ -101,7 +101,7 @@ class AgentLink:
             self._say({"kind": "words", "n": 0, "rank": rank})
 
     def tell(self, rank: int, word: bytes) -> None:
-        # An END stays an END: STOP comes before it if at all.
+        # An END stays an END: STOP and RESCUE come before it if at all.
         self._standing[rank] = word
         self._say(_word(rank, word))
 
@@ -319,4 +319,4 @@ class AgentLink:
 
 
 def _word(rank: int, word: bytes) -> Message:
-    return {"kind": "word", "rank": rank, "word": "stop" if word == STOP else "end"}
+    return {"kind": "word", "rank": rank, "word": word.decode().strip()}

@@ -93,7 +93,7 @@ class NodeLink(Protocol):
         ...
 
     def tell(self, rank: int, word: bytes) -> None:
-        """STOP or END to a keeper; while the host is away it is kept for its return."""
+        """STOP, RESCUE or END to a keeper; while the host is away it is kept for its return."""
         ...
 
     def kill_groups(self) -> None:

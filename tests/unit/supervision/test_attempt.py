@@ -51,7 +51,7 @@ def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> No
         "chunk_size": 50_000,
     }
     assert spec.command is None
-    assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce", 2, "ring")
+    assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce.2", 2, "ring")
 
 
 def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""How far an attempt has come, as its ranks' events tell: steps, what it went on from, and what its ranks rescue.
+
+Times of arrival are the head's own; how long steps take is read from each rank's monotonic clock. So neither a clock
+that is set nor events that come late and all at once look like slow steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+STEPS_KEPT = 512
+"""Of their durations, the last."""
+_ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
+_MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
+SLOW_PHASES = frozenset({"loading", "validating", "saving"})
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What an attempt went on from, as its trainers say."""
+
+    source: str
+    """ "rescue", "checkpoint", "adapter" or "none"."""
+    iteration: int = 0
+    update: int | None = None
+    from_rank: int | None = None
+
+
+class Progress:
+    """Of one attempt. Takes its events in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self.reached: dict[int, int] = {}
+        """Rank → the last iteration that it has told of."""
+        self.phases: dict[int, str] = {}
+        self.rescues: dict[int, str] = {}
+        """Rank → "begin" or "committed"."""
+        self.resumed: Resumed | None = None
+        self.moved_at: float | None = None
+        """When the last step or change of phase came, monotonic seconds of the head."""
+        self.steps = 0
+        """Iterations that the foremost rank has made."""
+        self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._told_at: dict[int, float] = {}
+        """Rank → its own monotonic time of its last step, until it does something else."""
+
+    @property
+    def furthest(self) -> int:
+        """The last iteration that any rank finished, or that the attempt went on from; 0 when none."""
+        return max((*self.reached.values(), self.resumed.iteration if self.resumed is not None else 0), default=0)
+
+    def step(self, rank: int, line: bytes, now: float) -> None:
+        """One line of a `step` event, not parsed."""
+        found, told = _ITERATION.search(line), _MONOTONIC.search(line)
+        if found is None:
+            return
+        iteration = int(found[1])
+        if iteration > max(self.reached.values(), default=0):
+            self.steps += 1
+        self.reached[rank] = max(iteration, self.reached.get(rank, 0))
+        self.moved_at = now
+        if told is not None:
+            at = float(told[1])
+            if rank in self._told_at:
+                self._durations.append(max(0.0, at - self._told_at[rank]))
+            self._told_at[rank] = at
+
+    def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
+        """Any other event."""
+        match event.get("event"):
+            case "phase":
+                self._enter(rank, str(event.get("phase")), now)
+            case "checkpoint":
+                self._enter(rank, "saving" if event.get("phase") == "begin" else "training", now)
+            case "end" | "failure":
+                self._enter(rank, "ended", now)
+            case "rescue":
+                self.rescues[rank] = str(event.get("phase"))
+            case "resumed" if self.resumed is None:
+                self.resumed = _resumed(event)
+                self.moved_at = now
+
+    def long_step_s(self) -> float | None:
+        """The 99th percentile of the steps' durations, by their nearest rank; None before the second step."""
+        steps = sorted(self._durations)
+        return steps[(99 * len(steps) - 1) // 100] if steps else None
+
+    def _enter(self, rank: int, phase: str, now: float) -> None:
+        if self.phases.get(rank) != phase:
+            self.phases[rank] = phase
+            self.moved_at = now
+            if phase != "training":
+                # What lies between two steps then is no step.
+                self._told_at.pop(rank, None)
+
+
+def _resumed(event: Mapping[str, Any]) -> Resumed:
+    return Resumed(
+        source=str(event.get("source"))[:40],
+        iteration=_whole(event.get("iteration")) or 0,
+        update=_whole(event.get("update")),
+        from_rank=_whole(event.get("from_rank")),
+    )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
