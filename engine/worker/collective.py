@@ -48,6 +48,39 @@ class Collective:
             raise _lost(error) from error
         return total
 
+    def gather_arrays(self, array: mx.array) -> mx.array:
+        """Everybody's `array` (of one shape and type), [ranks, *shape], evaluated. Raises PeerLost."""
+        mx.eval(array)
+        if self.size == 1:
+            return array[None]
+        try:
+            gathered = mx.distributed.all_gather(array[None], group=self._group, stream=mx.cpu)
+            mx.eval(gathered)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return gathered
+
+    def send(self, array: mx.array, rank: int) -> None:
+        """Give `array` to a neighbour, who must be receiving: this may return only then. Raises PeerLost."""
+        mx.eval(array)
+        try:
+            # On the stream of the collectives, and evaluated: on another one, both would get each other's bytes.
+            mx.eval(mx.distributed.send(array, rank, group=self._group, stream=mx.cpu))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def to_receive(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> mx.array:
+        """What a neighbour will send, to be computed with before it is there."""
+        return mx.distributed.recv(shape, dtype, rank, group=self._group, stream=mx.cpu)
+
+    def receive(self, expected: mx.array) -> mx.array:
+        """`expected`, of to_receive, when it is there. Raises PeerLost."""
+        try:
+            mx.eval(expected)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return expected
+
     def barrier(self) -> None:
         """Return when all ranks have come here. Raises PeerLost."""
         self.sum(mx.array(1.0))

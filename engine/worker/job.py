@@ -28,6 +28,8 @@ class Job:
     """Ours: the run's folder on this node."""
     fine_tune_type: str = "lora"
     strategy: str = "data"
+    layer_split: str | None = None
+    """Of a pipeline, per rank its layers: "0-8,8-36"; None divides them by the ranks' memory."""
     optimizer: str = "adam"
     optimizer_config: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -89,7 +91,7 @@ class Job:
         """Raises JobError for what would only come out in the middle of the training."""
         for key, accepted in (
             ("fine_tune_type", ("lora", "dora", "full")),
-            ("strategy", ("data",)),
+            ("strategy", ("data", "sharded", "pipeline")),
             ("optimizer", ("adam", "adamw", "muon", "sgd", "adafactor")),
             ("optimizer_precision", ("float32", "parameter")),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,16 @@ from .job import Job, JobError
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _SAMPLE = 2**16
+_PIECE, _PIECES = 2**12, 2**9
+"""Bytes that are read at once of a file, and about how many of these."""
 
 
 def load_model(job: Job) -> tuple[nn.Module, Any]:
-    """The model and tokenizer of the job, with only what is to be trained unfrozen. Raises JobError."""
+    """The model and tokenizer of the job, with only what is to be trained unfrozen. For a strategy that divides the
+    model it has not been evaluated: what this rank does not keep is never read. Raises JobError."""
     model, tokenizer = load(
         str(job.model),
+        lazy=True,
         tokenizer_config={"trust_remote_code": job.trust_remote_code},
         trust_remote_code=job.trust_remote_code,
     )
@@ -45,9 +50,11 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
             raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
     if not tree_flatten(model.trainable_parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}: nothing is left to train")
-    if job.grad_checkpoint:
+    # A sharded model's layers are run again in the backward pass as they are.
+    if job.grad_checkpoint and job.strategy != "sharded":
         grad_checkpoint(model.layers[0])
-    mx.eval(model.parameters())
+    if job.strategy == "data":
+        mx.eval(model.parameters())
     return model, tokenizer
 
 
@@ -62,6 +69,22 @@ def parameter_checksum(model: nn.Module) -> str:
         bits = parameter.reshape(-1).view(_WORDS[parameter.dtype.size])
         sample = np.asarray(bits[:: max(1, bits.size // _SAMPLE)])
         digest.update(f"{name} {parameter.shape} {parameter.dtype}\n".encode() + sample.tobytes())
+    return digest.hexdigest()
+
+
+def files_checksum(job: Job) -> str:
+    """The same for the files that the model and its first adapter are read from, without reading them into memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
+    if job.resume_adapter_file is not None:
+        paths.append(Path(job.resume_adapter_file))
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_PIECE, size // _PIECES)):
+                file.seek(start)
+                digest.update(file.read(_PIECE))
     return digest.hexdigest()
 
 

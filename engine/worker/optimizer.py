@@ -57,9 +57,10 @@ class Updater:
     def learning_rate(self) -> float:
         return number(self._optimizer.learning_rate)
 
-    def update(self, gradients: dict[str, mx.array]) -> mx.array:
-        """One step with the global mean `gradients` (float32); their norm before clipping, float32 scalar."""
-        norm: mx.array = self._apply(gradients)
+    def update(self, gradients: dict[str, mx.array], norm: mx.array | None = None) -> mx.array:
+        """One step with the global mean `gradients` (float32); their norm before clipping, float32 scalar. `norm` is
+        that of all ranks' gradients, where these are only a part of them."""
+        norm = self._apply(gradients) if norm is None else self._apply(gradients, norm)
         self._give()
         mx.eval(norm, self._model.trainable_parameters(), self.masters, self._optimizer.state)
         return norm
@@ -93,8 +94,9 @@ class Updater:
         parameters = [(name, master.astype(self.dtypes[name])) for name, master in self.masters.items()]
         self._model.update(tree_unflatten(parameters))
 
-    def _step(self, gradients: dict[str, mx.array]) -> Any:
-        norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in gradients.values()), start=mx.array(0.0)))
+    def _step(self, gradients: dict[str, mx.array], norm: mx.array | None = None) -> Any:
+        if norm is None:
+            norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in gradients.values()), start=mx.array(0.0)))
         if self._max_norm is not None:
             factor = mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
             gradients = {name: gradient * factor for name, gradient in gradients.items()}

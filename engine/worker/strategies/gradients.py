@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ _BUCKET_FLOATS = 16 * 2**20
 _PIECE_FLOATS = 2**20
 
 
-def loss_sum(model: nn.Module, tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
+def loss_sum(model: Callable[[mx.array], mx.array], tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
     """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 when nothing is a target.
 
     A target is a token from bounds[:, 0] to before bounds[:, 1].
@@ -87,8 +88,13 @@ class Gradients:
         return loss / scale, buckets
 
     def _scale(self, targets: int) -> float:
-        # A sum over thousands of tokens leaves float16's range: a power of two near the mean loses no bit.
-        return 2.0 ** -(max(targets, 1) - 1).bit_length() if self._half else 1.0
+        return loss_scale(targets) if self._half else 1.0
+
+
+def loss_scale(targets: int) -> float:
+    """What a float16 loss over so many targets is multiplied with: their sum over thousands of tokens leaves float16's
+    range, and a power of two near the mean loses no bit."""
+    return 2.0 ** -(max(targets, 1) - 1).bit_length()
 
 
 def _buckets(sizes: dict[str, int]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""A model cut into sections of contiguous layers, each of which runs by itself: what sharded and pipeline training share.
+"""A model cut into sections of contiguous layers, each of which runs by itself: for sharded and pipeline training.
 
 A section is the architecture's own code with the other parts left out, so that masks, windows and names are its own:
 a layer that is elsewhere passes on what it gets. Sections of one model share their parts with it.
@@ -51,9 +51,7 @@ class Section:
                 holder = getattr(holder, name)
         self._trunk = trunk = getattr(holder, names[-1])
         tied = not hasattr(holder, "lm_head")
-        trunk.layers = [
-            layer if start <= index < end else Elsewhere(layer) for index, layer in enumerate(trunk.layers)
-        ]
+        trunk.layers = [layer if start <= index < end else Elsewhere(layer) for index, layer in enumerate(trunk.layers)]
         if not (first or (last and tied)):
             trunk.embed_tokens = Elsewhere(trunk.embed_tokens)
         if not last:

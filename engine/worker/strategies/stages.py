@@ -9,9 +9,7 @@ from typing import Literal
 
 Split = tuple[tuple[int, int], ...]
 """Per rank, its layers as a half-open range."""
-Act = Literal[
-    "forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"
-]
+Act = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
 _RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _MICRO_BATCHES_PER_STAGE = 2
 
@@ -26,8 +24,8 @@ class Step:
 
 
 def parse_split(text: str) -> Split:
-    """ "0-8,8-36" as ranges. Raises ValueError, with what is accepted, unless they begin at 0, are not empty, and follow
-    one another without a gap."""
+    """ "0-8,8-36" as ranges. Raises ValueError unless they begin at 0, are not empty, and follow one another without a
+    gap."""
     ranges = []
     for part in text.replace(" ", "").split(","):
         matched = _RANGE.fullmatch(part)

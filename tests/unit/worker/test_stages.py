@@ -14,7 +14,9 @@ def test_ranges_are_read_as_they_are_written() -> None:
     assert parse_split(" 0-1, 1-2 ,2-4") == ((0, 1), (1, 2), (2, 4))
 
 
-@pytest.mark.parametrize("text", ["", "0-8", "0-8;8-36", "1-8,8-36", "0-8,9-36", "0-8,7-36", "0-0,0-4", "0-8,8-8", "8-0"])
+@pytest.mark.parametrize(
+    "text", ["", "0-8", "0-8;8-36", "1-8,8-36", "0-8,9-36", "0-8,7-36", "0-0,0-4", "0-8,8-8", "8-0"]
+)
 def test_what_is_no_division_is_refused(text: str) -> None:
     if text == "0-8":
         with pytest.raises(ValueError, match="1 ranges for 2 ranks"):

@@ -1,0 +1,113 @@
+"""One rank of a test: trains the cases of `cases.json` one after the other, without the trainer around the strategy, and
+writes what it saw: `rank<N>.json`, and its gradients of the first update and the last weights as safetensors.
+
+    python -m tests.training.divided_program DIRECTORY      (under mlx.launch, or alone)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from engine.worker.collective import Collective
+from engine.worker.data import load_split
+from engine.worker.events import EventWriter
+from engine.worker.job import Job
+from engine.worker.model import load_model
+from engine.worker.reporting import Reporter
+from engine.worker.strategies.data import DataParallel
+from engine.worker.strategies.pipeline import Pipeline
+from engine.worker.strategies.sharded import Sharded
+from engine.worker.strategies.stages import parse_split
+
+
+def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any], rank: int) -> Any:
+    reporter = Reporter(rank, EventWriter(None, rank, 1))
+    shares = case.get("shares") or [1.0] * collective.size
+    if job.strategy == "pipeline":
+        layers = parse_split(case["split"])
+        return Pipeline(job, model, train, collective=collective, layers=layers, reporter=reporter)
+    kind = {"data": DataParallel, "sharded": Sharded}[job.strategy]
+    return kind(job, model, train, collective=collective, shares=shares, reporter=reporter)
+
+
+def gradients(training: Any, job: Job, model: Any, tokens: float) -> dict[str, mx.array]:
+    """This rank's mean gradients, between exchange and apply."""
+    if job.strategy != "data":
+        return {name: value / tokens for name, value in training._part.sums.items()}
+    found: dict[str, mx.array] = training._gradients.unpack(training._sums, tokens)
+    return found
+
+
+def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[str, Any]:
+    rank = collective.rank
+    job = Job.of(case["job"], model=None, data=None, workdir=directory, home=directory)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, tokenizer = load_model(job)
+    if case.get("embeddings"):
+        model.model.embed_tokens.unfreeze()
+    train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
+    training = strategy(job, model, train, collective, case, rank)
+    del model
+    loaded = mx.get_peak_memory() - before
+    losses, norms, state = [], [], 0
+    training.model.train()
+    for iteration in range(1, job.iters + 1):
+        share = training.accumulate(iteration - 1)
+        if iteration % job.grad_accumulation_steps and iteration < job.iters:
+            continue
+        # Gradients' sums, weights and moments: what a rank holds between two steps.
+        state = max(state, mx.get_active_memory() - before)
+        loss, tokens = training.exchange([share.loss_sum, float(share.tokens)])
+        if iteration <= job.grad_accumulation_steps:
+            found = gradients(training, job, None, tokens)
+            mx.save_safetensors(str(directory / f"{case['name']}.gradients.{rank}.safetensors"), found)
+            del found
+        losses.append(loss / tokens)
+        norms.append(training.apply(tokens))
+    peak = mx.get_peak_memory() - before
+    training.model.eval()
+    parts = [training.loss(valid, indices) for indices in valid.fixed_batches(job.batch_size, job.seed, -1)]
+    totals = collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)).tolist()
+    trained = training.trained()
+    if rank == 0:
+        mx.save_safetensors(str(directory / f"{case['name']}.trained.safetensors"), trained)
+    held = sum(value.nbytes for _, value in tree_flatten(training.model.parameters()))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "valid": totals[0] / totals[1],
+        "state": state,
+        "held": held,
+        "loaded": loaded,
+        "peak": peak,
+    }
+
+
+def main(directory: Path) -> None:
+    mx.set_default_device(mx.cpu)
+    mx.disable_compile()
+    cases = json.loads((directory / "cases.json").read_text())
+    rank = int(os.environ.get("MLX_RANK", "0"))
+    collective = Collective("ring", int(os.environ.get("RANKS", "1")), rank)
+    results = {}
+    for case in cases:
+        results[case["name"]] = run(case, collective, directory)
+    (directory / f"rank{rank}.json").write_text(json.dumps(results))
+    collective.barrier()
+    # Past MLX's own end, which may wait for peers that are gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
