@@ -25,7 +25,7 @@ from engine.worker.reporting import Reporter
 from engine.worker.strategies.data import DataParallel
 from engine.worker.strategies.pipeline import Pipeline
 from engine.worker.strategies.sharded import Sharded
-from engine.worker.strategies.stages import parse_split
+from engine.worker.layers import parse_split
 
 
 def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any], rank: int) -> Any:

@@ -10,12 +10,12 @@ from engine.errors import InputError
 from engine.models import NodeFacts
 from engine.planning.advice import OVERRIDE
 from engine.planning.document import Disabled, MemoryPart, RankMemory
-from engine.planning.layers import Split
 from engine.planning.memory.estimate import MemoryAsk, MemoryEstimate, estimate, largest_batch
 from engine.planning.memory.probes import peak_from_probes
 from engine.planning.memory.shape import ModelShape
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
+from engine.worker.layers import Split
 
 WORKING_SET = 0.75
 """Of a Mac's memory: about Metal's recommended working set, where a node did not say its own limit."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from engine.planning.advice import is_m4_max
 from engine.planning.document import StrategyPart
-from engine.planning.layers import Split, bubble, layer_split, written
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
+from engine.worker.layers import Split, layer_split, written
+from engine.worker.strategies.stages import bubble
 
 LAUNCHED = ("data",)
 """Strategies that this release's trainer has."""

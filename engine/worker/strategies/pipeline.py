@@ -22,14 +22,15 @@ from ..collective import Collective
 from ..data import Batch, Split
 from ..feed import Feed
 from ..job import Job, JobError
+from ..layers import Split as Layers
+from ..layers import check_split
 from ..reporting import Reporter
 from ..sampler import Indices
 from .messages import Kind, Messages
 from .parts import Part, Trained
 from .passes import Rows, forward, forward_backward, like_output
 from .sections import Section, check
-from .stages import Split as Layers
-from .stages import Step, check_split, micro_batches, schedule
+from .stages import Step, micro_batches, schedule
 from .strategy import Share, State
 
 

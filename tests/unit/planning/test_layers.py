@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.planning.layers import bubble, layer_split, written
+from engine.worker.layers import layer_split, written
+from engine.worker.strategies.stages import bubble
 
 memories = st.lists(st.sampled_from([16, 24, 32, 64, 96, 128, 192, 256, 512]), min_size=1, max_size=8)
 

@@ -1,13 +1,16 @@
-"""Contiguous layers per rank for a pipeline, by memory; and what its start and end cost."""
+"""Contiguous layers per rank for a pipeline: by memory, and as they are written. Standard library alone: the engine
+plans with it, the trainer divides by it."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 Split = tuple[tuple[int, int], ...]
 """Per rank, its layers as a half-open range."""
+_RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 
 
 def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None] | None = None) -> Split:
@@ -51,12 +54,29 @@ def written(split: Split) -> str:
     return ",".join(f"{start}-{end}" for start, end in split)
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """The part of a step in which a stage of a 1F1B pipeline waits: (p-1)/(m+p-1), 0 to below 1. Source: Narayanan et
-    al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters. Raises ValueError for counts below 1."""
-    if stages < 1 or micro_batches < 1:
-        raise ValueError(f"stages and micro-batches must be at least 1: {stages}, {micro_batches}")
-    return (stages - 1) / (micro_batches + stages - 1)
+def parse_split(text: str) -> Split:
+    """ "0-8,8-36" as ranges. Raises ValueError unless they begin at 0, are not empty, and follow one another without a
+    gap."""
+    ranges = []
+    for part in text.replace(" ", "").split(","):
+        matched = _RANGE.fullmatch(part)
+        if matched is None:
+            raise ValueError(f'{part!r} is no range of layers; accepted is one per rank, such as "0-8,8-36"')
+        ranges.append((int(matched[1]), int(matched[2])))
+    reached = 0
+    for start, end in ranges:
+        if start != reached or end <= start:
+            raise ValueError(f"{start}-{end} does not go on from layer {reached} with at least one layer")
+        reached = end
+    return tuple(ranges)
+
+
+def check_split(split: Split, layers: int, ranks: int) -> None:
+    """Raises ValueError unless `split` divides `layers` over `ranks`."""
+    if len(split) != ranks:
+        raise ValueError(f"it has {len(split)} ranges for {ranks} ranks")
+    if split[-1][1] != layers:
+        raise ValueError(f"it ends at layer {split[-1][1]}, and the model has {layers}")
 
 
 def _told(counts: Sequence[int], limits: Sequence[int | None]) -> str:
