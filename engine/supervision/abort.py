@@ -37,6 +37,8 @@ find out that they are to be killed when it is back after a moment."""
 _ASK_AGAIN_S = 1.0
 _KEEPER_MARGIN_S = 0.3
 """What a keeper needs beyond its graces to drain the log, sweep and write its exit record."""
+_LEAVES_S = 1.0
+"""A trainer that has written its state."""
 _LAUNCHER_LEAVES_S = 0.3
 """After the last rank; the launcher would take up to a second, and nothing of it is needed any more."""
 
@@ -121,6 +123,7 @@ class Stop:
         self._saving = saving
         self._rescue = rescue
         self._wanted = Stage.STOP if cooperative else Stage.TERM if rescue is None else Stage.RESCUE
+        self._written_at: float | None = None
         self._killing_since: float | None = None
         self._others_proved_at: float | None = None
         self._since = self._begun = self._last_saving = 0.0
@@ -178,11 +181,16 @@ class Stop:
         writing = any(phase == "begin" and not self._ranks.all[rank].ended for rank, phase in told.items())
         if waited > (self._graces.save_s if writing else min(self._rescue.patience_s, self._graces.save_s)):
             return True
-        return all(
-            rank.ended or rank.number == self._rescue.culprit or told.get(rank.number) == "committed"
+        awaited = [
+            rank
             for rank in self._ranks.all
-            if not self._gone(self._links.to(rank.number))
-        )
+            if not (rank.ended or rank.number == self._rescue.culprit or self._gone(self._links.to(rank.number)))
+        ]
+        if any(told.get(rank.number) != "committed" for rank in awaited):
+            return False
+        # What has written its state is on its way out.
+        self._written_at = self._written_at or now
+        return not awaited or now - self._written_at > _LEAVES_S
 
     def _while_verifying(self, now: float) -> None:
         if self.stage is Stage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():

@@ -28,7 +28,7 @@ _LEASE_MARGIN_S = 2.0
 _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 _NOT_OUR_ADDRESS = frozenset({"49", "99"})
 _OF_MLX = ("ring.", "jaccl.", "metal.")
-_LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^\w+: ")
+_LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^(?!warning)\w+: ")
 
 _CORRUPTED_FIX = (
     "test the memory of the node that is named, then launch again; where the nodes' chips differ and it comes back in "
@@ -405,7 +405,7 @@ def _stood_still(evidence: Evidence, hang: Hang) -> tuple[RankEvidence | None, s
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stand still"
-    deaf = [rank for rank in evidence.ranks if rank.record is None or rank.record.stopped_by is not None]
+    deaf = [rank for rank in evidence.ranks if rank.record is None or not _lost_its_peers(rank)]
     if len(deaf) == 1 and len(evidence.ranks) > 1:
         return deaf[0], f"rank {deaf[0].rank} on {deaf[0].node} did not answer when the others left"
     return None, "which rank stood still first cannot be told"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from engine.worker.processes import Process, start_time, with_variables
+from engine.worker.processes import Process, start_time, with_nonce, with_variables
 from tests.cluster import sshd
 from tests.cluster.capability import needs_namespaces
 from tests.cluster.cluster import Cluster
@@ -142,8 +142,9 @@ class LoopbackNode(Node):
 
     def processes(self, nonce: str | None = None) -> list[Process]:
         """The node's processes, by a variable in their environment; those with this FLIGHTDECK_NONCE if given."""
-        wanted = {TAG: str(self.folder)} | ({"FLIGHTDECK_NONCE": nonce} if nonce else {})
-        return with_variables(wanted)
+        mine = with_variables({TAG: str(self.folder)})
+        marked = {process.pid for process in with_nonce(nonce)} if nonce else set()
+        return [process for process in mine if not nonce or process.pid in marked]
 
     def read(self, path: str) -> str:
         """The text of a file, absolute or below the node's ~."""

@@ -189,7 +189,7 @@ class Machine:
 
     def processes(self, nonce: str | None = None) -> list[Process]:
         """The processes of the node's user, as the head sees them (pids are the head's), without zombies; those with
-        this FLIGHTDECK_NONCE when one is given. None when the node is off."""
+        this FLIGHTDECK_NONCE, or an attempt's of it, when one is given. None when the node is off."""
         pid = self.pid
         if pid is None:
             return []
@@ -201,7 +201,7 @@ class Machine:
                     continue
                 if entry.stat().st_uid != self.uid or start_time(int(entry.name)) is None:
                     continue
-                if nonce and f"FLIGHTDECK_NONCE={nonce}".encode() not in (entry / "environ").read_bytes().split(b"\0"):
+                if nonce and not _carries(nonce, (entry / "environ").read_bytes().split(b"\0")):
                     continue
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found.append(Process(int(entry.name), words.strip()))
@@ -282,3 +282,9 @@ def until(condition: Callable[[], bool], what: str, detail: Callable[[], str], l
         if time.monotonic() > deadline:
             raise CommandFailed(f"{what}: not within {limit_s:.0f} s {detail()}".rstrip())
         time.sleep(0.005)
+
+
+def _carries(nonce: str, environment: list[bytes]) -> bool:
+    """Whether a process has this nonce, or that of an attempt of its run."""
+    mark = f"FLIGHTDECK_NONCE={nonce}".encode()
+    return any(each == mark or each.startswith(mark + b".") for each in environment)

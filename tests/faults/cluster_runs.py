@@ -26,9 +26,15 @@ class ClusterRun(Run):
 
     nodes: list[Node] = field(default_factory=list)
 
-    def files_of(self, rank: int) -> NodeFiles:
-        node = self.nodes[rank]
-        there = NodeFiles.of(Path(node.home) / ".flightdeck", self.plan.run_id, 1)
+    def node_of(self, rank: int, attempt: int = 1) -> Node:
+        """The node that a rank was on in an attempt."""
+        entries = [each for each in self.entries if each["event"] == "attempt" and each["attempt"] == attempt]
+        names = dict(entries[0]["members"]) if entries else {}
+        return next((node for node in self.nodes if node.name == names.get(rank)), self.nodes[rank])
+
+    def files_of(self, rank: int, attempt: int = 1) -> NodeFiles:
+        node = self.node_of(rank, attempt)
+        there = NodeFiles.of(Path(node.home) / ".flightdeck", self.plan.run_id, attempt)
         return NodeFiles(node.disk.seen_from_head(str(there.directory)))
 
     def left(self) -> list[Process]:

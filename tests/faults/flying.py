@@ -74,11 +74,16 @@ class Run:
 
     @property
     def files(self) -> NodeFiles:
-        return NodeFiles.of(node_root(), self.plan.run_id, 1)
+        return self.files_of(0)
 
-    def files_of(self, rank: int) -> NodeFiles:
-        """The attempt's files on the node of `rank`, as the test sees them."""
-        return self.files
+    def files_of(self, rank: int, attempt: int = 1) -> NodeFiles:
+        """An attempt's files on the node of `rank` in it, as the test sees them."""
+        return NodeFiles.of(node_root(), self.plan.run_id, attempt)
+
+    def attempts(self) -> dict[int, list[int]]:
+        """Attempt → its ranks."""
+        entries = [entry for entry in self.entries if entry["event"] == "attempt"]
+        return {entry["attempt"]: [rank for rank, _ in entry["members"]] for entry in entries}
 
     def left(self) -> list[Process]:
         """All that carries the run's nonce, wherever the run has been."""
@@ -108,10 +113,10 @@ class Run:
     def launcher(self) -> int:
         return int(next(entry["pid"] for entry in self.entries if entry["event"] == "launcher"))
 
-    def identity(self, rank: int) -> Identity:
+    def identity(self, rank: int, attempt: int = 1) -> Identity:
         """Awaits it."""
-        self.wait(lambda: read_identity(self.files_of(rank).identity(rank)) is not None)
-        identity = read_identity(self.files_of(rank).identity(rank))
+        self.wait(lambda: read_identity(self.files_of(rank, attempt).identity(rank)) is not None)
+        identity = read_identity(self.files_of(rank, attempt).identity(rank))
         assert identity is not None
         return identity
 
@@ -144,12 +149,16 @@ class Run:
         assert self.left() == [], self.troubles()
 
     def mirrors_are_equal(self) -> None:
-        """The head's copies of logs and events are the nodes' files, byte for byte."""
+        """The head's copies of logs and events are the nodes' files, byte for byte, attempt after attempt."""
+        attempts = self.attempts()
         for rank in (planned.rank for planned in self.plan.ranks):
-            files = self.files_of(rank)
-            for there, here in ((files.log(rank), self.dir.log(rank)), (files.events(rank), self.dir.events(rank))):
-                if there.exists():
-                    assert here.read_bytes() == there.read_bytes(), f"{here.name}\n{self.troubles()}"
+            files = [self.files_of(rank, attempt) for attempt, ranks in attempts.items() if rank in ranks]
+            for here, there in (
+                (self.dir.log(rank), [each.log(rank) for each in files]),
+                (self.dir.events(rank), [each.events(rank) for each in files]),
+            ):
+                whole = b"".join(path.read_bytes() for path in there if path.exists())
+                assert (here.read_bytes() if here.exists() else b"") == whole, f"{here.name}\n{self.troubles()}"
 
     def wait(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s

@@ -1,0 +1,115 @@
+"""Recovery on four nodes: a rank that is killed, a node that is gone for good, a node that is away for a while."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import FlightConfig, RecoveryConfig
+from engine.models import Reason, RunState
+from tests.cluster.cluster import Cluster
+from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on
+from tests.faults.test_recovery import entries_of, losses
+from tests.faults.test_training import await_iteration, with_keys
+
+ITERATIONS = 16
+
+
+def training(cluster: Cluster, home: Path, recovery: RecoveryConfig, iters: int = ITERATIONS) -> FlightConfig:
+    """The demo on all nodes; nothing is saved on the way, and the batch can be shared by three, too."""
+    keys = {"batch_size": 12, "save_every": 1000, "val_batches": 0}
+    return with_keys(demo_on(cluster, home, iters=iters, recovery=recovery), **keys)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+        home = tmp_path_factory.mktemp("undisturbed")
+        patch.setenv("FLIGHTDECK_HOME", str(home))
+        run = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+        assert run.ended(within_s=200.0).state is RunState.SUCCEEDED, run.troubles()
+        return losses(run)
+
+
+def killed_at_random(nodes: Cluster, home: Path, seed: int) -> ClusterRun:
+    """A run of which one rank was killed at a random step."""
+    moment = random.Random(seed)
+    run = fly_on(nodes, home, training(nodes, home, RecoveryConfig()))
+    await_iteration(run, moment.randint(2, ITERATIONS - 5))
+    rank = moment.randint(0, 3)
+    run.kill(rank, run.identity(rank).trainer_pid)
+    record = run.ended(within_s=200.0)
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
+    return run
+
+
+def whole_and_exact(run: ClusterRun, undisturbed: dict[int, float]) -> None:
+    assert losses(run) == undisturbed
+    assert len(set(losses(run, 1)) & set(losses(run, 2))) <= 1, "steps that were made twice"
+    (told,) = entries_of(run, "recovered")
+    assert (told["source"], told["repeated"] <= 1) == ("rescue", True), told
+
+
+def test_a_rank_killed_at_a_random_step(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
+    whole_and_exact(killed_at_random(nodes, home, 0), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 10))
+def test_a_rank_killed_at_many_random_steps(
+    nodes: Cluster, home: Path, undisturbed: dict[int, float], seed: int
+) -> None:
+    whole_and_exact(killed_at_random(nodes, home, seed), undisturbed)
+
+
+SHORT = RecoveryConfig(lease_s=3.0, save_grace_s=3.0, stop_grace_s=1.0, term_grace_s=0.5)
+
+
+def test_three_go_on_when_a_node_is_gone_for_good(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
+    recovery = SHORT.model_copy(update={"min_nodes": 3})
+    run = fly_on(nodes, home, training(nodes, home, recovery))
+    await_iteration(run, 4)
+    nodes["bea"].power_off()
+    run.wait(lambda: run.record.state.ended, 200.0)
+    record = run.record
+    assert (record.state, record.attempts, record.world_size) == (RunState.SUCCEEDED, 2, 3), run.troubles()
+    assert record.unconfirmed == ["bea"], "nobody has seen that nothing is left there"
+    (recovery_entry,) = entries_of(run, "recovery")
+    assert (recovery_entry["members"], recovery_entry["left_out"]) == (["ana", "cyd", "dov"], ["bea"])
+    members = {entry["attempt"]: entry["members"] for entry in entries_of(run, "attempt")}
+    assert members[2] == [[0, "ana"], [1, "cyd"], [2, "dov"]]
+    (ended,) = entries_of(run, "attempt_ended")
+    assert (ended["reason"], ended["host"]) == ("node_lost", "bea")
+    found = losses(run)
+    assert sorted(found) == list(range(1, ITERATIONS + 1))
+    assert max(abs(found[step] - undisturbed[step]) for step in found) < 1e-4
+    nodes["bea"].power_on()
+    run.wait(lambda: run.record.unconfirmed == [], 60.0)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_needed_is_waited_for(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
+    run = fly_on(nodes, home, training(nodes, home, SHORT))
+    await_iteration(run, 4)
+    nodes["cyd"].power_off()
+    run.wait(lambda: any("waits for cyd" in note for note in run.notes), 100.0)
+    assert len(run.attempts()) == 1
+    nodes["cyd"].power_on()
+    record = run.ended(within_s=200.0)
+    assert (record.state, record.attempts, record.world_size) == (RunState.SUCCEEDED, 2, 4), run.troubles()
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_come_back_ends_the_run_by_its_name(nodes: Cluster, home: Path) -> None:
+    recovery = SHORT.model_copy(update={"node_wait_s": 3.0})
+    run = fly_on(nodes, home, training(nodes, home, recovery, iters=5000))
+    await_iteration(run, 3)
+    nodes["dov"].power_off()
+    run.wait(lambda: run.record.state.ended, 100.0)
+    record = run.record
+    assert (record.state, record.reason, record.host) == (RunState.FAILED, Reason.NODE_LOST, "dov"), run.troubles()
+    assert "dov has not come back" in entries_of(run, "given_up")[0]["why"]
