@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 65_536
+_SAVES = ("checkpoint", "rescue")
 
 
 class EventWriter:
@@ -60,7 +61,7 @@ def last_phase(path: Path) -> str | None:
             continue
         if event.get("event") == "phase":
             return str(event.get("phase"))
-        if event.get("event") == "checkpoint" and event.get("phase") == "begin":
+        if event.get("event") in _SAVES and event.get("phase") == "begin" and not event.get("background"):
             return "saving"
         if event.get("event") == "end":
             return None

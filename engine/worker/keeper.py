@@ -14,7 +14,8 @@ program's, or 128 + signal.
 
 Words on the FIFO: "beat" renews the lease (every word does). "stop" asks the trainer for a last checkpoint and, when it
 has not left after `stop_grace_s` (`save_grace_s` while its events say that it saves), sends TERM to the group and after
-`term_grace_s` KILL. "end" goes to TERM at once. A user's own command knows no such request: for it "stop" is "end".
+`term_grace_s` KILL. "end" goes to TERM at once. "rescue" asks the trainer to write the state of its last finished
+update and to leave, for a peer is lost. A user's own command knows no such requests: for it all three are "end".
 HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless `on_lease_expiry` is "continue".
 
 With `--detach` the keeper leaves the process that was started, and that one ends when the rank has started: with 0 when
@@ -50,6 +51,7 @@ from .wire import (
     BEAT,
     END,
     NONCE_ENV,
+    RESCUE,
     STOP,
     AttemptSpec,
     ExitRecord,
@@ -152,15 +154,18 @@ class Keeper:
             program.signal_group(signal.SIGKILL)
 
     def _take(self, word: bytes, program: Program) -> None:
-        if word not in (BEAT, STOP, END):
+        if word not in (BEAT, STOP, RESCUE, END):
             _say(f"unknown word {word[:80]!r}")
             return
         self._beat = time.monotonic()
         self._lease_over = False
         if word == STOP:
             self._stop(program, "stop")
-        elif word == END:
-            self._end(program, "end")
+        elif word == END or (word == RESCUE and not program.cooperative):
+            self._end(program, word.decode().strip())
+        elif word == RESCUE:
+            _say("a peer is lost: the trainer is to write its state and leave")
+            program.tell(RESCUE)
 
     def _stop(self, program: Program, reason: str) -> None:
         if self._stopped_by is not None:
@@ -172,7 +177,7 @@ class Keeper:
         _say(f"stopping: {reason}")
         self._stop_at = time.monotonic()
         self._term_at = self._stop_at + self._spec.stop_grace_s
-        program.ask_to_stop()
+        program.tell(STOP)
 
     def _end(self, program: Program, reason: str) -> None:
         self._stopped_by = self._stopped_by or reason

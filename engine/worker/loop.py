@@ -18,9 +18,13 @@ from .collective import Collective
 from .control import Control
 from .data import Split
 from .job import Job
+from .periodic import Periodic
 from .replicas import Corrupted, Replicas
 from .reporting import Reporter, ReportWindow
+from .rescue import Rescue
+from .resume import Start
 from .saving import Saver
+from .snapshot import Snapshot
 from .strategies.strategy import Share, Strategy
 
 _CACHE_BYTES = 2**30
@@ -64,7 +68,11 @@ class Loop:
         control: Control,
         reporter: Reporter,
         replicas: Replicas,
+        periodic: Periodic,
+        rescue: Rescue,
+        start: Start | None = None,
     ) -> None:
+        """`start`: what the strategy's state has been restored to."""
         self._job = job
         self._strategy = strategy
         self._valid = valid
@@ -72,19 +80,24 @@ class Loop:
         self._control = control
         self._reporter = reporter
         self._replicas = replicas
+        self._periodic = periodic
+        self._rescue = rescue
         self._saver = Saver(job, strategy, collective, replicas, reporter)
-        self._window = ReportWindow()
+        self._start = start or Start()
+        self._window = ReportWindow(self._start.window)
         self._pending: list[_Micro] = []
         self._stop = False
-        self._updates = 0
+        self._updates = self._start.update
 
     def run(self) -> Outcome:
         """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
         job = self._job
         self._strategy.model.train()
-        if not self._replicas.compare(0, 0):
+        done = self._start.iteration
+        self._rescue.hold(self._snapshot(done))
+        if not self._replicas.compare(done, self._updates):
             return self._part()
-        for iteration in range(1, job.iters + 1):
+        for iteration in range(done + 1, job.iters + 1):
             if iteration in (1, job.iters) or iteration % job.steps_per_eval == 0:
                 self._validate(iteration - 1)
                 if self._stop:
@@ -99,8 +112,11 @@ class Loop:
                     if self._replicas.compare(iteration, self._updates + 1):
                         raise
                     return self._part()
-                if self._replicas.due(self._updates) and not self._replicas.compare(iteration, self._updates):
+                due = self._periodic.due(self._updates)
+                if (due or self._replicas.due(self._updates)) and not self._replicas.compare(iteration, self._updates):
                     return self._part()
+                if due:
+                    self._periodic.begin(self._snapshot(iteration))
             self._strategy.feed.finish(iteration - 1)
             if self._stop and iteration < job.iters:
                 return self._leave(Outcome(False, True, iteration))
@@ -148,18 +164,32 @@ class Loop:
         begun = time.perf_counter()
         counters = [micro.share.loss_sum for micro in self._pending]
         counters += [float(micro.share.tokens) for micro in self._pending]
-        *counted, stop = self._strategy.exchange([*counters, float(self._control.stop_asked)])
+        counters += [float(self._control.stop_asked), *self._periodic.counters()]
+        *counted, stop, idle, settled = self._strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
         self._stop = stop > 0
+        self._keep_up(idle, settled)
         summed = time.perf_counter()
         for micro, loss in zip(self._pending, losses, strict=True):
             if not math.isfinite(loss):
                 raise Diverged(f"loss is not finite at iteration {micro.iteration}")
-        norm = self._step(sum(tokens))
-        updated = time.perf_counter()
-        self._updates += 1
-        self._tell(losses, tokens, summed - begun, updated - summed, norm)
+        with self._rescue.changing():
+            norm = self._step(sum(tokens))
+            updated = time.perf_counter()
+            self._updates += 1
+            self._tell(losses, tokens, summed - begun, updated - summed, norm)
+            self._rescue.hold(self._snapshot(self._pending[-1].iteration))
         self._pending = []
+
+    def _snapshot(self, iteration: int) -> Snapshot:
+        return Snapshot(iteration, self._updates, self._window.counted, self._strategy.state())
+
+    def _keep_up(self, idle: float, settled: float) -> None:
+        """What the sums say of the checkpoints: once one is whole, what earlier attempts have rescued is older."""
+        before = self._periodic.committed
+        self._periodic.agree(idle, settled)
+        if before is None and self._periodic.committed is not None:
+            self._rescue.forget()
 
     def _look_at_own(self) -> None:
         """This rank's loss and gradient norm before they are summed: how the consistency of the ranks is judged."""
@@ -213,6 +243,12 @@ class Loop:
             if not self._replicas.compare(outcome.iteration, self._updates):
                 return self._part()
             self._saver.save(outcome.iteration, last=True)
+            # A run that was stopped can go on where it was; one that is complete needs no more than its weights.
+            self._periodic.finish(None if outcome.completed else self._snapshot(outcome.iteration))
+            # Who leaves first would take the others down.
+            self._collective.barrier()
+            if outcome.completed:
+                self._rescue.forget_all()
         return outcome
 
     def _part(self) -> Outcome:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from . import processes
-from .wire import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, STOP, AttemptSpec, NodeFiles, RankSpec
+from .wire import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
 
 
 class Program:
@@ -44,9 +44,10 @@ class Program:
         """As subprocess has it: negative for a signal, None while it runs."""
         return self._process.poll()
 
-    def ask_to_stop(self) -> None:
+    def tell(self, word: bytes) -> None:
+        """STOP or RESCUE, to a trainer."""
         try:
-            os.write(self._control, STOP)
+            os.write(self._control, word)
         except BrokenPipeError:
             # It has left already: the next look at its return code will say so.
             return

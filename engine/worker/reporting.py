@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -74,17 +75,32 @@ class Reporter:
 class ReportWindow:
     """What happened since the last report."""
 
-    def __init__(self) -> None:
-        self._losses: list[float] = []
-        self._iterations = 0
-        self._tokens = 0
-        self._seconds = 0.0
-        self._trained_tokens = 0
+    def __init__(self, counted: Mapping[str, Any] | None = None) -> None:
+        """`counted`: what another window had `counted`, to go on from."""
+        known = counted or {}
+        self._loss_sum = float(known.get("loss_sum", 0.0))
+        self._losses = int(known.get("losses", 0))
+        self._iterations = int(known.get("iterations", 0))
+        self._tokens = int(known.get("tokens", 0))
+        self._seconds = float(known.get("seconds", 0.0))
+        self._trained_tokens = int(known.get("trained_tokens", 0))
+
+    @property
+    def counted(self) -> dict[str, float]:
+        return {
+            "loss_sum": self._loss_sum,
+            "losses": self._losses,
+            "iterations": self._iterations,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "trained_tokens": self._trained_tokens,
+        }
 
     def add(self, loss: float | None, tokens: int, seconds: float) -> None:
         """One iteration: its global loss (None without targets), global tokens, and how long it took here."""
         if loss is not None:
-            self._losses.append(loss)
+            self._loss_sum += loss
+            self._losses += 1
         self._iterations += 1
         self._tokens += tokens
         self._seconds += seconds
@@ -94,12 +110,12 @@ class ReportWindow:
         self._trained_tokens += self._tokens
         values = {
             "iteration": iteration,
-            "train_loss": sum(self._losses) / len(self._losses) if self._losses else float("nan"),
+            "train_loss": self._loss_sum / self._losses if self._losses else float("nan"),
             "learning_rate": learning_rate,
             "iterations_per_second": self._iterations / self._seconds,
             "tokens_per_second": self._tokens / self._seconds,
             "trained_tokens": self._trained_tokens,
             "peak_memory": mx.get_peak_memory() / 1e9,
         }
-        self._losses, self._iterations, self._tokens, self._seconds = [], 0, 0, 0.0
+        self._loss_sum, self._losses, self._iterations, self._tokens, self._seconds = 0.0, 0, 0, 0, 0.0
         return values

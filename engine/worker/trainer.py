@@ -3,30 +3,34 @@
 It imports MLX late and mlx-lm after the group has been made: a rank that comes 15 seconds after the others fails the
 ring's start, and what loads slowly must not be in between.
 Exit codes: 0 completed, or stopped as asked; 1 an exception; 3 the group is not the planned one; 4 diverged; 5 a peer
-was lost; 6 the keeper is gone; 7 its parameters differ from the other ranks'.
+was lost, the state of the last finished update has been rescued where that could be; 6 the keeper is gone; 7 its
+parameters differ from the other ranks'.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import platform
 import sys
 import traceback
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .control import Control
+from .control import EXIT_PEER_LOST, Control
 from .events import EventWriter
 from .priority import raise_priority
 from .wire import EVENTS_ENV, SPEC_ENV, AttemptSpec
 
 if TYPE_CHECKING:
     from .collective import Collective
+    from .data import Split
+    from .job import Job
+    from .loop import Loop
     from .reporting import Reporter
+    from .rescue import Rescue
+    from .strategies.strategy import Strategy
 
-EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_PEER_LOST, EXIT_CORRUPTED = 1, 3, 4, 5, 7
+EXIT_EXCEPTION, EXIT_GROUP, EXIT_DIVERGED, EXIT_CORRUPTED = 1, 3, 4, 7
 _EXIT_CODES = {
     "GroupError": EXIT_GROUP,
     "Diverged": EXIT_DIVERGED,
@@ -79,12 +83,12 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from . import checkpoints
+    from .collective import PeerLost
     from .data import load_split
     from .job import Job, JobError, config_hash
-    from .loop import Loop
-    from .model import load_model, parameter_checksum, sizes
-    from .replicas import Replicas
-    from .strategies.data import DataParallel
+    from .model import files_checksum, load_model, parameter_checksum, sizes
+    from .snapshot import versions
+    from .strategies.chosen import chosen as chosen_strategy
 
     here = next(entry for entry in spec.ranks if entry.rank == collective.rank)
     raw = spec.job or {}
@@ -105,7 +109,8 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
     test = load_split(job, "test", tokenizer, truncated) if job.test else None
     if test is not None and not len(test):
         raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true asks for it")
-    checksum = parameter_checksum(model)
+    # A model that is divided over the ranks is never whole in the memory of one.
+    checksum = parameter_checksum(model) if job.strategy == "data" else files_checksum(job)
     collective.agree(
         {
             "the job's configuration": int(config_hash(raw)[:8], 16),
@@ -120,10 +125,7 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
     trainable, total = sizes(model)
     reporter.event(
         "start",
-        versions={
-            "python": platform.python_version(),
-            **{name.replace("-", "_"): version(name) for name in ("mlx", "mlx-lm")},
-        },
+        versions=versions(),
         world_size=spec.world_size,
         backend=spec.backend,
         config_hash=config_hash(raw),
@@ -139,30 +141,84 @@ def _train(spec: AttemptSpec, spec_path: Path, collective: Collective, control: 
         f"{len(train)} examples{pieces}, {job.iters} iterations of {job.batch_size}"
     )
     shares = [entry.share for entry in spec.ranks]
-    strategy = DataParallel(job, model, train, collective=collective, shares=shares, reporter=reporter)
+    strategy = chosen_strategy(job, model, train, collective=collective, shares=shares, reporter=reporter)
+    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
+        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
+    training, rescue = _loop(spec, job, strategy, valid, collective=collective, control=control, reporter=reporter)
+    try:
+        outcome = training.run()
+        if test is not None and not outcome.stopped:
+            reporter.phase("validating")
+            loss = training.evaluate(test, job.test_batches)
+            if loss is not None:
+                reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
+                reporter.say(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+    except PeerLost:
+        rescue.leave()
+        raise
+    reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
+    reporter.say(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
+    return 0
+
+
+def _loop(
+    spec: AttemptSpec,
+    job: Job,
+    strategy: Strategy,
+    valid: Split,
+    *,
+    collective: Collective,
+    control: Control,
+    reporter: Reporter,
+) -> tuple[Loop, Rescue]:
+    """The training at the place where it begins or goes on, and what keeps its state. Raises JobError, PeerLost."""
+    from .job import config_hash
+    from .loop import Loop
+    from .periodic import Cadence, Periodic
+    from .places import Places, check_compression
+    from .replicas import Replicas
+    from .rescue import Rescue
+    from .resume import Resume
+    from .snapshot import Origin
+
+    rank, size = collective.rank, collective.size
+    here = next(entry for entry in spec.ranks if entry.rank == rank)
+    part, parts = (0, 1) if strategy.replicated else (rank, size)
+    hashed = config_hash(spec.job or {})
+    origin = Origin(hashed, size, part, parts)
+    places = Places.of(job.home, Path(here.workdir), spec.run_id, here.checkpoint_folder)
+    start = None
+    if spec.resume:
+        places.fetch(rank, size, replicated=strategy.replicated, reporter=reporter)
+        adapter = job.resume_adapter_file is not None
+        start = Resume(collective, strategy, hashed, reporter).run(places.states(), adapter=adapter)
+    writes = spec.checkpoint_every > 0 and (part > 0 or rank == 0)
+    if writes:
+        check_compression(spec.checkpoint_compression)
+    periodic = Periodic(
+        places.folder(part, parts),
+        Cadence(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression),
+        origin,
+        reporter,
+        writes=writes,
+        remote=places.remote(part, parts) if writes else None,
+    )
+    rescue = Rescue(job.home, spec.attempt, rank, origin, reporter)
+    control.on_rescue = rescue.left_by_control
     every = spec.replica_check_every if strategy.replicated else 0
-    replicas = Replicas(model, collective, reporter, every=every, stops=spec.on_corruption == "stop")
-    training = Loop(
+    loop = Loop(
         job=job,
         strategy=strategy,
         valid=valid,
         collective=collective,
         control=control,
         reporter=reporter,
-        replicas=replicas,
+        replicas=Replicas(strategy.model, collective, reporter, every=every, stops=spec.on_corruption == "stop"),
+        periodic=periodic,
+        rescue=rescue,
+        start=start,
     )
-    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
-        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
-    outcome = training.run()
-    if test is not None and not outcome.stopped:
-        reporter.phase("validating")
-        loss = training.evaluate(test, job.test_batches)
-        if loss is not None:
-            reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
-            reporter.say(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
-    reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
-    reporter.say(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
-    return 0
+    return loop, rescue
 
 
 def _fail(error: BaseException, events: EventWriter) -> int:

@@ -60,6 +60,8 @@ class RankSpec:
     resume_adapter_file: str | None = None
     share: float = 1.0
     """Relative share of the global batch, > 0."""
+    checkpoint_folder: str | None = None
+    """Where this run's checkpoints go, on the node, or an fsspec address; None: below the run's folder on the node."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class AttemptSpec:
     """Updates between two comparisons of the ranks' parameters; 0: never."""
     on_corruption: str = "stop"
     """"stop" or "warn"."""
+    checkpoint_every: int = 0
+    """Updates from one checkpoint of the state to the next; 0: none."""
+    checkpoint_keep: int = 3
+    checkpoint_compression: str = "none"
+    """"none", "gzip" or "zstd"."""
     resume: bool = False
     """Go on from the newest whole state that any rank has, instead of from the beginning."""
     version: int = WIRE_VERSION

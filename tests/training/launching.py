@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -16,7 +17,16 @@ from engine.launch.bundle import stage_bundle
 from engine.launch.launchers_own import temporary_files
 from engine.launch.start_script import start_script
 from engine.worker import processes
-from engine.worker.wire import NONCE_ENV, AttemptSpec, ExitRecord, NodeFiles, RankSpec, read_exit, write_atomic
+from engine.worker.wire import (
+    NONCE_ENV,
+    AttemptSpec,
+    ExitRecord,
+    NodeFiles,
+    RankSpec,
+    read_exit,
+    read_identity,
+    write_atomic,
+)
 from tests.unit.launch.places import ring_ports
 from tests.unit.worker.waiting import wait_until
 
@@ -31,6 +41,27 @@ class Launched:
     files: NodeFiles
     ranks: int
     nonce: str
+
+    @property
+    def home(self) -> Path:
+        """The run's folder on the node: here, of all ranks."""
+        return self.files.directory.parents[1]
+
+    def kill(self, *ranks: int) -> None:
+        """kill -9 of these ranks' trainers, as good as at once."""
+        identities = [read_identity(self.files.identity(rank)) for rank in ranks]
+        for identity in identities:
+            assert identity is not None
+            os.kill(identity.trainer_pid, signal.SIGKILL)
+
+    def freeze(self, rank: int) -> None:
+        """SIGSTOP to a rank's trainer."""
+        identity = read_identity(self.files.identity(rank))
+        assert identity is not None
+        os.kill(identity.trainer_pid, signal.SIGSTOP)
+
+    def exit(self, rank: int) -> ExitRecord | None:
+        return read_exit(self.files.exit(rank))
 
     @property
     def adapters(self) -> Path:
@@ -78,10 +109,11 @@ def launch(
     shares: tuple[float, ...] = (1.0,),
     overrides: dict[int, dict[str, Any]] | None = None,
     spec_fields: dict[str, Any] | None = None,
+    attempt: int = 1,
 ) -> Launched:
     """Launch `job` on one local rank per share; `overrides` changes single ranks' specs."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = NodeFiles.of(directory / "node", "run", 1)
+    files = NodeFiles.of(directory / "node", "run", attempt)
     files.directory.mkdir(parents=True)
     ranks = [
         RankSpec(
@@ -100,7 +132,7 @@ def launch(
     nonce = uuid.uuid4().hex
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     fields = {"env": environment, "lease_s": LIMIT_S, "world_size": len(ranks), **(spec_fields or {})}
-    spec = AttemptSpec(run_id="run", attempt=1, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
+    spec = AttemptSpec(run_id="run", attempt=attempt, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
     write_atomic(files.spec, spec.to_json())
     write_atomic(files.start, start_script(spec, files, stage_bundle(directory / "node")))
     started = run_under_launcher(files.directory, len(ranks), ["/bin/sh", str(files.start)], nonce)

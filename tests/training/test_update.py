@@ -25,14 +25,19 @@ from engine.worker.job import Job, JobError
 from engine.worker.loop import Diverged, Loop, Outcome
 from engine.worker.model import load_model, parameter_checksum
 from engine.worker.optimizer import Updater
+from engine.worker.periodic import Cadence, Periodic
 from engine.worker.replicas import Replicas
 from engine.worker.reporting import Reporter
+from engine.worker.rescue import Rescue
+from engine.worker.snapshot import Origin
 from engine.worker.strategies import gradients as gradients_module
 from engine.worker.strategies.data import DataParallel
 from engine.worker.strategies.gradients import Gradients
 from engine.worker.wire import CONTROL_FD_ENV, STOP
 from tests.training.conftest import Tiny, write_rows
 from tests.unit.worker.waiting import wait_until
+
+ALONE = Origin("c", world_size=1, part=0, parts=1)
 
 
 @dataclass
@@ -82,6 +87,8 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
         control=control or Control(),
         reporter=reporter,
         replicas=Replicas(model, collective, reporter, every=50, stops=True),
+        periodic=Periodic(home / "checkpoints", Cadence(0), ALONE, reporter, writes=False),
+        rescue=Rescue(home, 1, 0, ALONE, reporter),
     )
     trained = Trained(job, model)
     trained.outcome = loop.run()

@@ -95,6 +95,13 @@ class HashedFile:
             view = view[os.write(self._descriptor, view) :]
 
 
+def check(compression: str) -> None:
+    """Raises ValueError for one that is not there."""
+    if compression not in _SUFFIX:
+        raise ValueError(f"{compression!r}: must be one of {', '.join(_SUFFIX)}")
+    _packer(compression)
+
+
 def to_disk(descriptor: int) -> None:
     """Raises OSError."""
     if sys.platform == "darwin":

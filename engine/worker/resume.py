@@ -1,0 +1,259 @@
+"""Where a training goes on: the newest whole state that any rank has, given to all of them.
+
+Every rank lists what lies on its disk (rescues of earlier attempts, checkpoints), all ranks see all lists, and take
+the same decision from them. A state is used only when every byte of it has been compared with its hash; each that is
+refused is told, and the next older one is tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import store
+from .checkpoint.errors import Refused
+from .collective import Collective
+from .job import JobError
+from .passing import gather_facts, pass_arrays, pass_facts
+from .reporting import Reporter
+from .strategies.strategy import State, Strategy
+
+_MOST = 32
+"""States of one rank that are looked at."""
+_MOST_PARTS = 1000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder in which states may lie."""
+
+    source: str
+    """ "rescue" or "checkpoint"."""
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the training goes on from; all zero at its beginning."""
+
+    iteration: int = 0
+    update: int = 0
+    window: dict[str, Any] | None = None
+    """What had been counted since the last report."""
+    source: str = "none"
+    """ "rescue", "checkpoint", "adapter" or "none"."""
+    rank: int | None = None
+    """Whose state it is; None where each rank has its own part."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a manifest says of the training, as far as it can be believed."""
+
+    iteration: int
+    part: int
+    parts: int
+    window: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Facts:
+        """Raises Refused for what no training of ours has written."""
+        iteration, part, parts, window = (state.get(key) for key in ("iteration", "part", "parts", "window"))
+        if not (type(iteration) is type(part) is type(parts) is int and isinstance(window, dict)):
+            raise Refused("its manifest does not say of which iteration it is")
+        if not (iteration >= 0 and 0 <= part < parts <= _MOST_PARTS):
+            raise Refused(f"its manifest says iteration {iteration}, part {part} of {parts}")
+        if not all(isinstance(value, int | float) for value in window.values()):
+            raise Refused("its manifest counts what is no number")
+        return cls(iteration, part, parts, window)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A state, or a part of one, that is whole as far as names and sizes tell."""
+
+    source: str
+    path: Path
+    update: int
+    facts: _Facts
+
+    @property
+    def row(self) -> list[Any]:
+        return [self.update, self.facts.parts, self.facts.part, self.source, self.facts.iteration, self.facts.window]
+
+
+Row = Sequence[Any]
+Holder = tuple[int, int]
+"""A rank, and which of its rows."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A state of which every part lies somewhere."""
+
+    update: int
+    holders: tuple[tuple[Holder, ...], ...]
+    """Of each part: all who have it, the rank of its number first."""
+
+
+def wholes(rows: Sequence[Sequence[Row]]) -> list[Whole]:
+    """All whole states in `rows` (every rank's candidates), newest first; of one update, that in the fewest parts."""
+    found: dict[tuple[int, int], dict[int, list[Holder]]] = {}
+    for rank, candidates in enumerate(rows):
+        for place, (update, parts, part, *_) in enumerate(candidates):
+            found.setdefault((update, parts), {}).setdefault(part, []).append((rank, place))
+    return [
+        Whole(update, tuple(tuple(sorted(held[part], key=lambda one: (one[0] != part, one))) for part in range(parts)))
+        for (update, parts), held in sorted(found.items(), key=lambda entry: (-entry[0][0], entry[0][1]))
+        if len(held) == parts
+    ]
+
+
+class Resume:
+    """The search of one rank. Every call is made by every rank."""
+
+    def __init__(self, collective: Collective, strategy: Strategy, config_hash: str, reporter: Reporter) -> None:
+        self._collective = collective
+        self._strategy = strategy
+        self._config_hash = config_hash
+        self._reporter = reporter
+        self._refused = 0
+        self._own: list[_Candidate] = []
+        self._rows: list[list[Row]] = []
+
+    def run(self, places: Sequence[Place], *, adapter: bool = False) -> Start:
+        """Restore the newest whole state and say so. `adapter`: the model has the weights of an adapter file, where
+        there is no state. Raises PeerLost, JobError."""
+        begun = time.perf_counter()
+        self._own = self._candidates(places)
+        self._rows = gather_facts(self._collective, [candidate.row for candidate in self._own])
+        none = Start(source="adapter" if adapter else "none")
+        found = next((start for whole in wholes(self._rows) if (start := self._try(whole)) is not None), none)
+        refused = sum(gather_facts(self._collective, self._refused))
+        self._tell(found, time.perf_counter() - begun, refused)
+        return found
+
+    def _candidates(self, places: Sequence[Place]) -> list[_Candidate]:
+        found = []
+        for place in places:
+            try:
+                paths = store.listed(place.folder)
+            except OSError as error:
+                self._reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
+                continue
+            for path in reversed(paths[-_MOST:]):
+                try:
+                    manifest = store.prove(path, thorough=False).manifest
+                    if manifest.config_hash != self._config_hash:
+                        raise Refused("it is of another job")
+                    found.append(_Candidate(place.source, path, manifest.update, _Facts.of(manifest.state)))
+                except (Refused, OSError) as error:
+                    self._refuse(path, error)
+        return sorted(found, key=lambda each: -each.update)[:_MOST]
+
+    def _refuse(self, path: Path, why: Exception) -> None:
+        self._refused += 1
+        self._reporter.warn(f"the state in {path} is not used: {why}")
+
+    def _try(self, whole: Whole) -> Start | None:
+        """Restore it, on all ranks or on none; None when a part of it cannot be read by anybody who has it."""
+        chosen = [self._holder(holders) for holders in whole.holders]
+        if None in chosen:
+            return None
+        holders = [holder for holder in chosen if holder is not None]
+        size = self._collective.size
+        apart = len(holders) == size > 1 and [rank for rank, _ in holders] == list(range(size))
+        if apart:
+            part = self._collective.rank
+            faults = [self._put(self._loaded(holders[part]), part, size, holders[part])]
+        else:
+            faults = []
+            for part, holder in enumerate(holders):
+                state = self._passed(holder)
+                faults.append(self._put(state, part, len(holders), holder))
+        return self._started(whole, holders, apart=apart, faults=gather_facts(self._collective, faults))
+
+    def _holder(self, holders: Sequence[Holder]) -> Holder | None:
+        """The first whose copy proves itself."""
+        for rank, place in holders:
+            proved = rank == self._collective.rank and self._proves(self._own[place])
+            if pass_facts(self._collective, proved, rank):
+                return rank, place
+        return None
+
+    def _proves(self, candidate: _Candidate) -> bool:
+        try:
+            store.prove(candidate.path)
+        except (Refused, OSError) as error:
+            self._refuse(candidate.path, error)
+            return False
+        return True
+
+    def _loaded(self, holder: Holder) -> State | None:
+        """This rank's own; None when it cannot be read after all."""
+        candidate = self._own[holder[1]]
+        try:
+            return store.load(store.prove(candidate.path, thorough=False))
+        except (Refused, OSError) as error:
+            self._refuse(candidate.path, error)
+            return None
+
+    def _passed(self, holder: Holder) -> State | None:
+        """The holder's, on every rank."""
+        mine = holder[0] == self._collective.rank
+        state = self._loaded(holder) if mine else None
+        if not pass_facts(self._collective, state is not None, holder[0]):
+            return None
+        if self._collective.size == 1:
+            return state
+        return pass_arrays(self._collective, state, holder[0])
+
+    def _put(self, state: State | None, part: int, parts: int, holder: Holder) -> bool:
+        """Whether it could be restored."""
+        if state is None:
+            return False
+        try:
+            self._strategy.restore(state, part, parts)
+        except ValueError as error:
+            if holder[0] == self._collective.rank:
+                self._refuse(self._own[holder[1]].path, error)
+            return False
+        return True
+
+    def _started(self, whole: Whole, holders: list[Holder], *, apart: bool, faults: list[list[bool]]) -> Start | None:
+        """`faults`: of each rank, whether each part could be restored."""
+        good = [worked for row in faults for worked in row]
+        if not any(good):
+            return None
+        if not all(good):
+            raise JobError(
+                f"the state of update {whole.update} could be restored on some ranks or in part only: remove it, and "
+                "resume again"
+            )
+        rank, place = holders[0]
+        _, _, _, source, iteration, window = self._rows[rank][place]
+        return Start(int(iteration), whole.update, dict(window), str(source), None if apart else rank)
+
+    def _tell(self, found: Start, seconds: float, refused: int) -> None:
+        self._reporter.event(
+            "resumed",
+            source=found.source,
+            iteration=found.iteration,
+            update=found.update,
+            from_rank=found.rank,
+            seconds=seconds,
+            refused=refused,
+        )
+        if not found.update:
+            weights = ", with the weights of resume_adapter_file" if found.source == "adapter" else ""
+            why = f"{refused} were refused" if refused else "no rank has any"
+            self._reporter.warn(f"no state to go on from ({why}): the training begins again at iteration 1{weights}")
+            return
+        whose = "every rank's own part of it" if found.rank is None else f"rank {found.rank}'s"
+        self._reporter.say(
+            f"goes on after iteration {found.iteration} (update {found.update}) from a {found.source}, {whose}, "
+            f"in {seconds:.2f} s"
+        )

@@ -1,0 +1,260 @@
+"""A training that was killed goes on as if it had never stopped: bit by bit on as many ranks, to 1e-4 on others."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.worker.checkpoint.manifest import NAME
+from tests.training.conftest import Tiny
+from tests.training.launching import Launched, launch
+from tests.unit.worker.waiting import wait_until
+
+ITERS = 40
+BOTH = (1.0, 1.0)
+SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 40, 1e-5]}
+DROPOUT: dict[str, Any] = {
+    "fine_tune_type": "lora",
+    "num_layers": 2,
+    "lora_parameters": {"rank": 2, "scale": 2.0, "dropout": 0.3},
+}
+
+
+def job(tiny: Tiny, **keys: Any) -> dict[str, Any]:
+    return tiny.job(**{"iters": ITERS, "lr_schedule": SCHEDULE, "save_every": 1000, **keys})
+
+
+def fly(
+    home: Path, what: dict[str, Any], shares: Sequence[float] = BOTH, *, attempt: int = 1, every: int = 5, **fields: Any
+) -> Launched:
+    """An attempt of one run: the first begins, later ones go on."""
+    settings = {"checkpoint_every": every, "resume": attempt > 1, "replica_check_every": 10, **fields}
+    return launch(home, what, shares=tuple(shares), spec_fields=settings, attempt=attempt)
+
+
+def weights(run: Launched) -> dict[str, np.ndarray]:
+    found = mx.load(str(run.adapters / "adapters.safetensors"))
+    assert isinstance(found, dict)
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def same_weights(one: Launched, other: Launched) -> bool:
+    mine, theirs = weights(one), weights(other)
+    return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def resumed(run: Launched, rank: int = 0) -> dict[str, Any]:
+    (event,) = run.events(rank, "resumed")
+    return event
+
+
+def by_iteration(run: Launched, rank: int = 0) -> dict[int, float]:
+    return {event["iteration"]: event["loss"] for event in run.events(rank, "step")}
+
+
+def kill_all_at(run: Launched, ranks: int, iteration: int) -> None:
+    wait_until(lambda: any(event["iteration"] >= iteration for event in run.events(0, "step")), 60)
+    run.kill(*range(ranks))
+    assert [record.signal for record in run.ended()] == [signal.SIGKILL] * ranks
+
+
+def kill_and_go_on(tiny: Tiny, home: Path, dice: random.Random, **keys: Any) -> None:
+    """kill -9 of both ranks at a random step, two times; the losses and the weights are the undisturbed run's."""
+    what = job(tiny, **keys)
+    whole = fly(home / "whole", what, every=0).succeeded()
+    losses = by_iteration(whole)
+    seen: dict[int, float] = {}
+    for attempt in (1, 2):
+        run = fly(home / "killed", what, attempt=attempt)
+        kill_all_at(run, 2, dice.randint(6, 16) + 14 * (attempt - 1))
+        seen |= by_iteration(run)
+    last = fly(home / "killed", what, attempt=3).succeeded()
+    first = resumed(last)
+    assert first["source"] == "checkpoint" and first["iteration"] > 0 and first["refused"] == 0
+    steps = by_iteration(last)
+    assert min(steps) == first["iteration"] + 1
+    # What was trained twice was the same twice.
+    assert all(seen[iteration] == loss for iteration, loss in steps.items() if iteration in seen)
+    assert seen | steps == losses
+    assert same_weights(last, whole)
+    reports = {event["iteration"]: event["train_loss"] for event in last.events(0, "report")}
+    expected = {event["iteration"]: event["train_loss"] for event in whole.events(0, "report")}
+    assert reports and all(expected[iteration] == loss for iteration, loss in reports.items())
+    assert last.events(0, "report")[-1]["trained_tokens"] == whole.events(0, "report")[-1]["trained_tokens"]
+
+
+def test_killed_at_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
+    kill_and_go_on(tiny, tmp_path, random.Random(1), grad_accumulation_steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_many_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, seed: int) -> None:
+    kinds = [DROPOUT, {"optimizer": "adafactor"}, {"optimizer": "muon"}, {}]
+    accumulation = {"grad_accumulation_steps": 1 + seed % 3}
+    kill_and_go_on(tiny, tmp_path, random.Random(seed), **kinds[seed % len(kinds)], **accumulation)
+
+
+def test_one_killed_rank_costs_at_most_one_step_and_no_bit(tiny: Tiny, tmp_path: Path) -> None:
+    """Without any periodic checkpoint, and with dropout: the survivor's state is all there is."""
+    lose_one(tiny, tmp_path, random.Random(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_one_rank_killed_many_times(tiny: Tiny, tmp_path: Path, seed: int) -> None:
+    lose_one(tiny, tmp_path, random.Random(seed), victim=seed % 2)
+
+
+def lose_one(tiny: Tiny, home: Path, dice: random.Random, victim: int = 0) -> None:
+    what = job(tiny, **DROPOUT)
+    whole = fly(home / "whole", what, every=0).succeeded()
+    run = fly(home / "hurt", what, every=0)
+    at = dice.randint(2, 30)
+    wait_until(lambda: any(event["iteration"] >= at for event in run.events(victim, "step")), 60)
+    run.kill(victim)
+    codes = {record.rank: (record.code, record.signal) for record in run.ended()}
+    assert codes == {victim: (None, signal.SIGKILL), 1 - victim: (5, None)}
+    rescue = run.events(1 - victim, "rescue")
+    assert [event["phase"] for event in rescue] == ["begin", "committed"]
+    kept = rescue[-1]["iteration"]
+    assert kept == run.events(1 - victim, "step")[-1]["iteration"]
+    again = fly(home / "hurt", what, every=0, attempt=2).succeeded()
+    for rank in (0, 1):
+        found = resumed(again, rank)
+        assert (found["source"], found["iteration"], found["from_rank"]) == ("rescue", kept, 0)
+    # One step at most is trained again.
+    assert kept >= max(by_iteration(run, victim), default=0)
+    seen = by_iteration(run, 1 - victim) | by_iteration(again)
+    assert seen == by_iteration(whole)
+    assert same_weights(again, whole)
+    # What was rescued has served.
+    assert not (again.home / "rescue").exists()
+
+
+def test_a_survivor_that_hangs_in_a_sum_is_rescued_by_the_heads_word(tiny: Tiny, tmp_path: Path) -> None:
+    """A stopped peer breaks no connection: nobody would ever notice."""
+    what = job(tiny, iters=100_000)
+    run = fly(tmp_path, what, every=0)
+    wait_until(lambda: len(run.events(1, "step")) >= 5, 60)
+    run.freeze(1)
+    run.say_to(0, b"rescue\n")
+    wait_until(lambda: run.exit(0) is not None, 30)
+    assert [event["phase"] for event in run.events(0, "rescue")] == ["begin", "committed"]
+    run.kill(1)
+    survivor, _ = run.ended()
+    assert (survivor.code, survivor.stopped_by) == (5, None)
+    kept = run.events(0, "rescue")[-1]["iteration"]
+    assert kept == run.events(0, "step")[-1]["iteration"]
+    # Two more steps on one rank: the state is good to go on from.
+    again = fly(tmp_path, what, (1.0,), every=0, attempt=2)
+    wait_until(lambda: len(again.events(0, "step")) >= 2, 60)
+    again.kill(0)
+    again.ended()
+    assert resumed(again)["source"] == "rescue" and again.events(0, "step")[0]["iteration"] == kept + 1
+
+
+def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(tiny: Tiny, tmp_path: Path) -> None:
+    """The word comes at any moment, also while an update changes everything."""
+    what = job(tiny)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    run = fly(tmp_path / "asked", what, every=0)
+    wait_until(lambda: len(run.events(0, "step")) >= 8, 60)
+    run.say(b"rescue\n")
+    assert {record.code for record in run.ended()} == {5}
+    again = fly(tmp_path / "asked", what, every=0, attempt=2).succeeded()
+    start = resumed(again)["iteration"]
+    assert start == max(event["iteration"] for rank in (0, 1) for event in run.events(rank, "rescue"))
+    assert by_iteration(again) == {k: loss for k, loss in by_iteration(whole).items() if k > start}
+    assert same_weights(again, whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_on_another_number_of_ranks_it_goes_on_to_1e_4(tiny: Tiny, tmp_path: Path, before: int, after: int) -> None:
+    what = job(tiny, iters=24)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    run = fly(tmp_path / "moved", what, [1.0] * before)
+    kill_all_at(run, before, 12)
+    last = fly(tmp_path / "moved", what, [1.0] * after, attempt=2).succeeded()
+    assert resumed(last)["iteration"] >= 5
+    losses = by_iteration(whole)
+    assert max(abs(losses[iteration] - loss) for iteration, loss in by_iteration(last).items()) < 1e-4
+    assert max(by_iteration(last)) == 24
+
+
+def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny, tmp_path: Path) -> None:
+    what = job(tiny)
+    run = fly(tmp_path, what, (1.0,), checkpoint_keep=5)
+    kill_all_at(run, 1, 22)
+    folder = run.home / "checkpoints"
+    flipped, torn, *rest = sorted(folder.glob("step-*"), reverse=True)
+    assert len(rest) >= 1
+    data = bytearray((flipped / "optimizer.safetensors").read_bytes())
+    data[-5] ^= 4
+    (flipped / "optimizer.safetensors").write_bytes(data)
+    (torn / NAME).unlink()
+    again = fly(tmp_path, what, (1.0,), attempt=2).succeeded()
+    found = resumed(again)
+    assert (found["source"], found["refused"]) == ("checkpoint", 2)
+    assert found["update"] == int(rest[0].name.removeprefix("step-"))
+    warnings = [event["message"] for event in again.events(0, "warning")]
+    assert any(flipped.name in warning and "its hash is not the manifest's" in warning for warning in warnings)
+    assert any(torn.name in warning and "it was never finished" in warning for warning in warnings)
+
+
+def test_when_none_is_left_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
+    what = job(tiny, iters=12)
+    run = fly(tmp_path, what, (1.0,), every=4)
+    run.succeeded()
+    for checkpoint in (run.home / "checkpoints").glob("step-*"):
+        (checkpoint / NAME).write_text("{}")
+    again = fly(tmp_path, what, (1.0,), attempt=2).succeeded()
+    found = resumed(again)
+    assert (found["source"], found["iteration"]) == ("none", 0) and found["refused"] >= 2
+    said = f"no state to go on from ({found['refused']} were refused): the training begins again at iteration 1"
+    assert said in [event["message"] for event in again.events(0, "warning")]
+    assert f"warning: {said}" in again.log()
+    assert min(by_iteration(again)) == 1
+
+
+def test_a_checkpoint_of_another_job_is_not_used(tiny: Tiny, tmp_path: Path) -> None:
+    run = fly(tmp_path, job(tiny, iters=12), (1.0,), every=4).succeeded()
+    again = fly(tmp_path, job(tiny, iters=12, seed=5), (1.0,), attempt=2).succeeded()
+    assert resumed(again)["source"] == "none"
+    assert any("it is of another job" in event["message"] for event in again.events(0, "warning"))
+    assert len(list((run.home / "checkpoints").glob("step-*"))) <= 3
+
+
+def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
+    what = job(tiny)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    run = fly(tmp_path / "stopped", what, every=1000, stop_grace_s=30.0)
+    wait_until(lambda: len(run.events(1, "step")) >= 6, 60)
+    run.say(b"stop\n")
+    run.succeeded()
+    at = run.events(0, "end")[-1]["iteration"]
+    last = fly(tmp_path / "stopped", what, attempt=2, every=1000).succeeded()
+    assert (resumed(last)["source"], resumed(last)["iteration"]) == ("checkpoint", at)
+    assert by_iteration(run) | by_iteration(last) == by_iteration(whole)
+    assert same_weights(last, whole)
+
+
+def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path) -> None:
+    first = fly(tmp_path / "first", job(tiny, **DROPOUT), (1.0,), every=0).succeeded()
+    file = str(first.adapters / "adapters.safetensors")
+    run = launch(
+        tmp_path / "second",
+        job(tiny, iters=4, resume_adapter_file=file, **DROPOUT),
+        spec_fields={"resume": True},
+        overrides={0: {"resume_adapter_file": file}},
+    ).succeeded()
+    assert resumed(run)["source"] == "adapter"
+    assert "with the weights of resume_adapter_file" in run.log()
+    assert run.losses()[0] < first.losses()[0] - 0.05
