@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from engine.measured import Division
-from engine.models import CheckResult, RunRecord
+from engine.models import CheckResult, Reason, RunRecord
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,34 @@ class StopProgress:
 
 
 @dataclass(frozen=True)
+class AttemptStatus:
+    """One attempt of a run: who was in it, how it ended when it failed, and what it went on from."""
+
+    number: int
+    members: tuple[tuple[int, str], ...]
+    """(rank, node): the ranks are counted anew when a node is left out."""
+    began_at: datetime
+    why: str | None = None
+    """Why there is another one: "recovers from rank 1's death at iteration 37"; None for the first."""
+    ended_at: datetime | None = None
+    """When it had failed, and nothing of it was left; None of one that goes on, or has succeeded."""
+    reason: Reason | None = None
+    rank: int | None = None
+    host: str | None = None
+    cause: str | None = None
+    reached: int | None = None
+    """The last iteration that any rank finished, of one that has failed."""
+    resumed_at: int | None = None
+    """The iteration after which it went on."""
+    source: str | None = None
+    """ "rescue", "checkpoint", "adapter" or "none": where the state for that came from."""
+    repeated: int | None = None
+    """Steps that were made again."""
+    recovery_s: float | None = None
+    """From the failure to the first step."""
+
+
+@dataclass(frozen=True)
 class Alarm:
     """Something that was found of the ranks while they trained: it says, it does not act."""
 
@@ -133,6 +161,11 @@ class RunSnapshot:
     verification: tuple[Verification, ...] = ()
     """Empty for a program of the user's own, which does not tell."""
     taken_at: datetime | None = None
+    attempts: tuple[AttemptStatus, ...] = ()
+    most_attempts: int = 1
+    """How many there may be by themselves."""
+    given_up: str | None = None
+    """Why no other attempt follows the last, where that is known."""
     division: Division | None = None
     """The nodes' shares of the batch, and what was predicted of them when the run was made."""
 

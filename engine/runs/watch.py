@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import StateError
 from engine.events import Alarm, Diagnosis, NodeCondition, RankStatus, RunSnapshot, StopProgress, Verification
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
+from engine.runs.attempt_log import AttemptLog
 from engine.runs.journal import replay
 from engine.runs.json_lines import JsonLinesTail
 from engine.runs.layout import RunDir
@@ -44,12 +45,14 @@ class RunWatch:
         cannot be read, as `poll` does when it was made again."""
         self._rundir = rundir
         self._plan: Plan = read_plan(rundir.plan)
+        self._whole_plan = self._plan
         self._clock = clock
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
         self._journal = JournalView(rundir, self._plan)
         self._plans = 0
+        self._members: tuple[str, ...] = ()
         self._metrics = JsonLinesTail(rundir.metrics)
         self._series = SeriesBuilder()
         self._ranks = {rank.rank: RankEvents(rundir.events(rank.rank)) for rank in self._plan.ranks}
@@ -88,14 +91,24 @@ class RunWatch:
             alarms=tuple(self._journal.alarms),
             verification=self._verification(news, record),
             taken_at=self._clock(),
+            attempts=self._journal.attempts.attempts,
+            most_attempts=1 + self._plan.config.recovery.max_restarts,
+            given_up=self._journal.attempts.given_up,
             division=self._plan.division,
         )
 
     def _follow_plan(self) -> None:
-        """A plan that was made again has fewer ranks, and they are counted anew."""
-        if self._plans == self._journal.replanned:
+        """A plan that was made again has fewer ranks, and they are counted anew; so are those of an attempt that leaves
+        a node out."""
+        members = self._journal.attempts.members
+        if (self._plans, self._members) == (self._journal.replanned, members):
             return
-        self._plan, self._plans = read_plan(self._rundir.plan), self._journal.replanned
+        if self._plans != self._journal.replanned:
+            self._whole_plan = read_plan(self._rundir.plan)
+        self._plans, self._members = self._journal.replanned, members
+        before, self._plan = self._plan, self._whole_plan.among(members)
+        if self._plan.ranks == before.ranks:
+            return
         self._ranks = {rank.rank: RankEvents(self._rundir.events(rank.rank)) for rank in self._plan.ranks}
 
     def _verification(self, news: dict[int, RankNews], record: RunRecord) -> tuple[Verification, ...]:
@@ -204,6 +217,7 @@ class JournalView:
         self.record = plan.record()
         self.state_since = plan.created_at
         self.stop: StopProgress | None = None
+        self.attempts = AttemptLog()
         self.replanned = 0
         """How often the plan was made again."""
         self.alarms: deque[Alarm] = deque(maxlen=ALARMS_SHOWN)
@@ -227,7 +241,11 @@ class JournalView:
         return self._ranks.setdefault(number, RankLife())
 
     def _take(self, entry: dict[str, Any]) -> None:
+        self.attempts.take(entry)
         match entry["event"]:
+            case "reopened":
+                self.stop = None
+                self._ranks.clear()
             case "state":
                 self.state_since = datetime.fromisoformat(entry["at"])
             case "replanned":
@@ -256,7 +274,7 @@ def _alarm(entry: dict[str, Any]) -> Alarm:
     return Alarm(str(entry["alarm"]), str(entry.get("message")), at, entry.get("iteration"), ranks)
 
 
-_RECORD_EVENTS = frozenset({"planned", "replanned", "state", "attempt", "rank_started", "confirmed"})
+_RECORD_EVENTS = frozenset({"planned", "replanned", "reopened", "state", "attempt", "rank_started", "confirmed"})
 
 
 def stop_progress(entry: dict[str, Any], before: StopProgress | None) -> StopProgress:

@@ -24,12 +24,12 @@ def training(cluster: Cluster, home: Path, recovery: RecoveryConfig, iters: int 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def undisturbed(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
+        patch.setenv("FLIGHTDECK_SSH_CONFIG", str(session_cluster.ssh_config))
         home = tmp_path_factory.mktemp("undisturbed")
         patch.setenv("FLIGHTDECK_HOME", str(home))
-        run = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+        run = fly_on(session_cluster, home, training(session_cluster, home, RecoveryConfig()))
         assert run.ended(within_s=200.0).state is RunState.SUCCEEDED, run.troubles()
         return losses(run)
 

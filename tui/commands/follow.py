@@ -10,6 +10,7 @@ from engine.errors import LaunchError
 from engine.events import RunSnapshot
 from engine.models import CheckResult, CheckStatus, RunRecord, RunState
 from engine.session import Engine
+from tui.attempts import recovered
 from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, plural, rate
 
@@ -39,6 +40,8 @@ class Follower:
         self._state: RunState | None = None
         self._checks: dict[str, CheckStatus] = {}
         self._excluded = 0
+        self._failed = 0
+        self._recovered = ""
         self._trained_to = -1
         self._validated: set[int] = set()
         self._marked: set[tuple[int, str]] = set()
@@ -63,8 +66,20 @@ class Follower:
             self._excluded = len(snapshot.record.excluded)
             words = f"left out: {', '.join(snapshot.record.excluded)}; planned again, and checked, for the others"
             self._lines.say(self._lines.ink(words, "yellow"))
+        self._tell_attempts(snapshot)
         self._tell_state(snapshot.record.state)
         self._tell_progress(snapshot)
+
+    def _tell_attempts(self, snapshot: RunSnapshot) -> None:
+        """How the last attempt failed, and how the next one goes on."""
+        ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]
+        for attempt in ended[self._failed :]:
+            self._lines.say(self._lines.ink(f"attempt {attempt.number}: {attempt.cause or attempt.reason}", "yellow"))
+        self._failed = max(self._failed, len(ended))
+        told = recovered(snapshot) or ""
+        if told != self._recovered:
+            self._recovered = told
+            self._lines.say(f"attempt {snapshot.record.attempts} of {snapshot.most_attempts}: {told}")
 
     def _tell_state(self, state: RunState) -> None:
         if state is not self._state:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from engine.events import RunSnapshot
 from engine.models import RunRecord
 from engine.session import Engine
+from tui.attempts import how_it_went, members
 from tui.commands.follow import ending, lasted
 from tui.commands.terminal import Lines, print_json
 from tui.formatting import NOT_MEASURED, age, duration, loss, plural, rate, size, table
@@ -85,6 +86,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "directory": directory.path,
             "diagnosis": asdict(snapshot.diagnosis) if snapshot.diagnosis is not None else None,
             "alarms": [asdict(alarm) for alarm in snapshot.alarms],
+            "attempt_list": [asdict(attempt) for attempt in snapshot.attempts],
+            "given_up": snapshot.given_up,
             "verification": [asdict(line) for line in snapshot.verification],
         }
         print_json({**record.model_dump(mode="json"), **more})
@@ -104,6 +107,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     if record.excluded:
         lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
     _show_figures(lines, snapshot)
+    _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
     lines.say(f"  {'files':<10} {directory.path}")
@@ -122,6 +126,19 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
         figures += [rate(record.tokens_per_second)]
         figures += [f"ETA {duration(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
         lines.say(f"  {'training':<10} {', '.join(figures)}")
+
+
+def _show_attempts(lines: Lines, snapshot: RunSnapshot) -> None:
+    """Each attempt of a run that has had more than one, and why there is no other."""
+    before = None
+    for attempt in snapshot.attempts if len(snapshot.attempts) > 1 else ():
+        label = f"attempt {attempt.number}"
+        lines.say(f"  {label:<10} {how_it_went(attempt)}")
+        if (moved := members(attempt, before)) is not None:
+            lines.say(f"  {'':<10} {moved}")
+        before = attempt
+    if snapshot.given_up is not None:
+        lines.say(f"  {'no restart':<10} {snapshot.given_up}")
 
 
 def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:

@@ -48,7 +48,8 @@ class RunPane(Pane, can_focus=True):
         if state.snapshot is None:
             return "run"
         record, separator = state.snapshot.record, state.glyphs.separator
-        attempt = f"{separator}attempt {record.attempts}" if record.attempts > 1 else ""
+        most = max(state.snapshot.most_attempts, record.attempts)
+        attempt = f"{separator}attempt {record.attempts} of {most}" if record.attempts > 1 else ""
         return f"run{separator}{record.id}{attempt}"
 
     def draw(self, state: DeckState) -> None:
@@ -66,7 +67,8 @@ class RunPane(Pane, can_focus=True):
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
         room = self.room - SCROLLBAR_CELLS
-        story = [*run_story.end(state, snapshot, room), *run_watch.alarms(state, snapshot, room)]
+        story = [*run_story.end(state, snapshot, room), *run_story.attempts(snapshot, room, every=self.full)]
+        story += run_watch.alarms(state, snapshot, room)
         self._put("#story", story)
         # Without a curve the room is the log's: it is what tells of a failure, or of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-said")

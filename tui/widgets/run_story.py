@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
+from tui.attempts import how_it_went, members, recovered
 from tui.formatting import age, duration, plural, rate
 from tui.glyphs import MUTED, STATES, UNKNOWN
 from tui.state import DeckState
@@ -163,6 +164,21 @@ def end(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
     if diagnosis is not None and diagnosis.offset is not None:
         lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
+    return lines
+
+
+def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:
+    """How a run that was interrupted has gone on, and who is in it by now; with `every`, each of its attempts."""
+    told = snapshot.attempts
+    lines = []
+    if every and len(told) > 1:
+        lines = [pair(f"attempt {attempt.number}", how_it_went(attempt), width) for attempt in told]
+    elif (said := recovered(snapshot)) is not None:
+        lines = [pair("recovery", said, width)]
+    if len(told) > 1 and (moved := members(told[-1], told[0])) is not None:
+        lines.append(pair("", moved, width, style=MUTED))
+    if snapshot.given_up is not None and len(told) > 1:
+        lines.append(pair("no restart", snapshot.given_up, width))
     return lines
 
 
