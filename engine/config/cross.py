@@ -111,9 +111,18 @@ def _command(faults: Faults, nodes: Sequence[NodeTable], defaults: Defaults) -> 
 
 
 def _training(faults: Faults, inline: Place, nodes: int, job: ReadJob) -> None:
-    settings = job.settings
+    settings, config = job.settings, job.config
     batch_size = settings.get("batch_size")
-    if batch_size is not None and batch_size < nodes:
+    pipeline = config is not None and config.strategy == "pipeline"
+    if pipeline and nodes < 2:
+        faults.add(
+            inline, "strategy", "pipeline", "data or sharded: a pipeline has a stage on each of two nodes or more"
+        )
+    if config is not None and config.layer_split is not None and config.layer_split.count(",") + 1 != nodes:
+        accepted = f"{nodes} ranges, one per node"
+        faults.add(inline, "layer_split", config.layer_split, accepted)
+    # In a pipeline every node sees the whole batch.
+    if batch_size is not None and batch_size < nodes and not pipeline:
         accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"
         faults.add(job.places.get("batch_size", inline), "batch_size", batch_size, accepted)
     iters, key = settings.get("iters"), "grad_accumulation_steps"

@@ -16,15 +16,14 @@ from engine.config.models import JobConfig
 from engine.config.places import path_form, resolved
 from engine.security.identifiers import ACCEPTED as IDENTIFIER
 from engine.security.identifiers import is_identifier, made_identifier
+from engine.worker.layers import parse_split
 
-OWN_KEYS = ("name", "command", "env", "strategy", "data_quality_report", "chunking", "chunk_size")
+OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
 COMMAND_KEYS = ("name", "command", "env")
-_TRAINING_KEYS = ("strategy", "chunking", "chunk_size")
+_TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 """Of ours, what only the trainer obeys."""
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
-_LATER = "nothing here: this comes with a later release"
 _LATER_KEYS = {
-    "layer_split": _LATER,
     "hf_dataset": 'data = "<a directory with train.jsonl>": data sets of a hub are not read',
 }
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -61,8 +60,7 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     else:
         settings, places = _training(faults, place, table, base)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    if own.get("strategy") in ("sharded", "pipeline"):
-        faults.add(place, "strategy", own.pop("strategy"), "data: the others come with a later release")
+    _layer_split(faults, place, own)
     if not isinstance(own.get("command", []), list):
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
@@ -72,6 +70,20 @@ def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(places)})
     return ReadJob(config, settings, places, command)
+
+
+def _layer_split(faults: Faults, place: Place, own: dict[str, Any]) -> None:
+    """A pipeline's layers as they are written; how many there must be is seen with the nodes, and with the model."""
+    written = own.get("layer_split")
+    if not isinstance(written, str):
+        return
+    if own.get("strategy") != "pipeline":
+        faults.add(place, "layer_split", own.pop("layer_split"), 'nothing here, or strategy = "pipeline"')
+        return
+    try:
+        parse_split(written)
+    except ValueError as error:
+        faults.add(place, "layer_split", own.pop("layer_split"), f'one range per rank, as in "0-8,8-36": {error}')
 
 
 def _command(faults: Faults, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:

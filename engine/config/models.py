@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from engine.security.hosts import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-Strategy = Literal["data"]
+Strategy = Literal["data", "sharded", "pipeline"]
 
 
 class _Section(BaseModel):
@@ -71,6 +71,8 @@ class JobConfig(_Section):
     data: str | None = None
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
+    layer_split: str | None = None
+    """Of a pipeline, per rank its layers, half-open: "0-8,8-36". None: by memory."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
     """Every key of an mlx-lm training YAML with its default filled in (batch_size, iters, learning_rate, …),
     [job] keys winning over the YAML file's."""
@@ -133,6 +135,20 @@ class CalibrationConfig(_Section):
     """An older one is a warning."""
 
 
+class CheckpointConfig(_Section):
+    """[checkpoint]: the state from which a training goes on exactly, written beside it."""
+
+    enabled: bool = True
+    every: int | None = Field(default=None, ge=1)
+    """Optimizer updates from one to the next; None: as often as the job saves its adapters (save_every)."""
+    keep: int = Field(default=3, ge=1, le=1000)
+    """Older ones are removed when a newer one has been read back."""
+    compression: Literal["none", "gzip", "zstd"] = "none"
+    destination: str | None = None
+    """A folder on the node of rank 0 (NFS, another disk), or an address that fsspec knows (s3://…, gs://…), to which
+    each is copied; None: below the run's folder on the node. Every run has a folder of its own in it."""
+
+
 class RecoveryConfig(_Section):
     """[recovery]: the lease and the graces of a stop, and what is done when a rank is lost. Times in seconds."""
 
@@ -175,5 +191,6 @@ class FlightConfig(_Section):
     preflight: PreflightConfig = PreflightConfig()
     consistency: ConsistencyConfig = ConsistencyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()

@@ -13,5 +13,5 @@ def trainer_job(config: FlightConfig) -> dict[str, Any] | None:
     if job.command is not None:
         return None
     named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "strategy": job.strategy}
-    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size, "layer_split": job.layer_split}
     return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}

@@ -24,7 +24,8 @@ class Situation:
     """ "apple", "cuda", "cpu" or "unknown"."""
     divided: Shares
     micro: Mapping[str, int] | None
-    """Node → its sequences of a global batch; None for a command of the user's own, or a batch that is too small."""
+    """Node → its sequences of a global batch; None for a command of the user's own, a batch that is too small, and a
+    pipeline, whose every stage sees all of it."""
     predicted: Prediction
 
     @property
@@ -87,7 +88,7 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     for warning in divided.warnings:
         notes.warn("hardware_calibration", warning)
     micro = None
-    if config.job.command is None:
+    if config.job.command is None and inputs.strategy != "pipeline":
         try:
             micro = divided.micro_batches(int(config.job.mlx_lm["batch_size"]))
         except ValueError as error:

@@ -124,5 +124,7 @@ class Job:
 
 
 def config_hash(raw: dict[str, Any]) -> str:
-    """SHA-256 of the job as the head wrote it: equal on every rank of an attempt."""
-    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+    """SHA-256 of the job as the head wrote it: equal on every rank of an attempt, and of all attempts. Which rank has
+    which layers is no part of it: another number of ranks divides them otherwise, and goes on."""
+    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 
 Split = tuple[tuple[int, int], ...]
 """Per rank, its layers as a half-open range."""
+KINDS = ("llama", "ministral3", "mistral3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Modules of mlx_lm.models whose model is embeddings, equal layers, a norm and a head, and which take embeddings in
+place of tokens: those whose layers can be on several ranks."""
+_KNOWN_AS = {"mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "llava": "mistral3"}
+"""model_type of a config.json → mlx-lm's module, where they differ (mlx_lm.utils.MODEL_REMAPPING)."""
 _RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
+
+
+def mlx_kind(model_type: str) -> str:
+    """mlx-lm's module for a config.json's `model_type`."""
+    return _KNOWN_AS.get(model_type, model_type)
 
 
 def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None] | None = None) -> Split:

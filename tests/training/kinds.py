@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from engine.worker.strategies.sections import KINDS
+from engine.worker.layers import KINDS
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,

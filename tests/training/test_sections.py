@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2
 
 from engine.worker.job import JobError
-from engine.worker.strategies.sections import KINDS, Section, check
+from engine.worker.layers import KINDS
+from engine.worker.strategies.sections import Section, check
 from tests.training import kinds
 
 TOKENS = mx.arange(2 * 19).reshape(2, 19) % 70
@@ -23,7 +26,7 @@ def test_sections_one_after_the_other_are_the_model(kind: str, tied: bool) -> No
     whole = {name: value.shape for name, value in tree_flatten(model.parameters())}
     expected = model(TOKENS)
     for edges in ([0, 4], [0, 1, 4], [0, 0, 2, 3, 4, 4]):
-        ends = list(zip(edges, edges[1:], strict=False))
+        ends = list(itertools.pairwise(edges))
         hidden, names = None, set()
         for number, (start, end) in enumerate(ends):
             section = Section(model, start, end, first=number == 0, last=number == len(ends) - 1)

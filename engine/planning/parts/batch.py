@@ -55,8 +55,11 @@ def _why_batch(now: Situation, fits: int | None, notes: Notes) -> None:
         said,
         f"{named} batch_size = {settings['batch_size']}, over all ranks, and {now.accumulation} of them an update",
     )
-    source = {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[now.divided.source]
-    notes.why(_KEY + "micro_batch", source, now.divided.reason)
+    if now.inputs.strategy == "pipeline":
+        notes.why(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline sees the whole batch")
+    else:
+        source = {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[now.divided.source]
+        notes.why(_KEY + "micro_batch", source, now.divided.reason)
     if fits is None:
         notes.why(_KEY + "largest_per_gpu_batch_size", Source.UNKNOWN, "memory or its limit is not known of every node")
     else:

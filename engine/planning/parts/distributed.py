@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from engine.planning.document import DistributedPart, HostfilePart
 from engine.planning.notes import Notes, Source
-from engine.planning.parts.strategy import LAUNCHED
 from engine.planning.situation import Situation
 
 _SYNC = {
     "data": "one all_sum over all ranks an update, of gradients, loss and token count in float32, on the CPU stream",
-    "sharded": "all_gather of parameters and sum_scatter of gradients for each block",
-    "pipeline": "activations and their gradients between neighbouring ranks; no all_sum of gradients",
+    "sharded": "an all_gather of each layer's parameters forward and again backward, and an all_sum of its gradients",
+    "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum an update",
 }
+_STOCK = "data"
+"""What stock mlx-lm trains."""
 _ONE = "none: one rank"
 
 
@@ -25,7 +26,7 @@ def distributed(now: Situation, notes: Notes) -> DistributedPart:
             notes.warn("distributed_config", f"how the ranks reach one another is not known: {inputs.unwired}")
         else:
             notes.refuse("distributed_config", f"the ranks cannot be wired: {inputs.unwired}")
-    elif inputs.strategy not in LAUNCHED:
+    elif inputs.strategy != _STOCK:
         command, told = None, (f"no command: stock mlx-lm does not train strategy {inputs.strategy}",)
     key = "distributed_config.mlx_launch_command"
     if command is None:

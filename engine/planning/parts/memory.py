@@ -16,6 +16,7 @@ from engine.planning.memory.shape import ModelShape
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
 from engine.worker.layers import Split
+from engine.worker.strategies.stages import micro_batches
 
 WORKING_SET = 0.75
 """Of a Mac's memory: about Metal's recommended working set, where a node did not say its own limit."""
@@ -132,13 +133,23 @@ def _asks(now: Situation, split: Split | None) -> list[MemoryAsk]:
         world_size=now.ranks,
         accumulation=now.accumulation,
     )
+    if now.inputs.strategy == "pipeline":
+        return _stages(common, int(settings["batch_size"]), split)
+    return [replace(common, batch=now.micro[name] if now.micro is not None else even) for name in now.names]
+
+
+def _stages(common: MemoryAsk, batch: int, split: Split | None) -> list[MemoryAsk]:
+    """The first stage has as many micro-batches under way as there are stages, the last one a single one."""
+    stages = common.world_size
+    pieces = micro_batches(batch, stages)
     return [
         replace(
             common,
-            batch=now.micro[name] if now.micro is not None else even,
-            layers=split[rank] if split is not None else None,
+            batch=-(-batch // pieces) * min(pieces, stages - stage),
+            layers=split[stage] if split is not None else None,
+            accumulation=max(common.accumulation, min(pieces, 2)),
         )
-        for rank, name in enumerate(now.names)
+        for stage in range(stages)
     ]
 
 

@@ -8,11 +8,9 @@ from engine.planning.advice import is_m4_max
 from engine.planning.document import StrategyPart
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
-from engine.worker.layers import Split, layer_split, written
-from engine.worker.strategies.stages import bubble
+from engine.worker.layers import KINDS, Split, check_split, layer_split, mlx_kind, parse_split, written
+from engine.worker.strategies.stages import bubble, micro_batches
 
-LAUNCHED = ("data",)
-"""Strategies that this release's trainer has."""
 M4_MAX_LAYERS = 8
 """Of a pipeline in full fine-tuning, at most: with more its GPU has been seen to run into Metal's watchdog."""
 _APPROACH = {
@@ -36,19 +34,22 @@ def strategy(now: Situation, split: Split | None, notes: Notes) -> StrategyPart:
         + ("; one process drives the one GPU of a Mac" if now.platform == "apple" else ""),
     )
     not_launchable = None
-    if name not in LAUNCHED:
-        not_launchable = f"this release trains strategy data; {name} is planned here and comes with a later release"
-        notes.warn("strategy", not_launchable)
-        notes.why("strategy.launchable", Source.RULE, not_launchable)
-    micro_batches = wait = None
-    if name == "pipeline" and now.micro is not None:
-        # In a pipeline every sequence passes all ranks: each micro-batch is one rank's part of the batch.
-        micro_batches = max(1, now.accumulation * now.ranks)
-        wait = bubble(now.ranks, micro_batches)
+    if name != now.job.strategy:
+        not_launchable = f'the job trains strategy {now.job.strategy}: [job] strategy = "{name}" launches this one'
+        notes.why("strategy.launchable", Source.USER, not_launchable)
+    kind = mlx_kind(str((now.inputs.model or {}).get("model_type", "")))
+    if name != "data" and now.inputs.model is not None and kind not in KINDS:
+        notes.refuse("strategy", f"{name} does not divide models of kind {kind}: it does {', '.join(KINDS)}")
+    if name == "pipeline" and now.ranks < 2:
+        notes.refuse("strategy", "a pipeline has a stage on each of two nodes or more")
+    pieces = wait = None
+    if name == "pipeline" and now.settings:
+        pieces = micro_batches(int(now.settings["batch_size"]), now.ranks)
+        wait = bubble(now.ranks, pieces)
         notes.why(
             "strategy.bubble",
             Source.RULE,
-            f"(p-1)/(m+p-1) with {now.ranks} stages and {micro_batches} micro-batches: {wait:.0%} of a step is waiting",
+            f"(p-1)/(m+p-1) with {now.ranks} stages and {pieces} micro-batches of a batch: {wait:.0%} of it is waiting",
         )
     return StrategyPart(
         approach=_APPROACH[name],
@@ -59,21 +60,31 @@ def strategy(now: Situation, split: Split | None, notes: Notes) -> StrategyPart:
         layer_split=written(split) if split is not None else None,
         world_size=now.ranks,
         bubble=wait,
-        pipeline_micro_batches=micro_batches,
+        pipeline_micro_batches=pieces,
         launchable=not_launchable is None,
         not_launchable=not_launchable,
     )
 
 
 def split_layers(now: Situation, layers: int | None, limits: Sequence[int | None], notes: Notes) -> Split | None:
-    """The layers of each rank of a pipeline by its memory limit, bytes; None for another strategy, and where layers or
-    memory are not known. A split that cannot be is refused."""
+    """The layers of each rank of a pipeline as the job says, else by its memory limit, bytes; None for another
+    strategy, and where layers or memory are not known. A split that cannot be is refused."""
     if now.inputs.strategy != "pipeline":
         return None
     key = "strategy.layer_split"
     if layers is None:
         notes.why(key, Source.UNKNOWN, f"the model's layers are not known: {now.inputs.model_from}")
         return None
+    asked = now.job.layer_split
+    if asked is not None:
+        try:
+            chosen = parse_split(asked)
+            check_split(chosen, layers, now.ranks)
+        except ValueError as error:
+            notes.refuse("layer_split", f"{asked}: {error}")
+            return None
+        notes.why(key, Source.USER, f"layer_split = {asked}: the job says so")
+        return chosen
     sizes = [size for size in limits if size]
     if len(sizes) < now.ranks:
         unknown = ", ".join(name for name, size in zip(now.names, limits, strict=True) if not size)

@@ -15,10 +15,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..job import JobError
-
-KINDS = ("llama", "ministral3", "mistral3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Modules of mlx_lm.models whose model is embeddings, equal layers, a norm and a head, and which take embeddings in
-place of tokens. mistral and others that mlx-lm maps to llama are among them."""
+from ..layers import KINDS
 
 
 class Elsewhere(nn.Module):

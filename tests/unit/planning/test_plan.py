@@ -63,7 +63,11 @@ def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
     assert plan.strategy.total_gpus == ranks == len(situation.config.nodes)
     assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
     assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
-    if batch.micro_batch is None:
+    if situation.strategy == "pipeline":
+        assert batch.micro_batch is None, "every stage sees all of it"
+        assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= job["batch_size"]
+        assert ("strategy" in names(plan, "refusals")) == (ranks == 1)
+    elif batch.micro_batch is None:
         assert "batch_size" in names(plan, "refusals") and job["batch_size"] < ranks
     else:
         assert sum(batch.micro_batch.values()) == job["batch_size"] and min(batch.micro_batch.values()) >= 1
@@ -125,8 +129,28 @@ def test_the_older_document_has_the_first_seven_sections_alone() -> None:
 def test_the_known_split_over_an_ultra_and_a_max() -> None:
     plan = make_plan(inputs(ultra_and_max()[::-1], settings={"fine_tune_type": "full"}, strategy="pipeline"))
     assert plan.strategy.layer_split == "0-8,8-36"
-    assert not plan.strategy.launchable and "later release" in (plan.strategy.not_launchable or "")
+    assert not plan.strategy.launchable and 'strategy = "pipeline"' in (plan.strategy.not_launchable or "")
     assert plan.distributed_config.mlx_launch_command is None
+
+
+def test_a_pipelines_layers_are_the_jobs_where_it_says_them() -> None:
+    config = inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, strategy="pipeline")
+    job = config.config.job.model_copy(update={"strategy": "pipeline", "layer_split": "0-20,20-36"})
+    plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
+    assert plan.strategy.layer_split == "0-20,20-36" and plan.strategy.launchable
+    assert isinstance(plan.memory, MemoryPart)
+    first, last = plan.memory.ranks
+    assert first.activations_bytes and last.activations_bytes and first.activations_bytes > last.activations_bytes
+    job = job.model_copy(update={"layer_split": "0-20,20-32"})
+    plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
+    assert "ends at layer 32, and the model has 36" in refusal(plan, "layer_split")
+
+
+def test_a_model_that_cannot_be_divided_is_refused_by_its_kind() -> None:
+    for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
+        plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
+        assert ("strategy" in names(plan, "refusals")) == refused
+    assert "does not divide models of kind gemma2" in refusal(plan, "strategy")
 
 
 def test_an_m4_max_takes_at_most_eight_layers_in_full_fine_tuning() -> None:
