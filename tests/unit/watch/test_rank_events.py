@@ -46,6 +46,17 @@ def test_checkpoints_are_found_wherever_they_lie(tmp_path: Path) -> None:
     assert (rank.poll().iteration, rank.checkpoints) == (799, [199, 399, 599])
 
 
+def test_one_written_beside_the_training_may_be_told_late(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for iteration in (4, 10, 8, 12):
+        write(
+            path, {"event": "checkpoint", "phase": "committed", "iteration": iteration, "background": iteration != 10}
+        )
+    rank = RankEvents(path)
+    rank.poll()
+    assert rank.checkpoints == [4, 10, 12]
+
+
 def test_a_new_attempt_forgets_what_the_old_process_said(tmp_path: Path) -> None:
     path = tmp_path / "events"
     write(path, step(50), {"event": "failure"}, {"event": "start", "attempt": 2, "iterations": 100})

@@ -58,6 +58,14 @@ def test_a_full_disk_stops_nobody() -> None:
         (['{"event": "checkpoint", "phase": "begin"}', '{"event": "checkpoint", "phase": "comm'], "saving"),
         (['{"event": "phase", "phase": "saving"}', '{"event": "checkpoint", "phase": "committed"}'], "saving"),
         (['{"event": "phase", "phase": "saving"}', '{"event": "end"}'], None),
+        (['{"event": "phase", "phase": "training"}', '{"event": "rescue", "phase": "begin"}'], "saving"),
+        (
+            [
+                '{"event": "phase", "phase": "training"}',
+                '{"event": "checkpoint", "phase": "begin", "background": true}',
+            ],
+            "training",
+        ),
     ],
 )
 def test_the_last_phase_is_read_back(tmp_path: Path, lines: list[str], phase: str | None) -> None:

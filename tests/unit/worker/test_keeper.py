@@ -33,6 +33,14 @@ while os.read(int(os.environ["FLIGHTDECK_CONTROL_FD"]), 5) != b"stop\\n": pass
 """
 
 
+READS_RESCUE = """
+import os, sys
+print("up", flush=True)
+while os.read(int(os.environ["FLIGHTDECK_CONTROL_FD"]), 7) != b"rescue\\n": pass
+sys.exit(5)
+"""
+
+
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_an_exit_code_is_recorded_and_handed_on(tmp_path: Path, code: int) -> None:
     kept = keep(tmp_path, python(f"print('hello'); raise SystemExit({code})"))
@@ -326,3 +334,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.decode().strip()}")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_rescue_is_the_trainers_to_do_and_no_stop(tmp_path: Path) -> None:
+    kept = keep(tmp_path, None, trainer=READS_RESCUE)
+    kept.await_output(b"up")
+    kept.say(b"rescue\n")
+    record = kept.ended()
+    assert (record.code, record.stopped_by) == (5, None)
+
+
+def test_for_a_users_own_command_a_rescue_is_its_end(tmp_path: Path) -> None:
+    kept = keep(tmp_path, python(WAIT), spec_fields=QUICK)
+    kept.await_output(b"up")
+    kept.say(b"rescue\n")
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGTERM, "rescue")
