@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from engine.config.hostfile_import import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
     CalibrationConfig,
+    CheckpointConfig,
     ConsistencyConfig,
     FlightConfig,
     NodeConfig,
@@ -26,13 +28,16 @@ from engine.config.models import (
 from engine.config.places import host_form, on_node, path_form, remote_path_form, resolved
 from engine.errors import ConfigError
 
-_TABLES = ("cluster", "node_defaults", "node", "job", "preflight", "consistency", "calibration", "recovery", "ui")
+_SECTIONS = ("preflight", "consistency", "calibration", "checkpoint", "recovery", "ui")
+_TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
 _LATER = "nothing here: this comes with a later release"
-_LATER_TABLES = {"checkpoint": _LATER, "nodes": "[[node]], one table per rank"}
+_LATER_TABLES = {"nodes": "[[node]], one table per rank"}
 _LATER_KEYS = {
     "max_restarts": _LATER,
     "min_nodes": _LATER,
 }
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -62,13 +67,15 @@ def load_config(path: Path) -> FlightConfig:
     _check_preflight_paths(faults, Place(name, "preflight"), preflight)
     consistency = _section(faults, name, document, "consistency", ConsistencyConfig)
     calibration = _section(faults, name, document, "calibration", CalibrationConfig)
+    checkpoint = _section(faults, name, document, "checkpoint", CheckpointConfig)
+    _check_destination(faults, Place(name, "checkpoint"), checkpoint, nodes)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
     ui = _section(faults, name, document, "ui", UiConfig)
     cross_check(faults, name, tables, defaults=defaults, cluster=cluster, job=job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
     if faults.found or not (
-        cluster and good and job.config and preflight and recovery and ui and consistency and calibration
+        cluster and good and job.config and preflight and recovery and ui and consistency and calibration and checkpoint
     ):
         raise ConfigError(faults.found)
     config = job.config
@@ -82,6 +89,7 @@ def load_config(path: Path) -> FlightConfig:
         preflight=preflight,
         consistency=consistency,
         calibration=calibration,
+        checkpoint=checkpoint,
         recovery=recovery,
         ui=ui,
     )
@@ -117,6 +125,22 @@ def _check_preflight_paths(faults: Faults, place: Place, preflight: PreflightCon
     for number, root in enumerate(preflight.roots):
         if accepted := remote_path_form(root):
             faults.add(place, f"roots[{number}]", root, accepted)
+
+
+def _check_destination(
+    faults: Faults, place: Place, checkpoint: CheckpointConfig | None, nodes: Sequence[NodeConfig | None]
+) -> None:
+    """A path is the node's own, as those of [job] are; an address is for the node's fsspec to understand."""
+    if checkpoint is None or checkpoint.destination is None:
+        return
+    named = checkpoint.destination
+    if "://" in named:
+        if not _ADDRESS.fullmatch(named):
+            faults.add(place, "destination", named, "an address such as s3://bucket/folder, without blanks")
+        return
+    local = all(node is None or host_form(node.ssh) is not None or node.local for node in nodes)
+    if accepted := path_form(named) if local or not named.startswith("~") else remote_path_form(named):
+        faults.add(place, "destination", named, f"{accepted}; or an address such as s3://bucket/folder")
 
 
 def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import FlightConfig
+
 MOST = 1000
 """Iterations between two saves, at most: 1,780 were lost twice with more."""
 MOST_FULL = 500
@@ -16,6 +19,18 @@ def save_every(iterations: int, *, full: bool) -> int:
     if iterations <= 0:
         raise ValueError(f"iterations must be above 0: {iterations}")
     return max(1, min(most(full=full), iterations // SAVES))
+
+
+def state_every(config: FlightConfig) -> int:
+    """Optimizer updates from one checkpoint of the state to the next, as the trainer is told; 0: none. Where
+    [checkpoint] names no number, as often as the job saves its adapters (iterations, of which an update takes
+    grad_accumulation_steps)."""
+    if not config.checkpoint.enabled or config.job.command is not None:
+        return 0
+    if config.checkpoint.every is not None:
+        return config.checkpoint.every
+    settings = {**DEFAULTS, **config.job.mlx_lm}
+    return max(1, int(settings["save_every"]) // int(settings["grad_accumulation_steps"]))
 
 
 def most(*, full: bool) -> int:

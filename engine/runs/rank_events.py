@@ -118,7 +118,9 @@ class RankEvents:
 
     def _take_checkpoint(self, event: dict[str, Any]) -> None:
         iteration = _whole(event.get("iteration"))
-        if event.get("phase") == "committed" and iteration is not None and iteration not in self.checkpoints[-1:]:
+        # One that was written beside the training may be told after a younger one.
+        newest = max(self.checkpoints[-1:], default=-1)
+        if event.get("phase") == "committed" and iteration is not None and iteration > newest:
             self.checkpoints.append(iteration)
         if event.get("phase") == "committed":
             self.news = replace(self.news, saved_bytes=_whole(event.get("bytes")))

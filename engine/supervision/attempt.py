@@ -30,6 +30,7 @@ from engine.launch.place import Place
 from engine.launch.staging import Ways
 from engine.launch.start_script import start_script
 from engine.launch.trainer_job import trainer_job
+from engine.planning.checkpointing import state_every
 from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan, PlannedRank
@@ -302,12 +303,16 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
         term_grace_s=recovery.term_grace_s,
         replica_check_every=config.consistency.every if config.consistency.enabled else 0,
         on_corruption=config.consistency.on_corruption,
+        checkpoint_every=state_every(config),
+        checkpoint_keep=config.checkpoint.keep,
+        checkpoint_compression=config.checkpoint.compression,
         resume=attempt.resume,
     )
 
 
 def _rank_spec(config: FlightConfig, rank: PlannedRank, node: NodeConfig, place: Place) -> RankSpec:
     base = config.file.parent if config.file is not None else Path("/")
+    destination = config.checkpoint.destination
 
     def there(path: str | None) -> str | None:
         return place.expanded(on_node(path, node, base)) if path is not None else None
@@ -323,6 +328,7 @@ def _rank_spec(config: FlightConfig, rank: PlannedRank, node: NodeConfig, place:
         adapter_path=there(config.job.mlx_lm.get("adapter_path")),
         resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
         share=rank.share,
+        checkpoint_folder=there(destination) if destination and "://" not in destination else destination,
     )
 
 

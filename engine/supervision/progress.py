@@ -74,7 +74,7 @@ class Progress:
         match event.get("event"):
             case "phase":
                 self._enter(rank, str(event.get("phase")), now)
-            case "checkpoint":
+            case "checkpoint" if not event.get("background"):
                 self._enter(rank, "saving" if event.get("phase") == "begin" else "training", now)
             case "end" | "failure":
                 self._enter(rank, "ended", now)
