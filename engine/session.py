@@ -443,6 +443,17 @@ class Engine:
         await asyncio.to_thread(spawn.start, directory)
         return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
 
+    async def resume(self, run: str) -> RunRecord:
+        """Take up a run that has ended, from the state that it saved; return once a supervisor has taken over. Raises
+        RunNotFound, InputError, LaunchError, StateError."""
+        from engine.security.audit import audit_log
+        from engine.supervision.resumption import resume
+
+        directory = await asyncio.to_thread(self.find, run)
+        await asyncio.to_thread(resume, directory)
+        audit_log("resume", "started", {"run": directory.id}, home=self.home)
+        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+
     async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
         """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative
         stop. Ends at once, with no progress, when the run has ended. Idempotent. Raises RunNotFound, and LaunchError

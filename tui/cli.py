@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _starting(commands: Commands) -> None:
-    """demo, launch, abort."""
+    """demo, launch, resume, abort."""
     demo = _command(
         commands,
         "demo",
@@ -151,6 +151,16 @@ def _starting(commands: Commands) -> None:
     _config(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     _skip(launch)
+    resume = _command(
+        commands,
+        "resume",
+        "resume.resume",
+        "take up a run that has ended, from the newest state that any of its nodes has",
+        ("flightdeck resume last", "preflight, then the run's next attempt"),
+        ("flightdeck resume 20260102 --follow", "by id prefix; prints how it goes"),
+    )
+    _run(resume, required=True)
+    resume.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     abort = _command(
         commands,
         "abort",

@@ -43,6 +43,7 @@ class AttemptLog:
                 self.given_up = str(entry["why"])
             case "reopened":
                 self.given_up = None
+                self._why[max(self._told, default=0) + 1] = "taken up as asked"
 
     def _begin(self, entry: dict[str, Any]) -> None:
         number = int(entry["attempt"])

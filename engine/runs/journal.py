@@ -8,7 +8,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     supervisor    pid, start, boot_id, adopted: who watches from here on
     state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
                   val_loss, tokens_per_second, unconfirmed
-    reopened      by: the run had ended, and is to go on from the state that it has saved; preflight comes next
+    reopened      the run had ended, and is to go on from the state that it has saved; preflight comes next
     attempt       attempt, nonce, members [[rank, node]], resume, starting_port, log_bases {source: size of the head's
                   log when the attempt began}, event_bases {rank: the same for its events}
     hung          rank, node (null: not known which), silent_s, limit_s, iteration: no step for too long

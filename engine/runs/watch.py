@@ -72,6 +72,9 @@ class RunWatch:
         news = {rank: events.poll() for rank, events in self._ranks.items()}
         self._read_checks()
         record = self._record(news)
+        if not record.state.ended:
+            # A run that had ended may have been taken up again.
+            self._diagnosed, self._diagnosis = False, None
         ended_badly = record.state.ended and record.state is not RunState.SUCCEEDED
         if ended_badly and not self._diagnosed and self._diagnose is not None:
             self._diagnosed = True

@@ -42,6 +42,8 @@ from engine.supervision.remnants import Remnants
 from engine.transport.fleet import Fleet
 from engine.worker.wire import END
 
+_PROOF_LIMIT_S = 30.0
+"""For every node to show that nothing of a run is left that is taken up again."""
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
 
 
@@ -91,10 +93,13 @@ class Attempts:
         return [*(self._flight.unconfirmed if self._flight is not None else ()), *self._remnants.unconfirmed]
 
     async def fly(self, scene: Scene) -> Verdict:
-        """From the first launch to the run's end; `scene` is the plan's. Raises Aborted before anything has started."""
-        self._logbook.change(RunState.LAUNCHING)
+        """From a launch to the run's end; `scene` is the plan's. Raises Aborted before anything has started."""
         try:
+            if self._number:
+                await until_abort(self._prove_the_last(), self._asked)
+            self._logbook.change(RunState.LAUNCHING)
             attempt = await until_abort(self._prepare(self._plan, scene), self._asked)
+            await self._hand_over([node.name for node in self._plan.config.nodes])
             return await self._to_the_end(await self._launch(self._plan, attempt))
         except (LaunchError, NodeUnreachable) as error:
             return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
@@ -164,6 +169,19 @@ class Attempts:
         self._logbook.append("given_up", after=self._history[-1].attempt, why=end.why)
         first = first_cause(self._history)
         return next(ended.verdict for ended in self._ended if ended.failure is first)
+
+    async def _prove_the_last(self) -> None:
+        """Of a run that is taken up again: nothing of it may be left anywhere. Raises LaunchError."""
+        planned = next(entry for entry in reversed(self._logbook.entries) if entry["event"] == "attempt")
+        await self.after_the_end(planned, [node.name for node in self._plan.config.nodes])
+        deadline = time.monotonic() + _PROOF_LIMIT_S
+        while self.unconfirmed and time.monotonic() < deadline:
+            await self._tend()
+            await asyncio.sleep(TICK_S)
+        if self.unconfirmed:
+            where = ", ".join(self.unconfirmed)
+            why = "its last attempt is not proved to be gone there"
+            raise LaunchError("the run cannot be taken up yet", where=where, why=why, todo="see that the node answers")
 
     async def _next_step(self) -> Retry | End:
         """Once it is known who is there. Raises Aborted."""
@@ -290,14 +308,17 @@ class Attempts:
     def _tell_recovered(self, attempt: int, progress: Progress) -> None:
         if any(entry["event"] == "recovered" for entry in of_attempt(self._logbook, attempt)):
             return
-        last, resumed = self._ended[-1], progress.resumed or Resumed("none")
-        took = datetime.now(UTC) - datetime.fromisoformat(last.failed_at)
+        resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
+        if self._ended:
+            last = self._ended[-1]
+            repeated = max(0, last.failure.reached - resumed.iteration)
+            seconds = round((datetime.now(UTC) - datetime.fromisoformat(last.failed_at)).total_seconds(), 2)
         self._logbook.append(
             "recovered",
             attempt=attempt,
             **asdict(resumed),
-            repeated=max(0, last.failure.reached - resumed.iteration),
-            seconds=round(took.total_seconds(), 2),
+            repeated=repeated,
+            seconds=seconds,
         )
 
     def _look_after_the_left_out(self, plan: Plan) -> None:
@@ -426,7 +447,7 @@ class Attempts:
             adopted=adopted,
             rebooted=rebooted,
             recovers=lambda verdict, reached: self._may_follow(attempt, verdict, reached),
-            on_first_step=functools.partial(self._tell_recovered, attempt.number) if self._ended else None,
+            on_first_step=functools.partial(self._tell_recovered, attempt.number) if attempt.resume else None,
         )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from engine.errors import LaunchError
 from engine.runs.layout import RunDir
@@ -19,17 +20,18 @@ _LOCK_LIMIT_S = 2.0
 _LOOK_EVERY_S = 0.01
 
 
-def start(run_dir: RunDir, *, adopt: bool = False) -> int:
+def start(run_dir: RunDir, *, adopt: bool = False, resume: bool = False) -> int:
     """Start the supervisor of `run_dir` and return its pid once it has taken over (supervisor.json is its own).
 
-    `adopt`: go on with what an earlier supervisor has left. Raises LaunchError, with the supervisor's own last line,
-    or when another supervisor of this run lives.
+    `adopt`: go on with what an earlier supervisor has left; `resume`: take up a run that has ended. Raises
+    LaunchError, with the supervisor's own last line, or when another supervisor of this run lives.
     """
     held = _lock(run_dir)
     if held is None:
         raise LaunchError("a supervisor of this run is already there", where=run_dir.id)
     try:
-        process = _spawn(run_dir, held, adopt=adopt)
+        words = [*(["--adopt"] if adopt else []), *(["--resume"] if resume else [])]
+        process = _spawn(run_dir, held, words)
     finally:
         # The lock belongs to the open file, which the child shares: it stays taken.
         os.close(held)
@@ -48,13 +50,13 @@ def _lock(run_dir: RunDir) -> int | None:
     return held
 
 
-def _spawn(run_dir: RunDir, held: int, *, adopt: bool) -> subprocess.Popen[bytes]:
+def _spawn(run_dir: RunDir, held: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
     # -P keeps the run's directory, the working directory, off the module path.
     argv = [sys.executable, "-P", "-m", "engine.supervision.supervisor", str(run_dir.path), "--lock", str(held)]
     try:
         with run_dir.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
-                [*argv, *(["--adopt"] if adopt else [])],
+                [*argv, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -244,6 +244,14 @@ def _nonce(logbook: Logbook) -> str | None:
     return _last(logbook.entries, "planned").get("nonce")
 
 
+def reopen(logbook: Logbook) -> None:
+    """Let a run that has ended begin anew, with its next attempt. Raises StateError when it has not ended."""
+    if logbook.record is None or not logbook.state.ended:
+        raise StateError("the run has not ended", why=f"it is {logbook.state}")
+    logbook.append("reopened")
+    logbook.reread()
+
+
 async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -256,6 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--lock", type=int, default=None, help="descriptor that holds the run's lock")
     parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
+    parser.add_argument("--resume", action="store_true", help="take up a run that has ended")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
@@ -268,6 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
         plan = read_plan(run_dir.plan)
         store = Store(_home(run_dir))
         logbook = Logbook(run_dir.journal, store.put_run, lambda: datetime.now(UTC))
+        if options.resume:
+            reopen(logbook)
         supervisor = Supervisor(run_dir, plan, logbook, node_root())
         supervisor.take_over(adopted=options.adopt)
     except (FlightDeckError, StateError, OSError) as error:

@@ -15,7 +15,10 @@ import pytest
 
 from engine.config.models import FlightConfig, RecoveryConfig
 from engine.demo import demo_config
+from engine.errors import InputError
 from engine.models import Reason, RunState
+from engine.runs.watch import supervisor_alive
+from engine.session import Engine
 from engine.supervision.adopt import adopt_orphans
 from tests.faults.flying import HURRIED, Run, fly, fly_config, kill_and_await, ring
 from tests.faults.test_training import await_iteration, trained, with_keys
@@ -225,3 +228,21 @@ def test_the_metrics_have_every_iteration(home: Path, demo: FlightConfig) -> Non
     signal_rank(run, 0, signal.SIGKILL)
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
     assert sorted(set(trained(run))) == list(range(1, ITERATIONS + 1))
+
+
+async def test_a_run_that_was_aborted_is_taken_up_where_it_was(
+    home: Path, demo: FlightConfig, undisturbed: dict[int, float]
+) -> None:
+    run = fly_config(home, demo)
+    await_iteration(run, 4)
+    run.abort()
+    run.wait(lambda: not supervisor_alive(run.dir))
+    record = await Engine(home).resume(run.dir.id)
+    assert not record.state.ended
+    record = run.ended()
+    assert (record.state, record.attempts, record.reason) == (RunState.SUCCEEDED, 2, Reason.COMPLETED), run.troubles()
+    assert losses(run) == undisturbed
+    (told,) = entries_of(run, "recovered")
+    assert told["iteration"] >= 4
+    with pytest.raises(InputError, match="has succeeded"):
+        await Engine(home).resume(run.dir.id)

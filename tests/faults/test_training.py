@@ -24,7 +24,8 @@ from tests.training.test_replicas import CORRUPTING
 def demo(tmp_path_factory: pytest.TempPathFactory) -> FlightConfig:
     """The demo on two ranks with small batches; its model and data are made once."""
     config = demo_config(tmp_path_factory.mktemp("demo"), ranks=2, iters=8)
-    return with_keys(config, batch_size=2, max_seq_length=64).model_copy(update={"recovery": RecoveryConfig()})
+    once = RecoveryConfig(max_restarts=0)
+    return with_keys(config, batch_size=2, max_seq_length=64).model_copy(update={"recovery": once})
 
 
 def with_keys(config: FlightConfig, **keys: Any) -> FlightConfig:

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from engine.config.models import FlightConfig
@@ -38,10 +38,15 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, leave once preflight has let it through."""
     config = engine.load_config(config_file(options))
+    return follow_launch(options, engine, lambda: asyncio.run(engine.launch(config, skip=options.skip)))
+
+
+def follow_launch(options: argparse.Namespace, engine: Engine, start: Callable[[], RunRecord]) -> int:
+    """Start a run and print how it goes, as far as --follow says."""
     lines = _progress(options)
     interrupts = DeferredInterrupt()
     with interrupts:
-        record = asyncio.run(engine.launch(config, skip=options.skip))
+        record = start()
     introduce(lines, record)
     follower = Follower(engine, record.id, lines)
     try:
