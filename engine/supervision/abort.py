@@ -178,19 +178,17 @@ class Stop:
         its time."""
         assert self._rescue is not None
         waited, told = now - self._since, self._rescue.told
-        writing = any(phase == "begin" and not self._ranks.all[rank].ended for rank, phase in told.items())
-        if waited > (self._graces.save_s if writing else min(self._rescue.patience_s, self._graces.save_s)):
-            return True
         awaited = [
-            rank
+            rank.number
             for rank in self._ranks.all
             if not (rank.ended or rank.number == self._rescue.culprit or self._gone(self._links.to(rank.number)))
         ]
-        if any(told.get(rank.number) != "committed" for rank in awaited):
-            return False
-        # What has written its state is on its way out.
-        self._written_at = self._written_at or now
-        return not awaited or now - self._written_at > _LEAVES_S
+        if all(told.get(rank) == "committed" for rank in awaited):
+            # What has written its state is on its way out.
+            self._written_at = self._written_at or now
+            return not awaited or now - self._written_at > _LEAVES_S
+        writing = any(told.get(rank) == "begin" for rank in awaited)
+        return waited > (self._graces.save_s if writing else min(self._rescue.patience_s, self._graces.save_s))
 
     def _while_verifying(self, now: float) -> None:
         if self.stage is Stage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():

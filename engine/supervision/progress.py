@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FIRST_STEPS = 5
+"""They may take longer than all others: nothing is compiled or cached yet."""
 STEPS_KEPT = 512
 """Of their durations, the last."""
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
@@ -65,7 +67,7 @@ class Progress:
         self.moved_at = now
         if told is not None:
             at = float(told[1])
-            if rank in self._told_at:
+            if rank in self._told_at and self.steps > FIRST_STEPS:
                 self._durations.append(max(0.0, at - self._told_at[rank]))
             self._told_at[rank] = at
 
@@ -85,7 +87,8 @@ class Progress:
                 self.moved_at = now
 
     def long_step_s(self) -> float | None:
-        """The 99th percentile of the steps' durations, by their nearest rank; None before the second step."""
+        """The 99th percentile of the steps' durations, by their nearest rank, without the first ones; None while
+        there are none."""
         steps = sorted(self._durations)
         return steps[(99 * len(steps) - 1) // 100] if steps else None
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from engine.supervision.progress import SLOW_PHASES, Progress
 
-FIRST_STEPS = 5
 _TIMES = 5.0
 
 
@@ -57,7 +56,7 @@ class Watchdog:
         if slow:
             return slow[0], self._stall_s
         long_step = self._progress.long_step_s()
-        if long_step is None or self._progress.steps < FIRST_STEPS:
+        if long_step is None:
             return ("training" if self._progress.steps else "starting"), self._stall_s
         return "training", max(self._hang_s, _TIMES * long_step)
 

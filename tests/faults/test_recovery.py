@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -104,11 +105,20 @@ def test_a_suspended_rank_is_found_and_named(home: Path, demo: FlightConfig, und
 def kill_in_each_attempt(run: Run, rank: int, last: int) -> None:
     """One more step than before, then kill -9, in every attempt up to `last`."""
     for attempt in range(1, last + 1):
-        run.wait(lambda attempt=attempt: bool(losses(run, attempt)) if run.dir.events(0).exists() else False)
+        run.wait(functools.partial(has_stepped, run, attempt))
         signal_rank(run, rank, signal.SIGKILL, attempt)
-        run.wait(lambda attempt=attempt: len(entries_of(run, "attempt_ended")) == attempt)
+        run.wait(functools.partial(has_failed, run, attempt))
 
 
+def has_stepped(run: Run, attempt: int) -> bool:
+    return run.dir.events(0).exists() and bool(losses(run, attempt))
+
+
+def has_failed(run: Run, attempt: int) -> bool:
+    return len(entries_of(run, "attempt_ended")) == attempt
+
+
+@pytest.mark.slow
 def test_restarts_are_bounded_and_the_first_cause_is_the_end(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_recovery(with_keys(demo, iters=5000), max_restarts=1))
     kill_in_each_attempt(run, 1, last=2)
@@ -119,6 +129,7 @@ def test_restarts_are_bounded_and_the_first_cause_is_the_end(home: Path, demo: F
     assert "max_restarts" in given_up["why"]
 
 
+@pytest.mark.slow
 def test_the_same_failure_without_a_step_in_between_is_not_tried_again(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_keys(demo, iters=5000))
     await_iteration(run, 3)
@@ -171,6 +182,7 @@ def test_an_abort_in_the_back_off_works_at_once(home: Path, demo: FlightConfig) 
     assert [entry["stage"] for entry in entries_of(run, "stop") if entry["purpose"] == "abort"] == ["asked", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_supervisor_killed_in_the_back_off_is_adopted(home: Path, demo: FlightConfig) -> None:
     run = in_back_off(home, demo)
     kill_and_await(run.supervisor)
@@ -217,11 +229,13 @@ def test_a_supervisor_killed_in_a_recovery(
     killed_while(home, demo, AT[moment], undisturbed)
 
 
+@pytest.mark.slow
 def test_divergence_is_not_tried_again(home: Path, demo: FlightConfig) -> None:
     record = fly_config(home, with_keys(demo, iters=200, learning_rate=1e30)).ended()
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.DIVERGED, 1)
 
 
+@pytest.mark.slow
 def test_the_metrics_have_every_iteration(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, demo)
     await_iteration(run, 4)

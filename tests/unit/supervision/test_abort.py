@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.runs.plan_file import PlannedRank
-from engine.supervision.abort import SILENT_S, UNCONFIRMED_S, Graces, Stage, Stop
+from engine.supervision.abort import SILENT_S, UNCONFIRMED_S, Graces, Rescue, Stage, Stop
 from engine.supervision.links.base import LinkState
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
@@ -43,7 +43,14 @@ class Host(LocalLink):
 class Ending:
     """A stop of two ranks whose keepers are the test itself."""
 
-    def __init__(self, directory: Path, *, cooperative: bool = True, left: Sequence[Process] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        cooperative: bool = True,
+        left: Sequence[Process] = (),
+        rescue: Rescue | None = None,
+    ) -> None:
         self.files = NodeFiles(directory)
         for rank in (0, 1):
             os.mkfifo(self.files.control(rank))
@@ -61,6 +68,7 @@ class Ending:
             cooperative=cooperative,
             on_stage=lambda stage, _proofs: self.stages.append(stage),
             saving=lambda: self.saving,
+            rescue=rescue,
         )
 
     def advance(self, seconds: float) -> list[Stage]:
@@ -186,3 +194,46 @@ def test_a_moment_of_silence_does_not_cut_a_last_checkpoint_short(tmp_path: Path
     ending.hosts[1].come_back()
     ending.exit(1)
     assert ending.advance(0.5) == [Stage.STOP, Stage.VERIFYING, Stage.STOPPED]
+
+
+def words(ending: Ending, rank: int) -> bytes:
+    """What has been said to a keeper."""
+    fifo = os.open(ending.files.control(rank), os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(fifo, 4096)
+    finally:
+        os.close(fifo)
+
+
+def rescuing(directory: Path, culprit: int | None, told: dict[int, str]) -> Ending:
+    return Ending(directory, cooperative=False, rescue=Rescue(culprit, told, patience_s=2.5))
+
+
+def test_before_a_restart_the_culprit_is_ended_and_the_others_are_asked_for_their_state(tmp_path: Path) -> None:
+    ending = rescuing(tmp_path, 1, {})
+    assert ending.advance(0.2) == [Stage.RESCUE]
+    assert (words(ending, 0), words(ending, 1)) == (b"rescue\n", b"end\n")
+    ending.exit(0, 1)
+    assert ending.advance(0.5) == [Stage.RESCUE, Stage.VERIFYING, Stage.STOPPED]
+
+
+def test_a_trainer_that_writes_has_the_time_of_a_save_and_one_that_does_not_begin_has_not(tmp_path: Path) -> None:
+    told: dict[int, str] = {}
+    ending = rescuing(tmp_path, 1, told)
+    assert ending.advance(2.4) == [Stage.RESCUE]
+    told[0] = "begin"
+    assert ending.advance(20.0) == [Stage.RESCUE]
+    told[0] = "committed"
+    assert ending.advance(0.5) == [Stage.RESCUE], "it is on its way out"
+    assert ending.advance(1.0) == [Stage.RESCUE, Stage.TERM]
+
+
+def test_a_trainer_that_is_deaf_is_not_waited_for(tmp_path: Path) -> None:
+    assert rescuing(tmp_path, None, {}).advance(2.8) == [Stage.RESCUE, Stage.TERM]
+
+
+def test_an_abort_cuts_a_rescue_short(tmp_path: Path) -> None:
+    ending = rescuing(tmp_path, 1, {0: "begin"})
+    ending.advance(0.5)
+    ending.stop.hurry()
+    assert ending.advance(0.2) == [Stage.RESCUE, Stage.TERM]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.models import Reason, RunState
 from engine.supervision.culprit import Evidence, RankEvidence, Trigger, is_consequence, judge
+from engine.supervision.watchdog import Hang
 from engine.worker.wire import ExitRecord
 
 LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: [ring] connection to a peer was lost\n"
@@ -321,3 +322,42 @@ def test_of_two_that_differ_none_is_named() -> None:
     both = [rank(number, 7, at=float(number), failure=corrupted(False, [0, 1])) for number in (0, 1)]
     verdict = judge(evidence(*both))
     assert (verdict.reason, verdict.rank, verdict.host) == (Reason.CORRUPTED, None, None)
+
+
+HANG = Hang(61.0, 60.0, "training", 41)
+
+
+def test_a_hang_names_the_rank_that_was_behind() -> None:
+    ended = [rank(number, sig=15, stopped_by="end") for number in (0, 1)]
+    verdict = judge(evidence(*ended, trigger=Trigger.HUNG, hang=replace(HANG, rank=1)))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+    assert verdict.cause is not None and "no step for 61 s, over the limit of 60 s" in verdict.cause
+
+
+def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:
+    left = [rank(number, 5, left_for_peers=True) for number in (0, 2)]
+    stuck = rank(1, sig=9, stopped_by="end")
+    verdict = judge(evidence(left[0], stuck, left[1], trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+
+
+def test_a_hang_of_nobody_in_particular_names_nobody() -> None:
+    ended = [rank(number, sig=15, stopped_by="end") for number in (0, 1)]
+    verdict = judge(evidence(*ended, trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
+    assert verdict.cause is not None and "cannot be told" in verdict.cause
+
+
+def test_a_node_that_is_away_is_the_cause_of_a_hang() -> None:
+    away = RankEvidence(1, "right", "/py", started=True, unreachable_s=61.0, lease_s=60.0)
+    verdict = judge(evidence(rank(0, 5, left_for_peers=True), away, trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+
+
+def test_a_trainer_that_left_because_of_a_peer_is_a_consequence() -> None:
+    assert is_consequence(rank(0, 5, left_for_peers=True))
+
+
+def test_a_warning_is_not_quoted_as_what_a_rank_died_of() -> None:
+    verdict = judge(evidence(rank(0), rank(1, sig=9, tail="warning: examples are longer\n")))
+    assert verdict.cause == "killed by SIGKILL (signal 9)"
