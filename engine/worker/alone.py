@@ -68,6 +68,7 @@ class Alone:
         self._order = order
         self._gradients = Gradients(model)
         self._updater = Updater(job, model)
+        self._updater.evaluate()
         self._sums: list[mx.array] | None = None
         self._targets = 0
         self._position = 0

@@ -46,7 +46,11 @@ class Updater:
         self._max_norm = job.max_grad_norm
         state = [self._optimizer.state, self.masters]
         self._apply = partial(mx.compile, inputs=state, outputs=state)(self._step)
-        mx.eval(state)
+
+    def evaluate(self) -> None:
+        """Take the memory of masters and moments, as the first update would: until then they are promises, and what
+        is restored takes no other's place."""
+        mx.eval(self.masters, self._optimizer.state)
 
     @property
     def in_16_bits(self) -> bool:

@@ -59,11 +59,19 @@ def pass_arrays(collective: Collective, groups: Groups | None, owner: int) -> di
             bits = mx.zeros(sum(sizes) // 4, dtype=mx.uint32)
         else:
             bits = mx.concatenate([_bits(mine[group][name]) for group, name, _, _ in bucket])
-        total = collective.sum(bits).view(mx.uint8)
+        total = (collective.sum(bits) if bits.size else bits).view(mx.uint8)
+        if mine is not None:
+            # Its own: there is no room for two states.
+            for group, name, _, _ in bucket:
+                found[group][name] = mine[group][name]
+            continue
         start = 0
         for (group, name, shape, dtype), size in zip(bucket, sizes, strict=True):
             length = int(np.prod(shape)) * dtype.size
-            found[group][name] = total[start : start + length].view(dtype).reshape(shape)
+            # A copy: a slice would keep its whole bucket.
+            piece = mx.contiguous(total[start : start + length])
+            mx.eval(piece)
+            found[group][name] = piece.view(dtype).reshape(shape)
             start += size
         mx.eval(found)
     return found

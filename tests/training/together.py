@@ -1,0 +1,68 @@
+"""Ranks as threads of this process, with the sums that a Collective has: for what ranks decide together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import mlx.core as mx
+
+from engine.worker.collective import Collective
+
+Result = TypeVar("Result")
+
+
+class _Table:
+    def __init__(self, size: int) -> None:
+        self.rows: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class Member:
+    """One rank's side: `sum` and `gather` as a Collective has them."""
+
+    def __init__(self, table: _Table, rank: int) -> None:
+        self._table = table
+        self.rank = rank
+        self.size = len(table.rows)
+
+    def sum(self, array: mx.array) -> mx.array:
+        mx.eval(array)
+        rows: list[mx.array] = self._exchange(array)
+        shapes = {(row.shape, row.dtype) for row in rows}
+        assert len(shapes) == 1, f"ranks sum different things: {shapes}"
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
+        mx.eval(total)
+        return total
+
+    def gather(self, words: list[int]) -> list[list[int]]:
+        rows = self._exchange(words)
+        assert len({len(row) for row in rows}) == 1
+        return [list(row) for row in rows]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        self._table.rows[self.rank] = mine
+        self._table.barrier.wait()
+        rows = list(self._table.rows)
+        self._table.barrier.wait()
+        return rows
+
+
+def together(size: int, work: Callable[[Collective], Result]) -> list[Result]:
+    """What `work` returns on each of `size` ranks; who raises lets the others fail too."""
+    table = _Table(size)
+
+    def one(rank: int) -> Result:
+        try:
+            return work(cast("Collective", Member(table, rank)))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+        return [future.result() for future in futures]
