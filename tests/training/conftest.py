@@ -83,6 +83,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(shrunk, home / "text", home / "chat", home / "completions")
 
 
+@pytest.fixture(scope="session")
+def bench(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Models for the divided strategies (divided_cases.Bench)."""
+    from tests.training.divided_cases import Bench, make_models
+
+    home = tmp_path_factory.mktemp("divided")
+    return Bench(tiny, make_models(tiny, home / "models"), home)
+
+
+@pytest.fixture(scope="session")
+def one_process(bench: Any) -> Any:
+    """What one process makes of the cases that every run of the tests has."""
+    from tests.training.divided_cases import CASES
+
+    return bench.run("alone", bench.cases(CASES, "data", 4), 1)
+
+
+@pytest.fixture(scope="session")
+def one_process_more(bench: Any) -> Any:
+    from tests.training.divided_cases import MORE
+
+    return bench.run("alone more", bench.cases(MORE, "data", 4), 1)
+
+
 def write_weights(directory: Path, config: dict[str, Any], seed: int = 3) -> None:
     """Random float32 weights for `config`."""
     import mlx.core as mx

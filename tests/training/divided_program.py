@@ -1,5 +1,5 @@
-"""One rank of a test: trains the cases of `cases.json` one after the other, without the trainer around the strategy, and
-writes what it saw: `rank<N>.json`, and its gradients of the first update and the last weights as safetensors.
+"""One rank of a test: trains the cases of `cases.json` one after the other, without the trainer around the strategy,
+and writes what it saw: `rank<N>.json`, and its gradients of the first update and the last weights as safetensors.
 
     python -m tests.training.divided_program DIRECTORY      (under mlx.launch, or alone)
 """
@@ -20,16 +20,16 @@ from engine.worker.collective import Collective
 from engine.worker.data import load_split
 from engine.worker.events import EventWriter
 from engine.worker.job import Job
+from engine.worker.layers import parse_split
 from engine.worker.model import load_model
 from engine.worker.reporting import Reporter
 from engine.worker.strategies.data import DataParallel
 from engine.worker.strategies.pipeline import Pipeline
 from engine.worker.strategies.sharded import Sharded
-from engine.worker.layers import parse_split
 
 
-def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any], rank: int) -> Any:
-    reporter = Reporter(rank, EventWriter(None, rank, 1))
+def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any]) -> Any:
+    reporter = Reporter(collective.rank, EventWriter(None, collective.rank, 1))
     shares = case.get("shares") or [1.0] * collective.size
     if job.strategy == "pipeline":
         layers = parse_split(case["split"])
@@ -38,7 +38,7 @@ def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dic
     return kind(job, model, train, collective=collective, shares=shares, reporter=reporter)
 
 
-def gradients(training: Any, job: Job, model: Any, tokens: float) -> dict[str, mx.array]:
+def gradients(training: Any, job: Job, tokens: float) -> dict[str, mx.array]:
     """This rank's mean gradients, between exchange and apply."""
     if job.strategy != "data":
         return {name: value / tokens for name, value in training._part.sums.items()}
@@ -57,7 +57,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     if case.get("embeddings"):
         model.model.embed_tokens.unfreeze()
     train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
-    training = strategy(job, model, train, collective, case, rank)
+    training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before
     losses, norms, state = [], [], 0
@@ -70,7 +70,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
         state = max(state, mx.get_active_memory() - before)
         loss, tokens = training.exchange([share.loss_sum, float(share.tokens)])
         if iteration <= job.grad_accumulation_steps:
-            found = gradients(training, job, None, tokens)
+            found = gradients(training, job, tokens)
             mx.save_safetensors(str(directory / f"{case['name']}.gradients.{rank}.safetensors"), found)
             del found
         losses.append(loss / tokens)
