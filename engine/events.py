@@ -20,6 +20,12 @@ class RankStatus:
     iteration: int | None = None
     step_s: float | None = None
     """Compute time of the last step, waiting for peers left out, seconds."""
+    typical_s: float | None = None
+    """The median of that over the last steps: who is slow, and not who was once."""
+    exchange_s: float | None = None
+    """Of the last step: exchanging with the other ranks, waiting for them included, seconds."""
+    grad_norm: float | None = None
+    """Of this rank's own mean gradient before the exchange, at the last update."""
     memory_bytes: int | None = None
     """Peak MLX memory."""
     seen_at: datetime | None = None
@@ -154,6 +160,8 @@ class RunSnapshot:
     series: Series = field(default_factory=Series)
     eta_s: float | None = None
     learning_rate: float | None = None
+    grad_norm: float | None = None
+    """Of the global mean gradient before clipping, at the last update."""
     diagnosis: Diagnosis | None = None
     stop: StopProgress | None = None
     alarms: tuple[Alarm, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +14,8 @@ from engine.security.sanitise import plain
 
 _STATUS_LINES = 40
 """The end of the file that tells the status: enough that a report or validation never hides the last step."""
+_TYPICAL_OF = 20
+"""Steps."""
 _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"failure"', b'"warning"', b'"start"', b'"end"')
 """Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
 
@@ -23,6 +27,11 @@ class RankNews:
     phase: str | None = None
     iteration: int | None = None
     step_s: float | None = None
+    typical_s: float | None = None
+    exchange_s: float | None = None
+    grad_norm: float | None = None
+    """Of the global gradient at the last update; beside it this rank's own."""
+    own_grad_norm: float | None = None
     memory_bytes: int | None = None
     seen_at: datetime | None = None
     attempt: int = 0
@@ -48,6 +57,7 @@ class RankEvents:
         self.news = RankNews()
         self.checkpoints: list[int] = []
         """Iterations at which a checkpoint was committed, ascending."""
+        self._step_times: deque[float] = deque(maxlen=_TYPICAL_OF)
 
     def poll(self) -> RankNews:
         waiting = b""
@@ -79,6 +89,7 @@ class RankEvents:
         if isinstance(attempt, int) and attempt != self.news.attempt:
             # A new attempt begins with a new process: nothing that the old one said is true of it.
             self.news = RankNews(phase="loading", attempt=attempt, seen_at=self.news.seen_at)
+            self._step_times.clear()
         if name == "start":
             self.news = replace(
                 self.news,
@@ -107,12 +118,20 @@ class RankEvents:
             self.news = replace(self.news, phase="ended", ended=True)
 
     def _take_step(self, event: dict[str, Any]) -> None:
-        compute = event.get("compute_s")
+        compute = _number(event.get("compute_s"))
+        if compute is not None:
+            self._step_times.append(compute)
+        # Only the last of the iterations that make one update has its gradients' norms.
+        norm, own = _number(event.get("grad_norm")), _number(event.get("own_grad_norm"))
         self.news = replace(
             self.news,
             phase="training" if self.news.phase in (None, "loading") else self.news.phase,
             iteration=_whole(event.get("iteration")),
-            step_s=float(compute) if isinstance(compute, int | float) else None,
+            step_s=compute,
+            typical_s=statistics.median(self._step_times) if self._step_times else None,
+            exchange_s=_number(event.get("communicate_s")),
+            grad_norm=self.news.grad_norm if norm is None else norm,
+            own_grad_norm=self.news.own_grad_norm if own is None else own,
             memory_bytes=_whole(event.get("peak_memory_bytes")),
         )
 
@@ -140,6 +159,10 @@ def _kept(block: bytes) -> list[bytes]:
 
 def _text(value: Any) -> str | None:
     return plain(value, 40) if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Stock mlx_lm.lora, unchanged, on one rank: `python stock.py CONFIG LOG`, which tests.bench.throughput starts.
 
-CONFIG is mlx_lm.lora's own file of options. Rank 0 writes to LOG, a JSON object a line, what mlx-lm told its callback of
-each report, and when (t, seconds of a monotonic clock).
+CONFIG is mlx_lm.lora's own file of options. Rank 0 writes to LOG what mlx-lm told its callback of each report, and when
+(t, seconds of a monotonic clock), a JSON object a line.
 """
 
 from __future__ import annotations

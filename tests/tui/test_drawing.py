@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tui.widgets.braille import Canvas
 from tui.widgets.columns import Column, justify, lay_out
 from tui.widgets.loss_plot import draw
 from tui.widgets.pairs import pair
-from tui.widgets.rank_lines import slowest
+from tui.widgets.rank_lines import skew, slowest
 from tui.widgets.run_header import header
 from tui.widgets.topology import ring
 
@@ -142,6 +143,15 @@ def test_the_slowest_rank_is_named_only_when_it_matters() -> None:
     assert slowest(situation.ranks(seconds=(0.412, 0.471))) == 1
     assert slowest(situation.ranks(seconds=(0.412, 0.415))) is None
     assert slowest(situation.ranks()[:1]) is None
+
+
+def test_who_was_slow_once_is_not_the_slowest() -> None:
+    """Rank 0's last step took long; over the last steps rank 1 does."""
+    once, always = situation.ranks(seconds=(2.0, 0.47))
+    ranks = (replace(once, typical_s=0.4), replace(always, typical_s=0.46))
+    assert slowest(ranks) == 1
+    assert skew(ranks) == (pytest.approx(0.15), 1)
+    assert skew((once, replace(always, step_s=None))) is None
 
 
 def test_the_ring_is_drawn_closed() -> None:

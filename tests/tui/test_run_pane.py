@@ -193,3 +193,33 @@ async def test_the_nodes_are_planned_anew_when_they_were_looked_at_anew(fake: Fa
         await console.until(lambda: console.app.state.plan is not None and any(
             warning.name == "nodes" for warning in console.app.state.plan.warnings
         ))  # fmt: skip
+
+
+async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_with_skew_and_gradient(
+    fake: FakeEngine,
+) -> None:
+    norms = (1.81, 2.27)
+    ranks = tuple(
+        replace(rank, typical_s=(0.4, 0.5)[rank.rank], exchange_s=(0.112, 0.021)[rank.rank], grad_norm=norms[rank.rank])
+        for rank in situation.ranks()
+    )
+    fake.add(replace(situation.running(), ranks=ranks, grad_norm=1.94))
+    async with opened(fake, size=(160, 40)) as console:
+        for text in ("gradient 1.94", "skew 25%"):
+            await console.shows(text)
+        await console.press("4")
+        for text in ("exchange", "0.112 s", "2.27", "201 MB", "← slowest"):
+            await console.shows(text)
+
+
+async def test_what_is_not_known_of_gradients_and_ranks_is_no_figure(fake: FakeEngine) -> None:
+    fake.add(replace(situation.running(), ranks=situation.ranks(step_s=None)))
+    async with opened(fake, size=(160, 40)) as console:
+        await console.shows("gradient –")
+        assert "skew" not in console.screen
+
+
+async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: FakeEngine) -> None:
+    fake.add(situation.running())
+    async with opened(fake, size=SMALL) as console:
+        await console.shows("peak 201 MB")

@@ -58,11 +58,19 @@ def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
 
 def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
     """The straggler: the rank with the longest compute time, where it matters."""
-    timed = [(rank.step_s, rank.rank) for rank in ranks if rank.step_s is not None]
+    found = skew(ranks)
+    return found[1] if found is not None and found[0] > MARKED_SKEW else None
+
+
+def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
+    """How much longer the slowest rank computes than the fastest, as a share of the latter, and which it is; None where
+    there are not two to compare."""
+    times = [(rank.step_s if rank.typical_s is None else rank.typical_s, rank.rank) for rank in ranks]
+    timed = [(seconds, rank) for seconds, rank in times if seconds is not None]
     if len(timed) < 2:
         return None
     (longest, number), (shortest, _) = max(timed), min(timed)
-    return number if shortest > 0 and longest / shortest - 1 > MARKED_SKEW else None
+    return (longest / shortest - 1, number) if shortest > 0 else None
 
 
 def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
@@ -88,6 +96,11 @@ def table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) 
     if straggler is None:
         columns.pop()
     if headed:
+        waits = [f"{rank.exchange_s:.3f} s" if rank.exchange_s is not None else none for rank in ranks]
+        norms = [f"{rank.grad_norm:.3g}" if rank.grad_norm is not None else none for rank in ranks]
+        place = [column.title for column in columns].index("step")
+        columns.insert(place, Column("exchange", waits, 4, right=True))
+        columns.insert(place + 2, Column("gradient", norms, 3, right=True))
         heard = [age(rank.seen_at, state.now) if rank.seen_at else none for rank in ranks]
         columns.insert(-1, Column("heard", heard, 4, right=True))
     head, rows = lay_out(columns, width)
@@ -117,15 +130,21 @@ def _predicted(snapshot: RunSnapshot) -> str:
     return f"{rate(told)} ({now / told - 1:+.0%})" if now is not None and told else rate(told)
 
 
-def figures(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
-    """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
+def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
+    """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured. `peak`: the
+    highest of all ranks, where these are not shown one by one."""
     record, none = snapshot.record, state.glyphs.none
     parts = [
         ("val", loss(record.val_loss) if record.val_loss is not None else none),
         ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
+        ("gradient", f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else none),
         ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
         ("predicted", _predicted(snapshot)),
     ]
+    if (found := skew(snapshot.ranks)) is not None and state.active:
+        parts.insert(3, ("skew", f"{found[0]:.0%}"))
+    if peak and (peaks := [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes]):
+        parts.insert(2, ("peak", size(max(peaks))))
     while sum(len(label) + len(value) + 4 for label, value in parts) > width + 3:
         parts.pop(-2 if len(parts) > 1 else -1)
     return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts])

@@ -82,7 +82,7 @@ class RunPane(Pane, can_focus=True):
         whole = tall or not has_loss
         ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
         self._put("#ranks", ranks)
-        self._put("#figures", [figures(state, snapshot, self.room)] if has_loss else [])
+        self._put("#figures", [figures(state, snapshot, self.room, peak=not whole)] if has_loss else [])
         self._put("#watch", run_watch.verification(state, snapshot, self.room, every=self.full))
 
     def _put(self, selector: str, lines: list[Content]) -> None:

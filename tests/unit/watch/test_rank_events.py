@@ -57,6 +57,23 @@ def test_one_written_beside_the_training_may_be_told_late(tmp_path: Path) -> Non
     assert rank.checkpoints == [4, 10, 12]
 
 
+def test_the_typical_step_is_a_median_and_the_norms_are_those_of_the_last_update(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number, seconds in enumerate([0.4, 0.5, 9.0, 0.4, 0.5], 1):
+        update = {"grad_norm": 2.0 * number, "own_grad_norm": 1.5 * number} if number % 2 == 0 else {"grad_norm": None}
+        write(path, {**step(number), "compute_s": seconds, "communicate_s": 0.1 * number, **update})
+    rank = RankEvents(path)
+    news = rank.poll()
+    assert (news.step_s, news.typical_s, news.exchange_s) == (0.5, 0.5, 0.5)
+    assert (news.grad_norm, news.own_grad_norm) == (8.0, 6.0)
+
+    write(path, {**step(6), "compute_s": 30.0})
+    assert (rank.poll().step_s, rank.news.typical_s) == (30.0, 0.5)
+    write(path, {**step(6), "compute_s": 7.0, "attempt": 2})
+    news = rank.poll()
+    assert (news.step_s, news.typical_s, news.grad_norm) == (7.0, 7.0, None)
+
+
 def test_a_new_attempt_forgets_what_the_old_process_said(tmp_path: Path) -> None:
     path = tmp_path / "events"
     write(path, step(50), {"event": "failure"}, {"event": "start", "attempt": 2, "iterations": 100})
