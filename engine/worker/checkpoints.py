@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .job import Job
+from .streamed import Weights, write_safetensors
 from .wire import write_atomic
 
 
@@ -26,32 +26,27 @@ def save_config(job: Job, layers: int) -> None:
     write_atomic(job.adapter_path / "adapter_config.json", json.dumps(dict(sorted(config.items())), indent=4))
 
 
-def save_adapters(job: Job, weights: dict[str, mx.array], iteration: int | None) -> tuple[Path, int]:
+def save_adapters(job: Job, weights: Weights, iteration: int | None) -> tuple[Path, int]:
     """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` where there is one; the
     last path, and bytes.
 
     A reader sees the whole of a file or the one before. Raises OSError when the disk does not take it.
     """
-    mx.eval(weights)
     latest = job.adapter_path / "adapters.safetensors"
-    _save_safetensors(latest, weights)
+    write_safetensors(latest, weights.entries, weights.arrays)
     if iteration is None:
         return latest, latest.stat().st_size
     numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
-    _save_safetensors(numbered, weights)
+    _copy(latest, numbered)
     return numbered, numbered.stat().st_size
 
 
-def _save_safetensors(path: Path, weights: dict[str, mx.array]) -> None:
-    # mlx insists on the suffix.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+def _copy(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            mx.save_safetensors(str(temporary), weights)
-        except RuntimeError as error:
-            raise OSError(f"{path} could not be written: {error}") from error
+        shutil.copyfile(source, temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,13 +6,14 @@ import time
 
 import mlx.core as mx
 
-from . import checkpoints
+from . import checkpoints, model_directory
 from .arrays import number
 from .collective import Collective
 from .job import Job
 from .replicas import Corrupted, Replicas
 from .reporting import Reporter
 from .strategies.strategy import Strategy
+from .streamed import Weights
 
 
 class Saver:
@@ -38,12 +39,15 @@ class Saver:
         if sound is None:
             self._refuse(last=last)
             return
-        weights = self._strategy.trained() if sound == 0 else self._replicas.trained_of(sound)
+        weights = self._strategy.trained() if sound == 0 else Weights.of(self._replicas.trained_of(sound))
         written = False
         if self._collective.rank == 0:
             if sound != 0:
                 self._reporter.warn(f"saved are the parameters of rank {sound}: those of rank 0 are corrupted")
             written = self._write(weights, iteration, last=last)
+        weights.drain()
+        if last and self._job.fine_tune_type == "full" and not self._strategy.replicated:
+            self._write_model(iteration)
         # Nobody goes on before it is done, and all know whether it is.
         if number(self._collective.sum(mx.array(float(written)))) > 0:
             self.saved = iteration
@@ -56,7 +60,24 @@ class Saver:
             raise Corrupted(said, found.ranks, certain=found.certain)
         self._reporter.warn(said)
 
-    def _write(self, weights: dict[str, mx.array], iteration: int, *, last: bool) -> bool:
+    def _write_model(self, iteration: int) -> None:
+        """The whole model, beside its trained parameters: no rank has it otherwise. Raises OSError, PeerLost."""
+        weights = self._strategy.whole()
+        if self._collective.rank == 0:
+            path, begun = self._job.adapter_path / "model", time.perf_counter()
+            self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
+            try:
+                size = model_directory.write(path, self._job.model, weights)
+            finally:
+                weights.drain()
+            seconds = time.perf_counter() - begun
+            self._reporter.event(
+                "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
+            )
+            self._reporter.say(f"saved {path}")
+        weights.drain()
+
+    def _write(self, weights: Weights, iteration: int, *, last: bool) -> bool:
         """Whether the disk has taken it."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
         numbered = not last or iteration < self._job.iters
@@ -66,6 +87,7 @@ class Saver:
         try:
             path, size = checkpoints.save_adapters(self._job, weights, iteration if numbered else None)
         except OSError as error:
+            weights.drain()
             if last:
                 raise
             self._reporter.warn(f"iteration {iteration}: not saved: {error}")

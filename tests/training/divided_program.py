@@ -26,6 +26,7 @@ from engine.worker.reporting import Reporter
 from engine.worker.strategies.data import DataParallel
 from engine.worker.strategies.pipeline import Pipeline
 from engine.worker.strategies.sharded import Sharded
+from engine.worker.streamed import write_safetensors
 
 
 def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any]) -> Any:
@@ -81,7 +82,8 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     totals = collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)).tolist()
     trained = training.trained()
     if rank == 0:
-        mx.save_safetensors(str(directory / f"{case['name']}.trained.safetensors"), trained)
+        write_safetensors(directory / f"{case['name']}.trained.safetensors", trained.entries, trained.arrays)
+    trained.drain()
     held = sum(value.nbytes for _, value in tree_flatten(training.model.parameters()))
     return {
         "losses": losses,

@@ -22,6 +22,7 @@ from ..job import Job, JobError
 from ..optimizer import Updater
 from ..reporting import Reporter
 from ..sampler import Indices, share_counts, share_slice
+from ..streamed import Weights
 from .gradients import Gradients
 from .strategy import Share, State
 
@@ -98,8 +99,11 @@ class DataParallel:
         batch = examples.batch(mine)
         return self._gradients.loss(batch), batch.targets
 
-    def trained(self) -> dict[str, mx.array]:
-        return dict(tree_flatten(self.model.trainable_parameters()))
+    def trained(self) -> Weights:
+        return Weights.of(dict(tree_flatten(self.model.trainable_parameters())))
+
+    def whole(self) -> Weights:
+        return Weights.of(dict(tree_flatten(self.model.parameters())))
 
     def state(self) -> State:
         return self._updater.state()

@@ -5,7 +5,7 @@ together are one model and one state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,26 +16,45 @@ from ..arrays import floats, number
 from ..collective import Collective
 from ..job import Job
 from ..optimizer import Updater
+from ..streamed import Entry, Weights
 from .strategy import State
 
-_BITS = {2: mx.uint16, 4: mx.uint32}
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A parameter that is trained on some rank."""
+class Held:
+    """A parameter that some rank holds."""
 
     name: str
     shape: tuple[int, ...]
     dtype: mx.Dtype
     ranks: tuple[int, ...]
-    """Those that hold it: one, or more for embeddings that are the head as well."""
+    """Which do: one, or more for embeddings that are the head as well."""
+
+
+def collected(parameters: Sequence[Held], model: nn.Module, collective: Collective) -> Weights:
+    """All `parameters`, of which each rank's `model` has its own; each is to the bit on rank 0, others may get nothing.
+    Taking one raises PeerLost."""
+
+    def arrays() -> Iterator[mx.array]:
+        own = dict(tree_flatten(model.parameters()))
+        for parameter in parameters:
+            if 0 in parameter.ranks:
+                yield own[parameter.name] if collective.rank == 0 else mx.array(0)
+                continue
+            kind = _BITS[parameter.dtype.size]
+            # As whole numbers: a sum of floats with zeros would make 0.0 of -0.0.
+            mine = own[parameter.name] if collective.rank == parameter.ranks[0] else mx.zeros(parameter.shape, kind)
+            yield collective.sum(mine.view(kind)).view(parameter.dtype)
+
+    return Weights({entry.name: Entry(entry.shape, entry.dtype) for entry in parameters}, arrays())
 
 
 class Part:
     """What this rank trains. Its `model` has no other trainable parameters."""
 
-    def __init__(self, job: Job, model: nn.Module, trained: Sequence[Trained], collective: Collective) -> None:
+    def __init__(self, job: Job, model: nn.Module, trained: Sequence[Held], collective: Collective) -> None:
         """`trained` is that of all ranks, the same on each. Raises JobError for an optimizer that there is not."""
         self._model = model
         self._trained = trained
@@ -88,24 +107,6 @@ class Part:
             return None
         norm = self._norm / tokens
         return number(self._updater.update({name: value / tokens for name, value in sums.items()}, norm))
-
-    def trained(self) -> dict[str, mx.array]:
-        """All trained parameters, on rank 0; one after the other, each to the bit. Raises PeerLost."""
-        own = dict(tree_flatten(self._model.trainable_parameters()))
-        rank, whole = self._collective.rank, {}
-        for parameter in self._trained:
-            name = parameter.name
-            if 0 in parameter.ranks:
-                if rank == 0:
-                    whole[name] = own[name]
-                continue
-            kind = _BITS[parameter.dtype.size]
-            # As whole numbers: a sum of floats with zeros would make 0.0 of -0.0.
-            mine = own[name].view(kind) if rank == parameter.ranks[0] else mx.zeros(parameter.shape, kind)
-            bits = self._collective.sum(mine)
-            if rank == 0:
-                whole[name] = bits.view(parameter.dtype)
-        return whole
 
     def state(self) -> State:
         return self._updater.state()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -26,8 +26,9 @@ from ..layers import Split as Layers
 from ..layers import check_split
 from ..reporting import Reporter
 from ..sampler import Indices
+from ..streamed import Weights
 from .messages import Kind, Messages
-from .parts import Part, Trained
+from .parts import Held, Part, collected
 from .passes import Rows, forward, forward_backward, like_output
 from .sections import Section, check
 from .stages import Step, micro_batches, schedule
@@ -76,7 +77,8 @@ class Pipeline:
             Section(model, start, end, first=stage == 0, last=stage == stages - 1)
             for stage, (start, end) in enumerate(layers)
         ]
-        held = [dict(tree_flatten(section.model.trainable_parameters())) for section in sections]
+        trained = _held([dict(tree_flatten(section.model.trainable_parameters())) for section in sections])
+        self._trained, self._whole = trained, _held([dict(tree_flatten(each.model.parameters())) for each in sections])
         self._section = sections[rank]
         self.model = self._section.model
         mx.eval(self.model.parameters())
@@ -84,16 +86,10 @@ class Pipeline:
             self.feed = Feed(train, job, [job.batch_size], 0, reporter)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
-        names = dict.fromkeys(name for stage in held for name in stage)
-        holders = {name: tuple(stage for stage, names in enumerate(held) if name in names) for name in names}
-        trained = [
-            Trained(name, held[ranks[0]][name].shape, held[ranks[0]][name].dtype, ranks)
-            for name, ranks in holders.items()
-        ]
         self._collective = collective
         self._messages = Messages(collective)
         self._part = Part(job, self.model, trained, collective)
-        self._first_trained = min(ranks[0] for ranks in holders.values())
+        self._first_trained = min(parameter.ranks[0] for parameter in trained)
         self._half = any(parameter.dtype == mx.float16 for parameter in trained)
         self._batches = 0
         self._waited_s = 0.0
@@ -129,8 +125,11 @@ class Pipeline:
         loss = self._run(batch, train=False)
         return loss, batch.targets if self._section.last else 0
 
-    def trained(self) -> dict[str, mx.array]:
-        return self._part.trained()
+    def trained(self) -> Weights:
+        return collected(self._trained, self.model, self._collective)
+
+    def whole(self) -> Weights:
+        return collected(self._whole, self.model, self._collective)
 
     def state(self) -> State:
         return self._part.state()
@@ -201,3 +200,10 @@ class Pipeline:
                 assert micro.below is not None
                 messages.send(rank - 1, Kind.GRADIENT, batch, step.micro, micro.below)
                 micro.below = None
+
+
+def _held(stages: Sequence[Mapping[str, mx.array]]) -> list[Held]:
+    """Every parameter of the `stages`, and which of them hold it."""
+    every = {name: value for stage in reversed(stages) for name, value in stage.items()}
+    ranks = {name: tuple(rank for rank, stage in enumerate(stages) if name in stage) for name in every}
+    return [Held(name, value.shape, value.dtype, ranks[name]) for name, value in every.items()]

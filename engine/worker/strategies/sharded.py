@@ -24,7 +24,8 @@ from ..feed import Feed
 from ..job import Job, JobError
 from ..reporting import Reporter
 from ..sampler import Indices, share_counts, share_slice
-from .parts import Part
+from ..streamed import Weights
+from .parts import Part, collected
 from .passes import Rows, forward, forward_backward
 from .sections import check
 from .shards import Shards
@@ -56,7 +57,7 @@ class Sharded:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
         self.model = model
         self._shards = Shards(model, collective)
-        trained = self._shards.trained()
+        trained = self._shards.held(trained=True)
         self._part = Part(job, model, trained, collective)
         self._half = any(parameter.dtype == mx.float16 for parameter in trained)
         last = len(self._shards.sections)
@@ -97,8 +98,11 @@ class Sharded:
             hidden = self._forward(number_, rows, hidden)
         return (number(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
-    def trained(self) -> dict[str, mx.array]:
-        return self._part.trained()
+    def trained(self) -> Weights:
+        return collected(self._shards.held(trained=True), self.model, self._collective)
+
+    def whole(self) -> Weights:
+        return collected(self._shards.held(trained=False), self.model, self._collective)
 
     def state(self) -> State:
         return self._part.state()

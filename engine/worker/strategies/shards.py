@@ -17,7 +17,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..collective import Collective
-from .parts import Trained
+from .parts import Held
 from .sections import Section
 
 _WORD = 4
@@ -81,10 +81,14 @@ class Shards:
         self._put_back: dict[str, mx.array] = {}
         _keep(model, {name for name, owner in owners.items() if owner == collective.rank})
 
-    def trained(self) -> list[Trained]:
-        """All parameters that are trained, on whatever rank."""
-        every = {name: tensor for section in self._tensors for name, tensor in section.items() if tensor.trained}
-        return [Trained(name, tensor.shape, tensor.dtype, (tensor.owner,)) for name, tensor in every.items()]
+    def held(self, *, trained: bool) -> list[Held]:
+        """All parameters, or all that are trained, on whatever rank."""
+        every = {name: tensor for section in self._tensors for name, tensor in section.items()}
+        return [
+            Held(name, tensor.shape, tensor.dtype, (tensor.owner,))
+            for name, tensor in every.items()
+            if tensor.trained or not trained
+        ]
 
     def trained_in(self, section: int) -> list[str]:
         return [name for name, tensor in self._tensors[section].items() if tensor.trained]

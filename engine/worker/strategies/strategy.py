@@ -14,6 +14,7 @@ from mlx import nn
 from ..data import Split
 from ..feed import Feed
 from ..sampler import Indices
+from ..streamed import Weights
 
 State = dict[str, dict[str, mx.array]]
 """Group → name → array: references, evaluated. MLX's arrays never change, so that this is a snapshot."""
@@ -73,8 +74,12 @@ class Strategy(Protocol):
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         """This rank's part of the sum of cross-entropies of one batch, and of the targets in it."""
 
-    def trained(self) -> dict[str, mx.array]:
-        """All trained parameters by mlx-lm's names, as they are saved, on rank 0; others may have less."""
+    def trained(self) -> Weights:
+        """All trained parameters by mlx-lm's names, as they are saved; whole on rank 0, others may get less. Every rank
+        takes all of them."""
+
+    def whole(self) -> Weights:
+        """All parameters, likewise."""
 
     def state(self) -> State:
         """What this rank needs to go on after the last update: trained parameters at the optimizer's precision, the
