@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from engine.config.models import FlightConfig
-from engine.errors import InputError, StateError
+from engine.errors import InputError, NodesInUse, StateError
+from engine.security.home import make_home
 from engine.session.nodes import Nodes
 from engine.session.runs import Runs
 
 if TYPE_CHECKING:
-    from engine.measured import Calibration, CalibrationProgress
+    from engine.measured import Calibration, CalibrationProgress, Division
     from engine.planning.outlook import Outlook
 
 
@@ -25,12 +26,25 @@ class Calibrations(Nodes, Runs):
         self, config: FlightConfig, *, quick: bool = False
     ) -> AsyncIterator[CalibrationProgress | Calibration]:
         """Measure the job's step on every node and the links between them: how far it has come, and at last the
-        calibration, kept when every node was measured. Closing the iterator ends it on the nodes. Raises InputError
-        while a run is going on there, and the first node's error when none can be reached."""
+        calibration, kept when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse
+        while a run or another calibration is going on there, StateError, and the first node's error when none can be
+        reached."""
+        from engine.runs.occupancy import alone
+
+        make_home(self.home)
+        with alone(self.home, [node.ssh for node in config.nodes], f"a calibration of {config.job.name}"):
+            await asyncio.to_thread(self._check_idle, config)
+            async with contextlib.aclosing(self._measuring(config, quick=quick)) as steps:
+                async for step in steps:
+                    yield step
+
+    async def _measuring(
+        self, config: FlightConfig, *, quick: bool
+    ) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
+        """The calibration itself, on nodes that are this machine's alone."""
         from engine.calibration.calibrate import calibrate, complete
         from engine.preflight.scene import Scene
 
-        await asyncio.to_thread(self._check_idle, config)
         before = await asyncio.to_thread(self.last_facts, config)
         scene = Scene(config, self.fleet(config))
         progress: asyncio.Queue[CalibrationProgress | None] = asyncio.Queue()
@@ -77,13 +91,31 @@ class Calibrations(Nodes, Runs):
         except ValueError as error:
             raise InputError("nothing can be shared out", why=str(error), todo="flightdeck calibrate again") from error
 
+    def _divided(self, config: FlightConfig) -> tuple[FlightConfig, Division, Calibration | None]:
+        """The configuration without the nodes that the newest calibration leaves out, the shares that it gives, and
+        itself. Raises InputError when no node is left, StateError."""
+        from engine.config.subset import only
+        from engine.planning.outlook import division_of
+
+        calibration = self.last_calibration(config)
+        found = self.outlook(config, calibration)
+        kept = only(config, found.shares.parts) if found.shares.left_out else config
+        return kept, division_of(found), calibration
+
     def _check_idle(self, config: FlightConfig) -> None:
-        """Raises InputError when a run on one of the nodes' hosts has not ended: both would be slowed down."""
+        """Raises NodesInUse when a run on one of the nodes' machines has not ended: both would be slowed down."""
+        from engine.runs.occupancy import machine
         from engine.runs.plan_file import read_plan
 
-        hosts = {node.ssh for node in config.nodes}
+        machines = {machine(node.ssh) for node in config.nodes}
         for record in self.runs():
             if not record.state.ended:
                 with contextlib.suppress(StateError):
-                    if hosts & {rank.host for rank in read_plan(self._directory(record.id).plan).ranks}:
-                        raise InputError(f"{record.id} goes on on these nodes", todo="wait for its end, or abort it")
+                    ranks = read_plan(self._directory(record.id).plan).ranks
+                    used = [rank.host for rank in ranks if machine(rank.host) in machines]
+                    if used:
+                        raise NodesInUse(
+                            f"run {record.id} is going on there",
+                            where=used[0],
+                            todo=f"wait for its end, or `flightdeck abort {record.id}`",
+                        )

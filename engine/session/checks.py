@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 
 from engine.config.models import FlightConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
-from engine.session.room import Room
+from engine.session.calibrations import Calibrations
 
 
-class Checks(Room):
+class Checks(Calibrations):
     """Of a configuration's nodes, before anything is launched on them."""
 
     def checks_not_yet(self) -> dict[str, str]:
@@ -23,13 +23,15 @@ class Checks(Room):
         return dict(NOT_YET)
 
     async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
-        """Run the checks; each is yielded as RUNNING and again when it ends. Closing the iterator ends them.
-        Raises InputError when a name in `skip` is no check."""
+        """Run the checks that a launch would run, on the nodes that it would take; each is yielded as RUNNING and again
+        when it ends. Closing the iterator ends them. Raises InputError when a name in `skip` is no check, or no node
+        would be left, and StateError."""
         from engine.preflight.checklist import run_checks
         from engine.preflight.scene import Scene
         from engine.security.audit import audit_log
 
-        scene = Scene(config, self.fleet(config))
+        taken, division, calibration = await asyncio.to_thread(self._divided, config)
+        scene = Scene(taken, self.fleet(config), division=division, calibration=calibration)
         results: asyncio.Queue[CheckResult | None] = asyncio.Queue()
 
         async def run() -> None:

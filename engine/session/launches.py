@@ -7,7 +7,6 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError, StateError
@@ -17,9 +16,6 @@ from engine.runs.layout import RunDir
 from engine.runs.watch import RunWatch
 from engine.security.home import make_home
 from engine.session.calibrations import Calibrations
-
-if TYPE_CHECKING:
-    from engine.measured import Division
 
 _POLL_S = 0.05
 _SUPERVISOR_STARTS = 3
@@ -31,7 +27,8 @@ class Launches(Calibrations):
 
     async def launch(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> RunRecord:
         """Make the run, start its supervisor, and return once that has taken over (state planned or later).
-        Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError."""
+        Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a
+        calibration is going on there."""
         from engine.supervision import spawn
 
         directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
@@ -76,19 +73,33 @@ class Launches(Calibrations):
     def _prepare(self, config: FlightConfig, skip: tuple[str, ...]) -> RunDir:
         """The run's directory with its plan, and its record in the store: the intent, before anything starts."""
         from engine.preflight.checklist import check_names
+        from engine.runs.occupancy import together
+
+        check_names([*config.preflight.skip, *skip])
+        make_home(self.home)
+        # A calibration that is going on keeps the launch out, one that comes later sees the run in the store.
+        with together(self.home, [node.ssh for node in config.nodes]):
+            return self._make(config, skip)
+
+    def _make(self, config: FlightConfig, skip: tuple[str, ...]) -> RunDir:
         from engine.runs.plan_file import Plan, write_plan
         from engine.security.audit import audit_log
 
-        check_names([*config.preflight.skip, *skip])
-        config, division = self._divided(config)
+        config, division, calibration = self._divided(config)
         created = datetime.now(UTC)
         directory = RunDir(self.home / "runs" / run_id(config.job.name, created))
-        make_home(self.home)
         try:
             directory.path.parent.mkdir(mode=0o700, exist_ok=True)
             directory.path.mkdir(mode=0o700)
             directory.requests.mkdir(mode=0o700)
-            plan = Plan.of(config, run_id=directory.id, created_at=created, skip=skip, division=division)
+            plan = Plan.of(
+                config,
+                run_id=directory.id,
+                created_at=created,
+                skip=skip,
+                division=division,
+                calibration=calibration,
+            )
             write_plan(directory.plan, plan)
         except OSError as error:
             why = error.strerror or str(error)
@@ -98,29 +109,6 @@ class Launches(Calibrations):
         context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self.home)
         return directory
-
-    def _divided(self, config: FlightConfig) -> tuple[FlightConfig, Division]:
-        """The shares that the newest calibration gives, and the configuration without the nodes that it leaves out.
-        Raises InputError when none is left, StateError."""
-        from engine.config.subset import only
-        from engine.measured import Division
-
-        found = self.outlook(config, self.last_calibration(config))
-        shares, told = found.shares, found.prediction
-        division = Division(
-            source=shares.source,
-            reason=shares.reason,
-            parts=dict(shares.parts),
-            left_out=shares.left_out,
-            warnings=shares.warnings,
-            examples_per_s=told.examples_per_s,
-            tokens_per_s=told.tokens_per_s,
-            compute_s=dict(told.compute_s),
-            speed_up=told.speed_up,
-            efficiency=told.efficiency,
-            why_not=told.why_not,
-        )
-        return (only(config, shares.parts) if shares.left_out else config), division
 
 
 def run_id(name: str, created: datetime) -> str:
