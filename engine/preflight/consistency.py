@@ -22,7 +22,7 @@ from engine.preflight import connectivity, sync
 from engine.preflight.agreement import Agreement, Decision, agreement, decide
 from engine.preflight.answers import Hashes
 from engine.preflight.check import Check, Findings
-from engine.preflight.fixes import copies, file_copies
+from engine.preflight.fixes import copies, file_copies, moved_aside
 from engine.preflight.scene import Scene, read
 from engine.security.hosts import LOCAL
 from engine.transport.local import LocalTransport
@@ -169,16 +169,26 @@ def _fix(
             continue
         theirs = workers[node.name]
         differing = [name for name in {*theirs, *reference} if theirs.get(name) != reference.get(name)]
+        wanted = [name for name in differing if reference.get(name) is not None]
         for word in words(config):
-            if word in differing and reference.get(word) is not None:
+            if word in wanted:
                 paths = {each.name: _path(each, word) for each in (*config.nodes, source)}
                 lines += filter(None, [file_copies(source, [node], paths)])
-        if any(name.startswith(_MODEL) for name in differing):
+        if any(name.startswith(_MODEL) for name in wanted):
             folders = {**models, source.name: models.get(source.name) or _heads_model(config)}
             there = {name: folder for name, folder in folders.items() if folder is not None}
             if {source.name, node.name} <= set(there):
                 lines += filter(None, [copies(source, [node], there)])
+        too_many = (_file(config, node, models[node.name], name) for name in sorted({*differing} - {*wanted}))
+        lines += [moved_aside(node, file) for file in too_many if file is not None]
     return " && ".join(dict.fromkeys(lines)) or None
+
+
+def _file(config: FlightConfig, node: NodeConfig, model: str | None, name: str) -> str | None:
+    """Where the file of an item lies on a node; None for what is no file of the user's."""
+    if name.startswith(_MODEL):
+        return posixpath.join(model, name.removeprefix(_MODEL)) if model is not None else None
+    return _path(node, name) if name in words(config) else None
 
 
 def _source(config: FlightConfig, compared: Agreement) -> NodeConfig | None:
