@@ -114,6 +114,17 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class ChunkProgress:
+    """How far data that is streamed in chunks has been trained on."""
+
+    done: int
+    """Chunks of this epoch that are finished."""
+    of: int
+    epoch: int = 1
+    """From 1."""
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     """Everything that a pane shows of a run."""
 
@@ -135,6 +146,8 @@ class RunSnapshot:
     taken_at: datetime | None = None
     division: Division | None = None
     """The nodes' shares of the batch, and what was predicted of them when the run was made."""
+    chunk: ChunkProgress | None = None
+    """None until the first chunk is finished, and of data that is held in memory."""
 
     @property
     def cause(self) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.events import Key
 
-from engine.events import RunSnapshot, Series
+from engine.events import ChunkProgress, RunSnapshot, Series
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
@@ -132,6 +132,13 @@ def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
     drawn = [header(state, width).plain for width in widths]
     assert any("ETA" in line and "2 nodes" not in line for line in drawn)
     assert not any("2 nodes" in line and "ETA" not in line for line in drawn)
+
+
+@pytest.mark.parametrize(("epoch", "said"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
+async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, said: str) -> None:
+    fake.add(streamed := replace(situation.running(), chunk=ChunkProgress(3, 20, epoch)))
+    async with opened(fake, size=(120, 36), follow=streamed.record.id) as console:
+        await console.shows(said)
 
 
 def test_a_low_plot_has_a_scale_of_two_figures() -> None:

@@ -13,7 +13,7 @@ from tui.widgets.columns import Column, lay_out
 from tui.widgets.node_state import away
 
 if TYPE_CHECKING:
-    from engine.events import RankStatus, RunSnapshot
+    from engine.events import ChunkProgress, RankStatus, RunSnapshot
 
 MARKED_SKEW = 0.05
 """A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
@@ -108,24 +108,35 @@ def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
 
 
-def _predicted(snapshot: RunSnapshot) -> str:
+def _predicted(snapshot: RunSnapshot) -> str | None:
     """By the calibration that the run was divided by; beside it, how far from that the run is."""
     told = snapshot.division.tokens_per_s if snapshot.division is not None else None
     if told is None:
-        return "not measured"
+        return None
     now = snapshot.record.tokens_per_second
     return f"{rate(told)} ({now / told - 1:+.0%})" if now is not None and told else rate(told)
 
 
+def _chunk(chunk: ChunkProgress) -> str:
+    epoch = f", epoch {chunk.epoch}" if chunk.epoch > 1 else ""
+    return f"chunk {chunk.done:,}/{chunk.of:,} ({chunk.done / chunk.of:.0%}{epoch})"
+
+
 def figures(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
-    """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured."""
+    """What the header leaves out, on one line, as far as there is room; "–" for what is not there, nothing that was not
+    measured."""
     record, none = snapshot.record, state.glyphs.none
-    parts = [
-        ("val", loss(record.val_loss) if record.val_loss is not None else none),
-        ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
-        ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
-        ("predicted", _predicted(snapshot)),
-    ]
-    while sum(len(label) + len(value) + 4 for label, value in parts) > width + 3:
-        parts.pop(-2 if len(parts) > 1 else -1)
-    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts])
+    predicted = _predicted(snapshot)
+    parts = {
+        "val": loss(record.val_loss) if record.val_loss is not None else none,
+        "lr": f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none,
+        "speed": rate(record.tokens_per_second) if record.tokens_per_second is not None else none,
+        "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
+        "predicted": predicted or "not measured",
+    }
+    if not parts["data"]:
+        del parts["data"]
+    for name in ("speed", "lr", *(() if predicted else ("predicted",)), "data", "predicted"):
+        if sum(len(label) + len(value) + 4 for label, value in parts.items()) > width + 3:
+            parts.pop(name, None)
+    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts.items()])
