@@ -18,6 +18,7 @@ from typing import Any
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckResult, WorkerConsistency
+from engine.planning.before_launch import comparison_not_applicable, comparison_switched_off, own_files
 from engine.preflight import connectivity, sync
 from engine.preflight.agreement import Agreement, Decision, agreement, decide
 from engine.preflight.answers import Hashes
@@ -30,8 +31,6 @@ from engine.transport.local import LocalTransport
 NAME = "worker_consistency"
 HERE = "this machine"
 _LIMIT_S = 60.0
-_CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
-"""Words of a command that end so are programs and settings; others may be outputs, which are a node's own."""
 _MODEL = "model "
 """How the names of the model's files begin."""
 _SHOWN = 12
@@ -57,24 +56,10 @@ async def look(scene: Scene) -> CheckResult:
 
 def question(config: FlightConfig, node: NodeConfig, model: str | None) -> dict[str, Any]:
     """What is asked of one node."""
-    files = {word: _path(node, word) for word in words(config)}
+    files = {word: _path(node, word) for word in own_files(config)}
     own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
     job = None if config.job.command else {**config.job.mlx_lm, **own}
     return {"files": files, "model": model, "job": job}
-
-
-def words(config: FlightConfig) -> list[str]:
-    """The words of a job's own command that name its script and settings, as written."""
-    command = config.job.command or ()
-    return [
-        word
-        for number, word in enumerate(command)
-        if word.endswith(_CONFIGURATIONS)
-        and not word.startswith("-")
-        and "{rank}" not in word
-        and (number or not word.startswith("/"))
-        and "\0" not in word
-    ]
 
 
 def known(head: Mapping[str, str | None], workers: Mapping[str, Mapping[str, str | None]]) -> dict[str, str | None]:
@@ -170,7 +155,7 @@ def _fix(
         theirs = workers[node.name]
         differing = [name for name in {*theirs, *reference} if theirs.get(name) != reference.get(name)]
         wanted = [name for name in differing if reference.get(name) is not None]
-        for word in words(config):
+        for word in own_files(config):
             if word in wanted:
                 paths = {each.name: _path(each, word) for each in (*config.nodes, source)}
                 lines += filter(None, [file_copies(source, [node], paths)])
@@ -188,7 +173,7 @@ def _file(config: FlightConfig, node: NodeConfig, model: str | None, name: str) 
     """Where the file of an item lies on a node; None for what is no file of the user's."""
     if name.startswith(_MODEL):
         return posixpath.join(model, name.removeprefix(_MODEL)) if model is not None else None
-    return _path(node, name) if name in words(config) else None
+    return _path(node, name) if name in own_files(config) else None
 
 
 def _source(config: FlightConfig, compared: Agreement) -> NodeConfig | None:
@@ -249,14 +234,6 @@ def _path(node: NodeConfig, word: str) -> str:
     return word if word.startswith(("/", "~/")) else posixpath.join(node.workdir, word)
 
 
-def _one_worker(config: FlightConfig) -> str | None:
-    return "one worker: there is nobody to agree with" if len(config.nodes) == 1 else None
-
-
-def _off(config: FlightConfig) -> str | None:
-    return None if config.preflight.consistency else "switched off: [preflight] consistency = false"
-
-
 CHECK = Check(
     NAME,
     "script, worker, job, tokenizer and model index as this machine has them",
@@ -264,6 +241,6 @@ CHECK = Check(
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=_one_worker,
-    switched_off=_off,
+    not_applicable=comparison_not_applicable,
+    switched_off=comparison_switched_off,
 )
