@@ -7,6 +7,7 @@ from engine.planning.document import RdmaPart
 from engine.planning.links import setup_commands
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
+from engine.planning.usable import usable
 
 _OVER_RDMA = ("jaccl", "jaccl-ring")
 _RECOVERY = "once per Mac, by hand: start it into Recovery OS, and in Terminal there: rdma_ctl enable"
@@ -35,8 +36,9 @@ def rdma(now: Situation, notes: Notes) -> RdmaPart:
         notes.why("rdma_config.expected_speedup", Source.UNKNOWN, why)
     else:
         notes.why("rdma_config.expected_speedup", Source.CALIBRATION, "all ranks against the fastest node alone")
-    measured = inputs.calibration.everyone if inputs.calibration is not None else None
-    gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
+    taken = usable(inputs)
+    measured = taken.everyone if taken is not None else None
+    gradient = taken.gradient_bytes if taken is not None else None
     return RdmaPart(
         enabled=enabled,
         platform=now.platform,

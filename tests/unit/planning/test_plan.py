@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
 from engine.launch.hostfile import write_hostfile
+from engine.measured import MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
@@ -210,6 +211,39 @@ def test_a_calibration_past_its_age_is_not_used_and_said() -> None:
     assert plan.batch_configuration.micro_batch == {"ultra": 4, "max": 4}
     assert plan.performance_targets.throughput is None
     assert any("40 days old" in warning.text for warning in plan.warnings)
+
+
+PROBED = {
+    "nodes": tuple(
+        NodeMeasure(
+            node=name,
+            host=f"{name}.local",
+            examples_per_s=2.0,
+            probes=tuple(MemoryProbe(batch=batch, peak_bytes=7 * 10**9 + batch * 10**9) for batch in (1, 2)),
+        )
+        for name in ("ultra", "max")
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("age", "config", "source", "told"),
+    [
+        (timedelta(hours=1), {}, "calibration", "two probe steps"),
+        (timedelta(days=40), {}, "estimate", "the calibration is 40 days old: not used"),
+        (timedelta(hours=1), {"calibration": CalibrationConfig(enabled=False)}, "estimate", "is switched off"),
+    ],
+    ids=["usable", "old", "switched off"],
+)
+def test_memory_and_links_are_told_by_a_calibration_that_is_used(
+    age: timedelta, config: dict[str, Any], source: str, told: str
+) -> None:
+    taken = calibration({}, age=age, **PROBED)
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, config=config, calibration=taken))
+    assert isinstance(plan.memory, MemoryPart)
+    assert {rank.source for rank in plan.memory.ranks} == {source}
+    assert told in next(reason.reason for reason in plan.reasons if reason.key == "memory.ultra")
+    assert (plan.rdma_config.latency_s is not None) == (source == "calibration")
 
 
 def test_parts_that_are_switched_off_warn_by_name() -> None:
