@@ -15,7 +15,9 @@ from tests.training.conftest import Tiny
 from tests.training.launching import launch
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("lora", marks=pytest.mark.slow), pytest.param("dora", marks=pytest.mark.slow), "full"]
+)
 def test_the_saved_adapter_is_loaded_and_generates(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     run = launch(tmp_path, tiny.job(fine_tune_type=kind, save_every=5), shares=(1.0, 1.0)).succeeded()
 
