@@ -77,13 +77,11 @@ class Situation:
 def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     """Divide the batch, and predict. A batch that cannot be divided is refused in `notes`."""
     config = inputs.config
-    try:
-        divided = shares(config, inputs.calibration, now=inputs.now)
-    except ValueError as error:
-        notes.refuse("hardware_calibration", str(error))
-        divided = shares(config, None)
+    divided = _divided(inputs, notes)
     for name in inputs.left_out:
         notes.warn("hardware_calibration", f"{name} finished nothing while it was measured: it is left out")
+    for name in inputs.division.excluded if inputs.division is not None else ():
+        notes.warn("nodes", f"{name} is left out: a check of the launch has excluded it")
     for warning in divided.warnings:
         notes.warn("hardware_calibration", warning)
     micro = None
@@ -101,9 +99,21 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
         predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
     elif usable is not None and usable.stand_in:
         predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
+    if inputs.division is not None and inputs.division.why_not is not None:
+        predicted = predicted.withheld(inputs.division.why_not)
     if inputs.strategy != "data":
         predicted = Prediction(why_not=f"what was measured is strategy data, and says nothing of {inputs.strategy}")
     return Situation(inputs, _platform(inputs), divided, micro, predicted)
+
+
+def _divided(inputs: PlanInputs, notes: Notes) -> Shares:
+    if inputs.division is not None:
+        return Shares.of(inputs.division)
+    try:
+        return shares(inputs.config, inputs.calibration, now=inputs.now)
+    except ValueError as error:
+        notes.refuse("hardware_calibration", str(error))
+        return shares(inputs.config, None)
 
 
 def _platform(inputs: PlanInputs) -> str:

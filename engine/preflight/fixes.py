@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.security.hosts import SshTarget
@@ -14,8 +14,17 @@ OURS = "flightdeck "
 """A fix that begins so is for this machine, whichever node it is for."""
 ASIDE = ".aside"
 """Ends the name of a file that was moved out of the way."""
+_FOUND_BY_ITSELF = "flightdeck.toml"
 _FROM_PROFILE = ("uv ", "hf ")
 """What a login shell alone may find: on a Mac its profile names the folders of Homebrew and of uv."""
+
+
+def ours(config: FlightConfig, command: str) -> str:
+    """A command of ours on this very configuration: it is named where it is not the ./flightdeck.toml that is found
+    without a word."""
+    if config.file is None or config.file == Path(_FOUND_BY_ITSELF).absolute():
+        return f"{OURS}{command}"
+    return f"{OURS}{command} -c {shlex.quote(str(config.file))}"
 
 
 def pasted(config: FlightConfig, fixes: Mapping[str, str]) -> str | None:

@@ -26,7 +26,6 @@ from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, StateEr
 from engine.launch.ports import fresh_ports
 from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
-from engine.preflight.scene import Scene
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
 from engine.store.store import Store
@@ -40,7 +39,7 @@ from engine.supervision.inheritance import anybody_came, kill_everywhere, old_la
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook
-from engine.supervision.preflight_phase import check, excluded, replan, verdict_of
+from engine.supervision.preflight_phase import check, excluded, replan, scene_of, verdict_of
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
 from engine.transport.fleet import Fleet
@@ -70,7 +69,7 @@ class Supervisor:
         self._figures: dict[str, Any] = {}
         self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._unconfirmed: list[str] = []
-        self._scene = Scene(plan.config, self._fleet)
+        self._scene = scene_of(plan, self._fleet)
         self._links: Links | None = None
         self._flight: Flight | None = None
         self._aftermath_s = AFTERMATH_S
@@ -236,7 +235,7 @@ class Supervisor:
             why = "; ".join(dict.fromkeys(left_out.values()))
             self._logbook.append("replanned", excluded=list(left_out), why=why, world_size=len(self._plan.ranks))
             await self._scene.close()
-            self._scene = Scene(self._plan.config, self._fleet)
+            self._scene = scene_of(self._plan, self._fleet)
 
     async def _prepare(self) -> Attempt:
         """What the next attempt will be, entered in the journal before anything of it starts."""
