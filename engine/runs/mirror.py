@@ -264,7 +264,6 @@ class Mirror:
         return complete
 
     def _take_log(self, source: int, log: FileMirror | None) -> int:
-        path = self._run_dir.log(source)
         index = self._index(source)
         if index is None or index.file.waiting_bytes > WAITING_BYTES:
             return 0
