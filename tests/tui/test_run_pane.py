@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.events import Key
 
-from engine.events import ChunkProgress, RunSnapshot, Series
+from engine.events import ChunkProgress, RunSnapshot, Series, Verification
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
@@ -132,6 +132,18 @@ def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
     drawn = [header(state, width).plain for width in widths]
     assert any("ETA" in line and "2 nodes" not in line for line in drawn)
     assert not any("2 nodes" in line and "ETA" not in line for line in drawn)
+
+
+async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_wrong(fake: FakeEngine) -> None:
+    lines = tuple(Verification(name, name != "loss", "as told") for name in ("backend", "loss", "replicas", "gpu"))
+    fake.add(running := replace(situation.running(), verification=lines))
+    async with opened(fake, size=SMALL, follow=running.record.id) as console:
+        await console.press("4")
+        await console.shows("loss        as told")
+        await console.shows("── train")
+        assert "replicas" not in console.screen
+        await console.press("z")
+        await console.shows("replicas    as told")
 
 
 @pytest.mark.parametrize(("epoch", "said"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
