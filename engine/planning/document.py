@@ -203,6 +203,8 @@ class WatchPart(_Part):
     enabled: Literal[True] = True
     every_updates: int
     staleness_threshold: int
+    staleness_rule: str
+    """What is compared with it: ranks in lockstep are never updates apart."""
     kl_threshold: float
     wasserstein_threshold: float
     byzantine_rule: str

@@ -20,6 +20,10 @@ from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
 
 Applies = Callable[[FlightConfig], str | None]
+_STALENESS_RULE = (
+    "updates heard of each rank: ranks in lockstep wait for one another, so one that hangs stops all and is shown as "
+    "silent; stale is one whose events stop coming while the others' go on"
+)
 _KRUM_FROM = 5
 """Workers: Krum needs n >= 2f + 3 (Blanchard et al., NeurIPS 2017)."""
 
@@ -89,6 +93,7 @@ def _watched(now: Situation, notes: Notes) -> WatchPart | Disabled:
     return WatchPart(
         every_updates=settings.every,
         staleness_threshold=settings.staleness,
+        staleness_rule=_STALENESS_RULE,
         kl_threshold=settings.kl,
         wasserstein_threshold=settings.wasserstein,
         byzantine_rule=f"Krum, f = {(now.ranks - 3) // 2}" if krum else "median and MAD: Krum needs 5 workers",
