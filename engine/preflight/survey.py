@@ -18,7 +18,7 @@ from engine.config.models import FlightConfig, NodeConfig
 from engine.config.subset import only
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.launch.by_hand import by_hand
-from engine.launch.environment import RANK_ENVIRONMENT
+from engine.launch.environment import common_environment
 from engine.launch.hostfile import document, write_hostfile
 from engine.measured import Calibration
 from engine.models import NodeFacts
@@ -84,6 +84,7 @@ async def survey(
     report, report_problem = await asyncio.to_thread(data_report, config)
     model, model_from = await _model(scene, [node for node in planned.nodes if node.name not in problems])
     examples, examples_from = _known_examples(config, report)
+    gradient = calibration.gradient_bytes if calibration is not None else None
     return PlanInputs(
         config=planned,
         strategy=strategy or config.job.strategy,
@@ -103,9 +104,8 @@ async def survey(
         calibration=calibration,
         division=scene.division,
         left_out=left_out,
-        launching=await asyncio.to_thread(_launching, planned, wiring, scene.fleet.home, model),
-        rank_environment=RANK_ENVIRONMENT
-        | {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()},
+        launching=await asyncio.to_thread(_launching, planned, wiring, scene.fleet.home, model, gradient),
+        rank_environment=common_environment(wiring, _quotable(config.job.env), gradient_bytes=gradient),
     )
 
 
@@ -119,9 +119,14 @@ async def surveyed(scene: Scene) -> PlanInputs:
     return await scene.shared("survey", look)
 
 
+def to_count(inputs: PlanInputs) -> bool:
+    """Whether the number of examples is known only by counting them."""
+    return inputs.examples is None and inputs.config.job.command is None
+
+
 async def counted(scene: Scene, inputs: PlanInputs) -> PlanInputs:
     """The same with the number of examples, where it is to be counted; no verdict waits for that."""
-    if inputs.examples is not None or inputs.config.job.command is not None:
+    if not to_count(inputs):
         return inputs
     answering = [node for node in inputs.config.nodes if node.name not in inputs.problems]
     examples, examples_from = await _examples(scene, answering)
@@ -236,7 +241,13 @@ async def _examples(scene: Scene, nodes: list[NodeConfig]) -> tuple[int | None, 
     return said.examples, f"counted in train.jsonl on {node.name}"
 
 
-def _launching(config: FlightConfig, wiring: Wiring | None, home: Path, model: Mapping[str, Any] | None) -> Launching:
+def _quotable(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: REDACTED if is_secret(name) else text for name, text in environment.items()}
+
+
+def _launching(
+    config: FlightConfig, wiring: Wiring | None, home: Path, model: Mapping[str, Any] | None, gradient: int | None
+) -> Launching:
     if wiring is None:
         return Launching()
     hosts = document(wiring)
@@ -245,7 +256,7 @@ def _launching(config: FlightConfig, wiring: Wiring | None, home: Path, model: M
         make_home(home)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_hostfile(path, wiring)
-        line = by_hand(config, wiring, path, layers=_layers(model))
+        line = by_hand(config, wiring, path, layers=_layers(model), gradient_bytes=gradient)
     except OSError as error:
         return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
     except (LaunchError, ValueError) as error:

@@ -19,7 +19,7 @@ from engine.preflight import sync
 from engine.preflight.checklist import run_checks
 from engine.preflight.planned import plan_with_checks
 from engine.preflight.scene import Scene
-from engine.preflight.survey import counted, surveyed
+from engine.preflight.survey import counted, surveyed, to_count
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
 from engine.security.audit import audit_log
@@ -69,8 +69,9 @@ async def _write_training_plan(run_dir: RunDir, plan: Plan, scene: Scene, synced
         # The model and the data may only come with the sync.
         await synced.wait()
         inputs = await surveyed(scene)
-        uncounted = replace(inputs, examples_from=_UNCOUNTED) if inputs.examples is None else inputs
-        _put_training_plan(run_dir, await asyncio.to_thread(plan_with_checks, uncounted, plan.skip))
+        if to_count(inputs):
+            uncounted = replace(inputs, examples_from=_UNCOUNTED)
+            _put_training_plan(run_dir, await asyncio.to_thread(plan_with_checks, uncounted, plan.skip))
         _put_training_plan(run_dir, await asyncio.to_thread(plan_with_checks, await counted(scene, inputs), plan.skip))
     except Exception as error:
         _no_training_plan(run_dir, f"{type(error).__name__}: {error}")
