@@ -78,7 +78,8 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     """Divide the batch, and predict. A batch that cannot be divided is refused in `notes`."""
     config = inputs.config
     divided = _divided(inputs, notes)
-    for name in inputs.left_out:
+    # A division has its own words for them.
+    for name in inputs.left_out if inputs.division is None else ():
         notes.warn("hardware_calibration", f"{name} finished nothing while it was measured: it is left out")
     for name in inputs.division.excluded if inputs.division is not None else ():
         notes.warn("nodes", f"{name} is left out: a check of the launch has excluded it")

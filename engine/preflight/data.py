@@ -60,7 +60,9 @@ async def look(scene: Scene) -> CheckResult:
 def with_report(result: CheckResult, report: DataReport | None, problem: str | None) -> CheckResult:
     """What was found in the files, and what the report says of them: nobody trains on poisoned data unawares."""
     blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
-    words, status = (blocks, CheckStatus.FAIL) if blocks is not None else (warns, CheckStatus.WARN)
+    words, status = warns, CheckStatus.WARN
+    if blocks is not None:
+        words, status = f"{blocks}: a person must clean the data, and have the report made anew", CheckStatus.FAIL
     if words is None:
         return result
     worst = CheckStatus.FAIL if CheckStatus.FAIL in (status, result.status) else status

@@ -41,7 +41,7 @@ async def test_poisoned_data_fails_whatever_other_check_is_skipped(config: Fligh
     poisoned = reported(config, tmp_path, poisoning_detected=True)
     result = await looked(check.look, poisoned)
     assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
-    assert result.summary == "the data report says poisoning_detected: true"
+    assert result.summary.startswith("the data report says poisoning_detected: true: a person must clean the data")
     own = poisoned.job.model_copy(update={"command": ("python", "train.py")})
     command = poisoned.model_copy(update={"job": own})
     assert check.CHECK.not_applicable(command) is None
