@@ -131,7 +131,7 @@ class RdmaPart(_Part):
     expected_speedup: float | None
     """All ranks together against the fastest node alone, by the calibration over this backend."""
     env_vars: dict[str, str]
-    """To be set in [job] env; for CUDA."""
+    """Of NCCL, as `flightdeck launch` sets them for every rank."""
     setup: tuple[str, ...]
     """What a person does once."""
     reason: str

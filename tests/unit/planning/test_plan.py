@@ -405,7 +405,9 @@ def test_cuda_nodes_are_told_what_nccl_needs() -> None:
     ]
     plan = make_plan(inputs(nodes))
     assert (plan.rdma_config.platform, plan.rdma_config.backend) == ("cuda", "nccl")
-    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1"}
+    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    own = make_plan(inputs(nodes, rank_environment={"NCCL_DEBUG": "WARN"}))
+    assert own.rdma_config.env_vars["NCCL_DEBUG"] == "WARN", "the job's own, as it is set"
     assert any("ibstat" in step for step in plan.verification_steps)
 
 
