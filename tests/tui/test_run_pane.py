@@ -146,6 +146,39 @@ async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_
         await console.shows("replicas    as told")
 
 
+async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: FakeEngine) -> None:
+    more = [CheckResult(name=f"check_{number}", status=CheckStatus.PASS, summary="well") for number in range(9)]
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS, *more]
+    async with opened(fake, size=SMALL) as console:
+        await console.press("2")
+        await console.shows("not run yet")
+        await console.press("r")
+        for text in (
+            "✗  fail  ports_free",
+            "local-1       40211: pid 4711, python train.py",
+            "fix           kill 4711",
+        ):
+            await console.shows(text)
+
+
+async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: FakeEngine) -> None:
+    fake.snapshots["failed"] = failed_preflight()
+    async with opened(fake, size=(120, 36), follow="failed") as console:
+        await console.shows("no output: no rank has printed anything")
+
+
+async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -> None:
+    lines = tuple(Verification(name, True, "as told") for name in ("backend", "loss", "replicas", "a", "b", "c"))
+    record = situation.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped as asked",
+                              ended_at=situation.ago(3))  # fmt: skip
+    fake.add(ended := replace(situation.running(), record=record, verification=lines))
+    async with opened(fake, size=(120, 36), follow=ended.record.id) as console:
+        await console.press("4")
+        await console.shows("aborted (user_abort)")
+        await console.shows("── train")
+        assert "too small" not in console.screen
+
+
 @pytest.mark.parametrize(("epoch", "said"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
 async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, said: str) -> None:
     fake.add(streamed := replace(situation.running(), chunk=ChunkProgress(3, 20, epoch)))

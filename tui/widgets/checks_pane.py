@@ -74,6 +74,7 @@ class ChecksPane(Pane):
 
     def _detail(self) -> None:
         check = self._selected()
+        self.query_one(".detail").display = self.full and check is not None
         if self.full:
             detail = _detail(check, self.state.glyphs, self.room) if check is not None else Content("")
             self.query_one("#checks-detail", Static).update(detail)

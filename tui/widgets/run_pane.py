@@ -16,8 +16,9 @@ from tui.widgets.text import Text
 
 PLOT_ROWS = 8
 """What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
-LEAST_PLOT_ROWS = 5
-"""With fewer the plot says that it is too small: what is verified gives way to it first, but for what is wrong."""
+LEAST_PLOT_ROWS = 6
+"""With fewer, a blank line above it included, no plot can be drawn: what is verified gives way to it, but for what is
+wrong."""
 SCROLLBAR_CELLS = 1
 """Left free beside what is said: a long fix scrolls, and its lines are broken before it is known that it does."""
 SHORT_SCREEN = 30
