@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from engine.models import NodeFacts
+from engine.models import NodeFacts, PreflightReport, PreRdmaSync, WorkerConsistency
 from engine.planning.document import CheckPart, TrainingPlan
 from engine.planning.inputs import Parallelism, PlanInputs
 from engine.planning.plan import make_plan
+from engine.preflight import consistency, sync
 from engine.preflight.registry import CHECKS, NOT_YET
 from engine.preflight.scene import Scene
 from engine.preflight.survey import Past, counted, survey
@@ -33,3 +34,18 @@ def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> Training
         CheckPart(name=check.name, what=check.title, overridden=check.name in skipped) for check in CHECKS.values()
     )
     return make_plan(replace(inputs, checks=checks, checks_not_yet=NOT_YET))
+
+
+def with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPlan:
+    """The plan of a launch whose checks have ended: what came of the sync and of the comparison, in place of what is
+    to be done. Of one that was planned and found nothing out, why."""
+    results = {result.name: result for result in report.checks}
+    synced, compared = plan.pre_rdma_sync, plan.worker_consistency
+    if synced.enabled and (result := results.get(sync.NAME)) is not None:
+        detail = result.detail
+        synced = detail if isinstance(detail, PreRdmaSync) else synced.model_copy(update={"reason": result.summary})
+    if compared.enabled and (result := results.get(consistency.NAME)) is not None:
+        detail = result.detail
+        known = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
+        compared = compared.model_copy(update=known)
+    return plan.model_copy(update={"pre_rdma_sync": synced, "worker_consistency": compared})

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, Run
 from engine.planning.document import VERSION, TrainingPlan
 from engine.preflight import sync
 from engine.preflight.checklist import run_checks
-from engine.preflight.planned import plan_with_checks
+from engine.preflight.planned import plan_with_checks, with_results
 from engine.preflight.scene import Scene
 from engine.preflight.survey import counted, surveyed, to_count
 from engine.runs.layout import RunDir
@@ -46,7 +46,8 @@ async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> Prefli
         _write(run_dir, _report(results.values(), CheckStatus.RUNNING, plan.skip))
 
     audit = functools.partial(audit_log, home=home)
-    planning = asyncio.create_task(_write_training_plan(run_dir, plan, scene, synced), name="training plan")
+    told = _TrainingPlan(run_dir)
+    planning = asyncio.create_task(_write_training_plan(told, plan, scene, synced), name="training plan")
     try:
         report = await run_checks(scene, skip=plan.skip, on_result=keep, audit=audit)
         await asyncio.wait([planning], timeout=_PLAN_S)
@@ -57,28 +58,39 @@ async def check(run_dir: RunDir, plan: Plan, scene: Scene, home: Path) -> Prefli
         planning.cancel()
         await asyncio.gather(planning, return_exceptions=True)
     _write(run_dir, report)
+    if told.made is not None:
+        told.put(with_results(told.made, report))
     return report
 
 
-async def _write_training_plan(run_dir: RunDir, plan: Plan, scene: Scene, synced: asyncio.Event) -> None:
+@dataclass
+class _TrainingPlan:
+    """training_plan.json of one preflight."""
+
+    run_dir: RunDir
+    made: TrainingPlan | None = None
+
+    def put(self, made: TrainingPlan) -> None:
+        self.made = made
+        _write_document(self.run_dir, made.document())
+
+
+async def _write_training_plan(told: _TrainingPlan, plan: Plan, scene: Scene, synced: asyncio.Event) -> None:
     """training_plan.json while the checks run, from what the nodes have told them: first without a count of the
     examples, which may take longer than all checks, then with it. It tells of the launch and is no part of it: whatever
     stands in its way is written in its place."""
-    _no_training_plan(run_dir, "it was not made by the time the checks had ended")
+    _no_training_plan(told.run_dir, "it was not made by the time the checks had ended")
     try:
         # The model and the data may only come with the sync.
         await synced.wait()
         inputs = await surveyed(scene)
         if to_count(inputs):
             uncounted = replace(inputs, examples_from=_UNCOUNTED)
-            _put_training_plan(run_dir, await asyncio.to_thread(plan_with_checks, uncounted, plan.skip))
-        _put_training_plan(run_dir, await asyncio.to_thread(plan_with_checks, await counted(scene, inputs), plan.skip))
+            told.put(await asyncio.to_thread(plan_with_checks, uncounted, plan.skip))
+        told.put(await asyncio.to_thread(plan_with_checks, await counted(scene, inputs), plan.skip))
     except Exception as error:
-        _no_training_plan(run_dir, f"{type(error).__name__}: {error}")
-
-
-def _put_training_plan(run_dir: RunDir, made: TrainingPlan) -> None:
-    _write_document(run_dir, made.document())
+        told.made = None
+        _no_training_plan(told.run_dir, f"{type(error).__name__}: {error}")
 
 
 def _no_training_plan(run_dir: RunDir, reason: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
 from engine.launch.hostfile import write_hostfile
 from engine.measured import MemoryProbe, NodeMeasure
-from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
 from engine.planning.explain import explained, summary
@@ -29,6 +29,7 @@ from engine.planning.wiring import Wiring
 from engine.preflight import consistency, sync
 from engine.preflight.check import verdict
 from engine.preflight.checklist import run_checks
+from engine.preflight.planned import with_results
 from engine.preflight.scene import Scene
 from engine.transport.fleet import Fleet
 from engine.worker.chunks import chunk_plan
@@ -300,6 +301,40 @@ async def test_the_plan_says_of_sync_and_comparison_what_preflight_does(
     for (enabled, reason), result in zip(told, report.checks, strict=True):
         assert enabled == (result.status is CheckStatus.PASS), result
         assert enabled or reason == ("left out by name (skip)" if config.preflight.skip else result.summary)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (
+            CheckResult(
+                name="pre_rdma_sync",
+                status=CheckStatus.PASS,
+                summary="",
+                detail=PreRdmaSync(
+                    enabled=True,
+                    sync_script="s",
+                    validation_checks=("1 of 1 trees",),
+                    block_on_failure=True,
+                    sync_status="success",
+                    sync_output=("done",),
+                ),
+            ),
+            {"sync_status": "success", "sync_output": ("done",), "validation_checks": ("1 of 1 trees",)},
+        ),
+        (
+            CheckResult(name="pre_rdma_sync", status=CheckStatus.SKIP, summary="not run: ssh_connectivity failed"),
+            {"sync_status": "not_run", "reason": "not run: ssh_connectivity failed"},
+        ),
+    ],
+    ids=["synced", "not run"],
+)
+def test_a_plan_whose_checks_have_ended_tells_what_came_of_the_sync(result: CheckResult, told: dict[str, Any]) -> None:
+    report = PreflightReport(checks=[result], overall_status=CheckStatus.PASS, finished_at=NOW)
+    plan = with_results(make_plan(inputs(ultra_and_max())), report)
+    part = plan.pre_rdma_sync.model_dump()
+    assert {key: part[key] for key in told} == told
+    assert TrainingPlan.model_validate(plan.document()) == plan
 
 
 def test_of_a_command_only_its_own_files_and_the_worker_are_compared() -> None:

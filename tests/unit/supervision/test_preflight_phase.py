@@ -86,6 +86,15 @@ async def test_it_has_the_shares_of_the_run_and_says_which_checks_were_left_out(
     assert all(listed["overridden"] for listed in document["pre_flight_checklist"]["checks"])
 
 
+async def test_it_tells_what_came_of_the_comparison(run_dir: RunDir, plan: Plan, home: Path) -> None:
+    before = (await checked(run_dir, plan, home))["worker_consistency"]
+    assert (before["enabled"], before["agreement"], before["compared"]) == (False, None, [])
+    looked = plan.model_copy(update={"skip": tuple(name for name in CHECKS if name != "worker_consistency")})
+    part = (await checked(run_dir, looked, home))["worker_consistency"]
+    assert (part["enabled"], part["agreement"], part["reference"]) == (True, 1.0, "head")
+    assert part["workers"] == 3 and part["while_training"]["enabled"], "what was planned is still there"
+
+
 async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
     run_dir: RunDir, plan: Plan, home: Path, train: Path
 ) -> None:
