@@ -159,6 +159,20 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
             "fix           kill 4711",
         ):
             await console.shows(text)
+        # The list's scrollbar covers nothing.
+        await console.shows(" 0.6 s ")
+
+
+async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> None:
+    names = [f"check_{number}" for number in range(30)]
+    fake.results = [CheckResult(name=name, status=CheckStatus.PASS, summary="well") for name in names]
+    async with opened(fake, size=(120, 36)) as console:
+        await console.press("2", "r")
+        await console.shows("passed just now")
+        await console.press("escape", "G")
+        await console.shows("check_29")
+        await console.press("g")
+        await console.shows("check_0 ")
 
 
 async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: FakeEngine) -> None:
