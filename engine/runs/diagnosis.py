@@ -282,7 +282,7 @@ def _is_last(lines: list[str], place: int) -> bool:
 
 def _chained(lines: list[str], place: int) -> bool:
     """Whether the traceback that begins here follows from the one before it."""
-    before = next((line for line in reversed(lines[:place]) if line.strip()), "")
+    before = next((lines[at] for at in range(place - 1, -1, -1) if lines[at].strip()), "")
     return _CHAINED.match(before) is not None
 
 
