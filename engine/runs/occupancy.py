@@ -115,6 +115,6 @@ def _refusal(host: str, holder: Holder | None) -> NodesInUse:
     return NodesInUse(
         f"{holder.what} is going on there",
         where=host,
-        why=f"pid {holder.pid} has the nodes for itself since {since}",
-        todo="wait for its end, or stop it with ctrl+c, or `c` in its console",
+        why=f"pid {holder.pid} since {since}",
+        todo="wait for its end, or stop it",
     )

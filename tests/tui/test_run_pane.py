@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.events import Key
 
+from engine.errors import NodesInUse
 from engine.events import ChunkProgress, RunSnapshot, Series, Verification
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from tests.tui import fake_engine as situation
@@ -161,6 +162,25 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
             await console.shows(text)
         # The list's scrollbar covers nothing.
         await console.shows(" 0.6 s ")
+
+
+async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    told = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
+    fake.refusal = NodesInUse("a calibration of job is going on there", **told)
+    async with opened(fake, size=(120, 36)) as console:
+        await console.press("n", "tab", "enter")
+        for text in (
+            "127.0.0.1: a calibration of job is going on there: pid",
+            "4711 since 14:01:30 (wait for its end, or",
+        ):
+            await console.shows(text)
+        await console.press("2", "r")
+        await console.shows("1 failure")
+        await console.press("escape")
+        console.app.change(fault=None)
+        await console.shows("n cannot launch now: preflight has 1 failure: r checks")
+        await console.shows("│ again  ")
 
 
 async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> None:
