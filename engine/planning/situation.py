@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import JobConfig
-from engine.planning.fingerprint import age_days, stale
 from engine.planning.inputs import PlanInputs
 from engine.planning.notes import Notes
 from engine.planning.prediction import Prediction, prediction
 from engine.planning.shares import Shares, shares
+from engine.planning.usable import unused, usable
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,11 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
             micro = divided.micro_batches(int(config.job.mlx_lm["batch_size"]))
         except ValueError as error:
             notes.refuse("batch_size", str(error))
-    usable = inputs.calibration
-    if usable is not None and (not config.calibration.enabled or stale(config, usable, inputs.now)):
-        usable = None
-    predicted = prediction(config, usable, divided)
-    if inputs.calibration is not None and usable is None:
-        days = age_days(inputs.calibration, inputs.now)
-        predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
-    elif usable is not None and usable.stand_in:
+    taken, why_not = usable(inputs), unused(inputs)
+    predicted = prediction(config, taken, divided)
+    if why_not is not None:
+        predicted = Prediction(why_not=why_not)
+    elif taken is not None and taken.stand_in:
         predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
     if inputs.division is not None and inputs.division.why_not is not None:
         predicted = predicted.withheld(inputs.division.why_not)
