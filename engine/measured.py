@@ -35,6 +35,8 @@ class NodeMeasure(BaseModel):
     """0: the node did its best and finished nothing: it counts as offline. None: not measured, `problem` says why."""
     spread: float | None = None
     """Of the throughput over the windows of the measurement."""
+    windows: int = 0
+    """Parts of the measurement that the spread is over."""
     tokens_per_s: float | None = None
     step_s: float | None = None
     """Median of one step."""

@@ -35,7 +35,7 @@ class Shares:
     variation: float | None = None
     """Coefficient of variation of the measured throughputs; None where they are not all known."""
     noise: float | None = None
-    """The nodes' own spread while they were measured, as a root mean square; None where no node's is known."""
+    """How much equal nodes may seem to vary by the unsteadiness of their measurements; None where that is not known."""
     left_out: tuple[str, ...] = ()
     """Nodes that have finished nothing while they were measured."""
     warnings: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def shares(config: FlightConfig, calibration: Calibration | None, *, now: dateti
     older than [calibration] max_age_days is not used.
 
     A `share` in [[node]] wins. Without a calibration, or with it switched off, all are equal; so they are when the
-    measured throughputs vary by no more than UNEQUAL_ABOVE, or by no more than each varied by itself. Raises ValueError
+    measured throughputs vary by no more than UNEQUAL_ABOVE, or by no more than the noise of the measurement. Raises ValueError
     when no node has any throughput.
     """
     names = [node.name for node in config.nodes]
@@ -124,10 +124,12 @@ def variation(throughputs: Sequence[float]) -> float:
 
 
 def noise(measures: Iterable[NodeMeasure | None]) -> float | None:
-    """Root mean square of the nodes' spreads (coefficients of variation over the windows of a measurement): nodes that
-    are equal seem to vary by no more than that. None when no spread is known."""
-    spreads = [measure.spread for measure in measures if measure is not None and measure.spread is not None]
-    return math.sqrt(statistics.fmean(spread**2 for spread in spreads)) if spreads else None
+    """Two standard errors of a node's mean throughput (its spread over the windows of the measurement, divided by the
+    square root of their number), as a root mean square over the nodes: nodes that are equal rarely seem to vary by
+    more. None when no spread is known."""
+    known = [measure for measure in measures if measure is not None and measure.spread is not None]
+    errors = [(measure.spread or 0.0) ** 2 / max(measure.windows, 1) for measure in known]
+    return 2 * math.sqrt(statistics.fmean(errors)) if errors else None
 
 
 def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
@@ -155,13 +157,13 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
         reason = f"equal: the measured throughputs vary by {found:.0%}, not above {UNEQUAL_ABOVE:.0%}"
     elif own is not None and found <= own:
         reason = (
-            f"equal: the measured throughputs vary by {found:.0%} between the nodes, and by {own:.0%} on each of them "
-            "while it was measured, which is no evidence: calibrate again when nothing else works there"
+            f"equal: the measured throughputs vary by {found:.0%} between the nodes, but each was so unsteady that "
+            f"{own:.0%} would be no evidence: calibrate again when nothing else works there"
         )
         warnings.append(reason.removeprefix("equal: "))
     else:
         parts, source = _normalised(online), "calibrated"
-        beside = f", and beyond their own spread of {own:.0%}" if own is not None else ", their own spread is not known"
+        beside = f", and beyond their own noise of {own:.0%}" if own is not None else ", their own noise is not known"
         reason = f"by the measured throughputs, which vary by {found:.0%} (above {UNEQUAL_ABOVE:.0%}{beside})"
     return Shares(parts, source, reason, found, own, offline, tuple(warnings))
 

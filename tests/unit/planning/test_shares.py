@@ -59,26 +59,26 @@ def test_unequal_shares_need_a_variation_above_a_tenth(slow: float, source: str,
         assert found.parts["b"] == pytest.approx(slow / (1 + slow))
 
 
-@pytest.mark.parametrize(("spreads", "source"), [((0.05, 0.05), "calibrated"), ((0.6, 0.6), "equal")])
+@pytest.mark.parametrize(
+    ("spread", "windows", "noise_", "source"),
+    [(0.05, 10, 0.032, "calibrated"), (0.5, 16, 0.25, "calibrated"), (0.5, 4, 0.5, "equal")],
+)
 def test_unequal_shares_need_a_difference_beyond_the_measurements_own_noise(
-    spreads: tuple[float, float], source: str
+    spread: float, windows: int, noise_: float, source: str
 ) -> None:
-    nodes = tuple(
-        measure(name, speed, spread=spread) for name, speed, spread in zip("ab", (1.0, 0.5), spreads, strict=True)
-    )
+    nodes = tuple(measure(name, speed, spread=spread, windows=windows) for name, speed in (("a", 1.0), ("b", 0.5)))
     found = shares(config(["a", "b"]), calibration({"a": 1.0, "b": 0.5}, nodes=nodes))
     assert found.source == source
-    assert found.noise == pytest.approx(spreads[0])
-    assert f"{spreads[0]:.0%}" in found.reason
-    told = "vary by 33% between the nodes, and by 60% on each of them"
+    assert found.noise == pytest.approx(noise_, abs=1e-3)
+    assert f"{noise_:.0%}" in found.reason
+    told = "vary by 33% between the nodes, but each was so unsteady that 50% would be no evidence"
     assert any(told in warning for warning in found.warnings) is (source == "equal")
     assert sum(found.parts.values()) == pytest.approx(1)
 
 
 def test_noise_is_the_root_mean_square_of_what_is_known_of_it() -> None:
-    assert noise([measure("a", 1.0, spread=0.3), measure("b", 1.0, spread=0.4), None]) == pytest.approx(
-        0.3536, abs=1e-4
-    )
+    known = [measure(name, 1.0, spread=spread, windows=4) for name, spread in (("a", 0.3), ("b", 0.4))]
+    assert noise([*known, None]) == pytest.approx(0.3536, abs=1e-4)
     assert noise([measure("a", 1.0), None]) is None
 
 

@@ -194,7 +194,7 @@ def test_the_fix_names_the_configuration_and_is_only_told_where_it_mends(
 
 def test_equal_shares_by_our_own_rule_fail_no_node() -> None:
     """Nodes of which one is slower by far, but measured so noisily that it is no evidence."""
-    nodes = tuple(measure(name, speed, spread=0.6) for name, speed in (("a", 1.0), ("b", 0.5)))
+    nodes = tuple(measure(name, speed, spread=0.6, windows=4) for name, speed in (("a", 1.0), ("b", 0.5)))
     result = judged({"a": 1.0, "b": 0.5}, nodes=nodes)
     assert result.status is CheckStatus.WARN, result
     assert "b: its part of a step takes 33% longer than the mean speeds would allow" in result.summary
