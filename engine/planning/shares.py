@@ -57,8 +57,8 @@ def shares(config: FlightConfig, calibration: Calibration | None, *, now: dateti
     older than [calibration] max_age_days is not used.
 
     A `share` in [[node]] wins. Without a calibration, or with it switched off, all are equal; so they are when the
-    measured throughputs vary by no more than UNEQUAL_ABOVE, or by no more than the noise of the measurement. Raises ValueError
-    when no node has any throughput.
+    measured throughputs vary by no more than UNEQUAL_ABOVE, or by no more than the noise of the measurement. Raises
+    ValueError when no node has any throughput.
     """
     names = [node.name for node in config.nodes]
     fixed = {node.name: node.share for node in config.nodes if node.share is not None}
