@@ -8,6 +8,7 @@ FlightDeckError
 │   ├── HostKeyChanged     it shows another host key than the accepted one
 │   └── LoginRefused       it answered, and let nobody in
 ├── CheckFailed        preflight blocks the launch
+├── NodesInUse         a calibration or a run that goes on keeps another one from the nodes
 ├── LaunchError        the launcher or the supervisor could not be started
 ├── RunNotFound        no run of that id or name
 └── StateError         the state on disk cannot be read, or is held by someone else
@@ -101,6 +102,10 @@ class LoginRefused(NodeUnreachable):
 
 class CheckFailed(FlightDeckError):
     """Preflight found a failure that blocks the launch."""
+
+
+class NodesInUse(FlightDeckError):
+    """What needs nodes for itself, and what else uses them, do not go on at the same time."""
 
 
 class LaunchError(FlightDeckError):

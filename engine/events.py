@@ -148,6 +148,17 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class ChunkProgress:
+    """How far data that is streamed in chunks has been trained on."""
+
+    done: int
+    """Chunks of this epoch that are finished."""
+    of: int
+    epoch: int = 1
+    """From 1."""
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     """Everything that a pane shows of a run."""
 
@@ -176,6 +187,8 @@ class RunSnapshot:
     """Why no other attempt follows the last, where that is known."""
     division: Division | None = None
     """The nodes' shares of the batch, and what was predicted of them when the run was made."""
+    chunk: ChunkProgress | None = None
+    """None until the first chunk is finished, and of data that is held in memory."""
 
     @property
     def cause(self) -> str | None:

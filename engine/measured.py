@@ -35,6 +35,8 @@ class NodeMeasure(BaseModel):
     """0: the node did its best and finished nothing: it counts as offline. None: not measured, `problem` says why."""
     spread: float | None = None
     """Of the throughput over the windows of the measurement."""
+    windows: int = 0
+    """Parts of the measurement that the spread is over."""
     tokens_per_s: float | None = None
     step_s: float | None = None
     """Median of one step."""
@@ -109,6 +111,8 @@ class Calibration(BaseModel):
     """All ranks at once."""
     gradient_bytes: int | None = None
     """What one step's all_sum carries."""
+    machines: dict[str, str] = Field(default_factory=dict)
+    """Node → SHA-256 of its own part of the fingerprint: which of them has changed since."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -135,6 +139,8 @@ class Division(BaseModel):
     """Node → its part; they sum to 1."""
     left_out: tuple[str, ...] = ()
     """Nodes of the configuration that have finished nothing while they were measured."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that a check has left out of the launch since."""
     warnings: tuple[str, ...] = ()
     examples_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -148,9 +154,16 @@ class Division(BaseModel):
         """The same for the other nodes; of those together nothing was predicted."""
         kept = {name: part for name, part in self.parts.items() if name not in nodes}
         whole = sum(kept.values())
-        parts = {name: part / whole for name, part in kept.items()} if whole else {}
-        why_not = f"left out: {', '.join(nodes)}"
-        return Division(source=self.source, reason=self.reason, parts=parts, warnings=self.warnings, why_not=why_not)
+        excluded = tuple(dict.fromkeys((*self.excluded, *nodes)))
+        return Division(
+            source=self.source,
+            reason=self.reason,
+            parts={name: part / whole for name, part in kept.items()} if whole else {},
+            left_out=self.left_out,
+            excluded=excluded,
+            warnings=self.warnings,
+            why_not=f"left out: {', '.join(excluded)}",
+        )
 
 
 @dataclass(frozen=True)

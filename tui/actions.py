@@ -105,6 +105,8 @@ def _shell(state: DeckState) -> str | None:
 def _demo(state: DeckState) -> str | None:
     if not state.ready:
         return "the engine is still loading"
+    if state.config is not None:
+        return "there is a configuration: n launches it"
     if state.busy:
         return f"{state.busy} is under way"
     if state.running is not None:
@@ -245,6 +247,8 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
     "history": ("enter", "copy", "back", "launch", "help", "quit"),
 }
+_PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")
+"""Of the run's view while it shows the plan."""
 _LOG_BAR: Final = ("search", "filter", "follow", "next_error", "all_ranks", "back", "help", "quit")
 
 
@@ -264,6 +268,13 @@ def bar(state: DeckState) -> list[Action]:
     if state.pane == "logs" and state.searching and state.view in LOG_VIEWS:
         # Room for help and quit at 80 columns: what narrows a search further can wait for its end.
         order = ("next_match", "previous_match", *(name for name in order if name not in ("filter", "all_ranks")))
+    elif state.view == "run" and state.pane != "logs" and state.snapshot is None:
+        order = _PLAN_BAR
+    elif state.view == "run" and state.pane != "logs" and not state.active:
+        order = ("launch" if name == "abort" else name for name in order)
+    elif state.view == "dashboard" and state.snapshot is not None and not state.active:
+        # The plan of the next launch is behind a run that has ended.
+        order = [other for name in order for other in (("back", name) if name == "help" else (name,))]
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
 
 
@@ -271,6 +282,8 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
     """The key bar's words, which may depend on the state."""
     if action.id == "quit" and state.running is not None and not short:
         return "quit (the run goes on)"
+    if action.id == "back" and state.view == "dashboard":
+        return "plan"
     if action.id == "recheck":
         return "re-check" if state.pane == "preflight" else "probe"
     if action.id == "mend":

@@ -26,6 +26,7 @@ class Figures(Answer):
 
     examples_per_s: Figure | None = None
     spread: Figure | None = None
+    windows: Count = 0
     tokens_per_s: Figure | None = None
     step_s: Figure | None = None
     batch: Batch | None = None

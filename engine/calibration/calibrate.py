@@ -13,7 +13,7 @@ from engine.errors import FlightDeckError, LaunchError
 from engine.launch.place import Place
 from engine.measured import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
-from engine.planning.fingerprint import fingerprint
+from engine.planning.fingerprint import fingerprint, machines
 from engine.preflight.scene import Scene
 
 QUICK_S = 10.0
@@ -47,10 +47,12 @@ async def calibrate(
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
         everyone = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
+    facts = _facts(config, (await scene.facts()).values(), known)
     return Calibration(
         cluster=config.cluster.name,
         job=config.job.name,
-        fingerprint=fingerprint(config, _facts(config, (await scene.facts()).values(), known)),
+        fingerprint=fingerprint(config, facts),
+        machines=machines(config, facts),
         taken_at=clock(),
         quick=quick,
         stand_in=config.job.command is not None,

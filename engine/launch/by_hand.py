@@ -16,7 +16,7 @@ from typing import Any
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import FlightConfig, NodeConfig
 from engine.config.places import on_node
-from engine.launch.environment import RANK_ENVIRONMENT, ranks_per_host
+from engine.launch.environment import common_environment, ranks_per_host
 from engine.launch.mlx_launch import arguments
 from engine.planning.wiring import Wiring
 from engine.security.redact import is_secret
@@ -39,10 +39,17 @@ class ByHand:
 
 
 def by_hand(
-    config: FlightConfig, wiring: Wiring, hostfile: Path, *, layers: int | None = None, launcher: Path | None = None
+    config: FlightConfig,
+    wiring: Wiring,
+    hostfile: Path,
+    *,
+    layers: int | None = None,
+    gradient_bytes: int | None = None,
+    launcher: Path | None = None,
 ) -> ByHand:
     """The launch of `config` over `wiring`, whose hostfile lies at `hostfile`. `layers` is how many the model has,
-    where that is known: mlx-lm refuses to train more. Raises LaunchError when there is no mlx.launch."""
+    where that is known: mlx-lm refuses to train more; `gradient_bytes` what one all_sum carries, where that is. Raises
+    LaunchError when there is no mlx.launch."""
     notes: list[str] = []
     ranks = len(config.nodes)
     if config.job.command is None:
@@ -58,11 +65,12 @@ def by_hand(
     secrets = sorted(name for name in config.job.env if is_secret(name))
     if secrets:
         notes.append(f"{', '.join(secrets)} of [job] env is left out: --env shows in ps on every node")
+    own = {name: text for name, text in config.job.env.items() if not is_secret(name)}
     argv = arguments(
         hostfile=hostfile,
         starting_port=config.cluster.starting_port or STARTING_PORT,
         program=["/bin/sh", "-c", script],
-        environment=RANK_ENVIRONMENT | {name: text for name, text in config.job.env.items() if not is_secret(name)},
+        environment=common_environment(wiring, own, gradient_bytes=gradient_bytes),
         backend=wiring.backend,
         ranks_per_host=ranks_per_host(wiring),
         launcher=launcher,

@@ -1,4 +1,5 @@
-"""What a rank finds in its environment, as mlx.launch sets it for each backend: for launching without it."""
+"""What a rank finds in its environment: what we set for every backend, and what mlx.launch sets for each, for launching
+without it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.launch.hostfile import RING, ports_of
+from engine.planning import nccl
 from engine.planning.wiring import Wiring
 
 RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-"""What every rank has of ours; the job's own variables win."""
+"""What every rank has of ours, whatever the backend; the job's own variables win."""
+_NCCL = "NCCL_"
 NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "MLX_IBV_DEVICES"}
 """The variable that names the file without which MLX would make a group of size 1 and say nothing."""
 
@@ -22,6 +25,25 @@ class RankEnvironment:
     variables: dict[str, str]
     files: dict[str, str] = field(default_factory=dict)
     """Variable → content of the file that it names."""
+
+
+def common_environment(
+    wiring: Wiring | None, own: Mapping[str, str], *, gradient_bytes: int | None = None
+) -> dict[str, str]:
+    """What every rank has of ours and of the job's (`own`, which wins); with NCCL also how it is to talk, given what
+    one all_sum carries, where that is known."""
+    return {**RANK_ENVIRONMENT, **_nccl(wiring, gradient_bytes), **own}
+
+
+def network_environment(wiring: Wiring, own: Mapping[str, str]) -> dict[str, str]:
+    """Of `common_environment` what decides how the ranks talk: for a program that is not the job."""
+    return {**_nccl(wiring, None), **{name: text for name, text in own.items() if name.startswith(_NCCL)}}
+
+
+def _nccl(wiring: Wiring | None, gradient_bytes: int | None) -> dict[str, str]:
+    if wiring is None or wiring.backend != "nccl":
+        return {}
+    return nccl.environment(infiniband=wiring.infiniband, gradient_bytes=gradient_bytes)
 
 
 def rank_environment(wiring: Wiring, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:

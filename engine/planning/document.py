@@ -131,7 +131,7 @@ class RdmaPart(_Part):
     expected_speedup: float | None
     """All ranks together against the fastest node alone, by the calibration over this backend."""
     env_vars: dict[str, str]
-    """To be set in [job] env; for CUDA."""
+    """Of NCCL, as `flightdeck launch` sets them for every rank."""
     setup: tuple[str, ...]
     """What a person does once."""
     reason: str
@@ -203,6 +203,8 @@ class WatchPart(_Part):
     enabled: Literal[True] = True
     every_updates: int
     staleness_threshold: int
+    staleness_rule: str
+    """What is compared with it: ranks in lockstep are never updates apart."""
     kl_threshold: float
     wasserstein_threshold: float
     byzantine_rule: str

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import Any
 
-from engine.config.models import FlightConfig
+from engine.config.models import FlightConfig, NodeConfig
 from engine.measured import Calibration
 from engine.models import NodeFacts
 
@@ -41,19 +42,28 @@ def fingerprint(config: FlightConfig, facts: Iterable[NodeFacts]) -> str:
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
         },
         "backend": config.cluster.backend,
-        "nodes": [
-            {
-                "name": node.name,
-                "ssh": node.ssh,
-                "ips": node.ips,
-                "model": node.model,
-                "data": node.data,
-                **_machine(seen.get((node.name, node.ssh))),
-            }
-            for node in config.nodes
-        ],
+        "nodes": [_node(node, seen.get((node.name, node.ssh))) for node in config.nodes],
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+    return _digest(what)
+
+
+def machines(config: FlightConfig, facts: Iterable[NodeFacts]) -> dict[str, str]:
+    """Node → SHA-256, hexadecimal, of its own part of the fingerprint; of those that were ever seen."""
+    seen = {(fact.node, fact.host): fact for fact in facts if fact.problem is None}
+    return {
+        node.name: _digest(_node(node, seen[node.name, node.ssh]))
+        for node in config.nodes
+        if (node.name, node.ssh) in seen
+    }
+
+
+def changed(config: FlightConfig, facts: Iterable[NodeFacts], calibration: Calibration) -> tuple[str, ...]:
+    """Nodes that have another chip, python, mlx, mlx-lm or address now than when they were measured; one that does not
+    answer has not."""
+    now = machines(config, facts)
+    return tuple(
+        name for name, digest in now.items() if name in calibration.machines and calibration.machines[name] != digest
+    )
 
 
 def matching(
@@ -78,8 +88,17 @@ def stale(config: FlightConfig, calibration: Calibration, now: datetime) -> bool
     return age_days(calibration, now) > config.calibration.max_age_days
 
 
-def _machine(facts: NodeFacts | None) -> dict[str, str | None]:
+def _digest(what: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
     return {
+        "name": node.name,
+        "ssh": node.ssh,
+        "ips": node.ips,
+        "model": node.model,
+        "data": node.data,
         "chip": facts.chip if facts else None,
         "python": facts.python if facts else None,
         "mlx": facts.mlx if facts else None,

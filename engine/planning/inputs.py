@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from engine.config.models import FlightConfig
-from engine.measured import Calibration
+from engine.measured import Calibration, Division
 from engine.models import NodeFacts, Topology
 from engine.planning.data_report import DataReport
 from engine.planning.document import CheckPart
@@ -64,6 +64,8 @@ class PlanInputs:
     report_problem: str | None = None
     """Why a report that the job names is not there."""
     calibration: Calibration | None = None
+    division: Division | None = None
+    """How the batch is divided, where a run has been made; else the calibration says."""
     left_out: tuple[str, ...] = ()
     """Nodes of the configuration that would take no part."""
     launching: Launching = Launching()

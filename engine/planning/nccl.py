@@ -1,4 +1,4 @@
-"""What NCCL is told on CUDA nodes, and how a person sees that it listens."""
+"""What NCCL is told on CUDA nodes: the launch sets it for every rank, the plan tells of it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def infiniband(names: Sequence[str], facts: Mapping[str, NodeFacts]) -> bool:
 
 
 def environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[str, str]:
-    """Variables of every rank: over InfiniBand with GPUDirect RDMA, else over TCP. The buffer goes by what one all_sum
-    carries, None when that is not known."""
+    """Variables of every rank: over InfiniBand with GPUDirect RDMA, else over TCP; either way NCCL says which network
+    it uses. The buffer goes by what one all_sum carries, None when that is not known."""
     if not infiniband:
-        return {"NCCL_IB_DISABLE": "1"}
+        return {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
     small = gradient_bytes is not None and gradient_bytes < _MANY * BUFFER_BYTES
     size = SMALL_BUFFER_BYTES if small else BUFFER_BYTES
-    return {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "5", "NCCL_BUFFSIZE": str(size)}
+    return {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "5", "NCCL_BUFFSIZE": str(size), "NCCL_DEBUG": "INFO"}

@@ -29,6 +29,10 @@ class Prediction:
     """Throughput over the sum of what the nodes do alone, 0 to 1."""
     why_not: str | None = None
 
+    def withheld(self, why_not: str) -> Prediction:
+        """Without what is said of all ranks together; each node's own part stays."""
+        return Prediction(compute_s=self.compute_s, why_not=why_not)
+
 
 def prediction(config: FlightConfig, calibration: Calibration | None, divided: Shares) -> Prediction:
     """What `calibration` says of the job's global batch, divided as `divided` says."""

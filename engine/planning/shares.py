@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Literal, cast
 
 from engine.config.models import FlightConfig
-from engine.measured import Calibration, HardwareMetrics
+from engine.measured import Calibration, Division, HardwareMetrics, NodeMeasure
 from engine.planning.fingerprint import age_days, stale
 
 UNEQUAL_ABOVE = 0.10
@@ -33,9 +34,17 @@ class Shares:
     """One line."""
     variation: float | None = None
     """Coefficient of variation of the measured throughputs; None where they are not all known."""
+    noise: float | None = None
+    """How much equal nodes may seem to vary by the unsteadiness of their measurements; None where that is not known."""
     left_out: tuple[str, ...] = ()
     """Nodes that have finished nothing while they were measured."""
     warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, division: Division) -> Shares:
+        """Those that a run was made with."""
+        source = cast(Source, division.source)
+        return cls(division.parts, source, division.reason, left_out=division.left_out, warnings=division.warnings)
 
     def micro_batches(self, batch: int) -> dict[str, int]:
         """Node → sequences of a global batch. Raises ValueError for a batch that is too small."""
@@ -48,7 +57,8 @@ def shares(config: FlightConfig, calibration: Calibration | None, *, now: dateti
     older than [calibration] max_age_days is not used.
 
     A `share` in [[node]] wins. Without a calibration, or with it switched off, all are equal; so they are when the
-    measured throughputs vary by no more than UNEQUAL_ABOVE. Raises ValueError when no node has any throughput.
+    measured throughputs vary by no more than UNEQUAL_ABOVE, or by no more than the noise of the measurement. Raises
+    ValueError when no node has any throughput.
     """
     names = [node.name for node in config.nodes]
     fixed = {node.name: node.share for node in config.nodes if node.share is not None}
@@ -113,6 +123,15 @@ def variation(throughputs: Sequence[float]) -> float:
     return statistics.pstdev(throughputs) / statistics.fmean(throughputs)
 
 
+def noise(measures: Iterable[NodeMeasure | None]) -> float | None:
+    """Two standard errors of a node's mean throughput (its spread over the windows of the measurement, divided by the
+    square root of their number), as a root mean square over the nodes: nodes that are equal rarely seem to vary by
+    more. None when no spread is known."""
+    known = [measure for measure in measures if measure is not None and measure.spread is not None]
+    errors = [(measure.spread or 0.0) ** 2 / max(measure.windows, 1) for measure in known]
+    return 2 * math.sqrt(statistics.fmean(errors)) if errors else None
+
+
 def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
     measures = {name: calibration.of(name) for name in names}
     speeds = {name: measure.examples_per_s if measure is not None else None for name, measure in measures.items()}
@@ -127,15 +146,26 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
         raise ValueError(f"no node has any throughput: {', '.join(names)}")
     if unknown:
         warnings.append(f"hardware calibration missing of {', '.join(unknown)}, assuming equal performance")
-        return Shares(_normalised(dict.fromkeys(left, 1.0)), "equal", warnings[-1], None, offline, tuple(warnings))
-    found = variation(list(online.values()))
+        parts = _normalised(dict.fromkeys(left, 1.0))
+        return Shares(parts, "equal", warnings[-1], left_out=offline, warnings=tuple(warnings))
+    found, own = variation(list(online.values())), noise(measures[name] for name in online)
     if found > WARN_ABOVE:
         warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold the others up")
+    parts = _normalised(dict.fromkeys(left, 1.0))
+    source: Source = "equal"
     if found <= UNEQUAL_ABOVE:
         reason = f"equal: the measured throughputs vary by {found:.0%}, not above {UNEQUAL_ABOVE:.0%}"
-        return Shares(_normalised(dict.fromkeys(left, 1.0)), "equal", reason, found, offline, tuple(warnings))
-    reason = f"by the measured throughputs, which vary by {found:.0%} (above {UNEQUAL_ABOVE:.0%})"
-    return Shares(_normalised(online), "calibrated", reason, found, offline, tuple(warnings))
+    elif own is not None and found <= own:
+        reason = (
+            f"equal: the measured throughputs vary by {found:.0%} between the nodes, but each was so unsteady that "
+            f"{own:.0%} would be no evidence: calibrate again when nothing else works there"
+        )
+        warnings.append(reason.removeprefix("equal: "))
+    else:
+        parts, source = _normalised(online), "calibrated"
+        beside = f", and beyond their own noise of {own:.0%}" if own is not None else ", their own noise is not known"
+        reason = f"by the measured throughputs, which vary by {found:.0%} (above {UNEQUAL_ABOVE:.0%}{beside})"
+    return Shares(parts, source, reason, found, own, offline, tuple(warnings))
 
 
 def _equal(names: Sequence[str], warning: str) -> Shares:

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import JobConfig
-from engine.planning.fingerprint import age_days, stale
 from engine.planning.inputs import PlanInputs
 from engine.planning.notes import Notes
 from engine.planning.prediction import Prediction, prediction
 from engine.planning.shares import Shares, shares
+from engine.planning.usable import unused, usable
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,12 @@ class Situation:
 def situation(inputs: PlanInputs, notes: Notes) -> Situation:
     """Divide the batch, and predict. A batch that cannot be divided is refused in `notes`."""
     config = inputs.config
-    try:
-        divided = shares(config, inputs.calibration, now=inputs.now)
-    except ValueError as error:
-        notes.refuse("hardware_calibration", str(error))
-        divided = shares(config, None)
-    for name in inputs.left_out:
+    divided = _divided(inputs, notes)
+    # A division has its own words for them.
+    for name in inputs.left_out if inputs.division is None else ():
         notes.warn("hardware_calibration", f"{name} finished nothing while it was measured: it is left out")
+    for name in inputs.division.excluded if inputs.division is not None else ():
+        notes.warn("nodes", f"{name} is left out: a check of the launch has excluded it")
     for warning in divided.warnings:
         notes.warn("hardware_calibration", warning)
     micro = None
@@ -93,18 +92,27 @@ def situation(inputs: PlanInputs, notes: Notes) -> Situation:
             micro = divided.micro_batches(int(config.job.mlx_lm["batch_size"]))
         except ValueError as error:
             notes.refuse("batch_size", str(error))
-    usable = inputs.calibration
-    if usable is not None and (not config.calibration.enabled or stale(config, usable, inputs.now)):
-        usable = None
-    predicted = prediction(config, usable, divided)
-    if inputs.calibration is not None and usable is None:
-        days = age_days(inputs.calibration, inputs.now)
-        predicted = Prediction(why_not=f"the calibration is {days:.0f} days old or switched off")
-    elif usable is not None and usable.stand_in:
+    taken, why_not = usable(inputs), unused(inputs)
+    predicted = prediction(config, taken, divided)
+    if why_not is not None:
+        predicted = Prediction(why_not=why_not)
+    elif taken is not None and taken.stand_in:
         predicted = Prediction(why_not="a stand-in was measured: what the job's own command does is not known")
+    if inputs.division is not None and inputs.division.why_not is not None:
+        predicted = predicted.withheld(inputs.division.why_not)
     if inputs.strategy != "data":
         predicted = Prediction(why_not=f"what was measured is strategy data, and says nothing of {inputs.strategy}")
     return Situation(inputs, _platform(inputs), divided, micro, predicted)
+
+
+def _divided(inputs: PlanInputs, notes: Notes) -> Shares:
+    if inputs.division is not None:
+        return Shares.of(inputs.division)
+    try:
+        return shares(inputs.config, inputs.calibration, now=inputs.now)
+    except ValueError as error:
+        notes.refuse("hardware_calibration", str(error))
+        return shares(inputs.config, None)
 
 
 def _platform(inputs: PlanInputs) -> str:

@@ -8,6 +8,7 @@ from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import NodeFacts, Topology
 from engine.nodes.topology import ring_order
+from engine.planning import nccl
 from engine.planning.addresses import Addresses, choose_addresses
 from engine.planning.rdma import Rdma, rdma_over_cables
 from engine.planning.wiring import LaunchHost, RdmaRow, Wiring
@@ -94,6 +95,7 @@ def _wired(
     addresses = choose_addresses(nodes, facts, topology, ring=backend == "ring")
     return Wiring(
         backend=backend,
+        infiniband=backend == "nccl" and nccl.infiniband([node.name for node in nodes], facts),
         hosts=_hosts(nodes, addresses, rows),
         reasons=(*reasons, *addresses.reasons),
         warnings=addresses.warnings,

@@ -29,6 +29,8 @@ class Wiring(BaseModel):
     backend: str
     """ "ring", "jaccl", "jaccl-ring" or "nccl"."""
     hosts: tuple[LaunchHost, ...]
+    infiniband: bool = False
+    """Of nccl: every node has an active device."""
     reasons: tuple[str, ...] = ()
     """One sentence each, for people: why this backend, where each address came from."""
     warnings: tuple[str, ...] = ()

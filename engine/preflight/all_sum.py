@@ -20,7 +20,14 @@ from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch import ssh_shim
 from engine.launch.asking import at_once
-from engine.launch.environment import RankEnvironment, file_name, of_rank, rank_environment, ranks_per_host
+from engine.launch.environment import (
+    RankEnvironment,
+    file_name,
+    network_environment,
+    of_rank,
+    rank_environment,
+    ranks_per_host,
+)
 from engine.launch.hostfile import write_hostfile
 from engine.launch.launchers_own import launchers_own
 from engine.launch.mlx_launch import arguments, rank_ends
@@ -130,7 +137,10 @@ class _Trial:
             PurePosixPath(place.bundle),
             backend=self.wiring.backend,
             world_size=len(self.scene.config.nodes),
-            environment={"PATH": os.environ.get("PATH")} if launcher_here else {},
+            environment={
+                **network_environment(self.wiring, self.scene.config.job.env),
+                **({"PATH": os.environ.get("PATH")} if launcher_here else {}),
+            },
         )
         files = {"start.sh": script}
         if environment is not None:

@@ -18,11 +18,12 @@ from typing import Any
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckResult, WorkerConsistency
+from engine.planning.before_launch import comparison_not_applicable, comparison_switched_off, own_files
 from engine.preflight import connectivity, sync
 from engine.preflight.agreement import Agreement, Decision, agreement, decide
 from engine.preflight.answers import Hashes
 from engine.preflight.check import Check, Findings
-from engine.preflight.fixes import copies, file_copies
+from engine.preflight.fixes import copies, file_copies, moved_aside
 from engine.preflight.scene import Scene, read
 from engine.security.hosts import LOCAL
 from engine.transport.local import LocalTransport
@@ -30,8 +31,6 @@ from engine.transport.local import LocalTransport
 NAME = "worker_consistency"
 HERE = "this machine"
 _LIMIT_S = 60.0
-_CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
-"""Words of a command that end so are programs and settings; others may be outputs, which are a node's own."""
 _MODEL = "model "
 """How the names of the model's files begin."""
 _SHOWN = 12
@@ -57,24 +56,10 @@ async def look(scene: Scene) -> CheckResult:
 
 def question(config: FlightConfig, node: NodeConfig, model: str | None) -> dict[str, Any]:
     """What is asked of one node."""
-    files = {word: _path(node, word) for word in words(config)}
+    files = {word: _path(node, word) for word in own_files(config)}
     own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
     job = None if config.job.command else {**config.job.mlx_lm, **own}
     return {"files": files, "model": model, "job": job}
-
-
-def words(config: FlightConfig) -> list[str]:
-    """The words of a job's own command that name its script and settings, as written."""
-    command = config.job.command or ()
-    return [
-        word
-        for number, word in enumerate(command)
-        if word.endswith(_CONFIGURATIONS)
-        and not word.startswith("-")
-        and "{rank}" not in word
-        and (number or not word.startswith("/"))
-        and "\0" not in word
-    ]
 
 
 def known(head: Mapping[str, str | None], workers: Mapping[str, Mapping[str, str | None]]) -> dict[str, str | None]:
@@ -169,16 +154,26 @@ def _fix(
             continue
         theirs = workers[node.name]
         differing = [name for name in {*theirs, *reference} if theirs.get(name) != reference.get(name)]
-        for word in words(config):
-            if word in differing and reference.get(word) is not None:
+        wanted = [name for name in differing if reference.get(name) is not None]
+        for word in own_files(config):
+            if word in wanted:
                 paths = {each.name: _path(each, word) for each in (*config.nodes, source)}
                 lines += filter(None, [file_copies(source, [node], paths)])
-        if any(name.startswith(_MODEL) for name in differing):
+        if any(name.startswith(_MODEL) for name in wanted):
             folders = {**models, source.name: models.get(source.name) or _heads_model(config)}
             there = {name: folder for name, folder in folders.items() if folder is not None}
             if {source.name, node.name} <= set(there):
                 lines += filter(None, [copies(source, [node], there)])
+        too_many = (_file(config, node, models[node.name], name) for name in sorted({*differing} - {*wanted}))
+        lines += [moved_aside(node, file) for file in too_many if file is not None]
     return " && ".join(dict.fromkeys(lines)) or None
+
+
+def _file(config: FlightConfig, node: NodeConfig, model: str | None, name: str) -> str | None:
+    """Where the file of an item lies on a node; None for what is no file of the user's."""
+    if name.startswith(_MODEL):
+        return posixpath.join(model, name.removeprefix(_MODEL)) if model is not None else None
+    return _path(node, name) if name in own_files(config) else None
 
 
 def _source(config: FlightConfig, compared: Agreement) -> NodeConfig | None:
@@ -239,14 +234,6 @@ def _path(node: NodeConfig, word: str) -> str:
     return word if word.startswith(("/", "~/")) else posixpath.join(node.workdir, word)
 
 
-def _one_worker(config: FlightConfig) -> str | None:
-    return "one worker: there is nobody to agree with" if len(config.nodes) == 1 else None
-
-
-def _off(config: FlightConfig) -> str | None:
-    return None if config.preflight.consistency else "switched off: [preflight] consistency = false"
-
-
 CHECK = Check(
     NAME,
     "script, worker, job, tokenizer and model index as this machine has them",
@@ -254,6 +241,6 @@ CHECK = Check(
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=_one_worker,
-    switched_off=_off,
+    not_applicable=comparison_not_applicable,
+    switched_off=comparison_switched_off,
 )

@@ -5,6 +5,7 @@ mlx-lm finds a bad line only after every rank has loaded its model.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from collections.abc import Mapping
@@ -13,15 +14,18 @@ from pathlib import PurePath, PurePosixPath
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError
-from engine.models import CheckResult
+from engine.models import CheckResult, CheckStatus
+from engine.planning.data_report import DataReport
 from engine.preflight import connectivity, sync
 from engine.preflight.answers import Jsonl, JsonlFile
 from engine.preflight.check import Check, Findings, trains
 from engine.preflight.fixes import copies
+from engine.preflight.quality import data_report
 from engine.preflight.scene import Scene
 from engine.transport.base import quoted
 
 NAME = "data_matches"
+_READY = "the data quality report holds nothing against it"
 _READ_LIMIT_S = 110.0
 _DEFAULT_KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 _VALIDATION_SHARE = 20
@@ -47,6 +51,28 @@ class DataFile:
 
 
 async def look(scene: Scene) -> CheckResult:
+    config = scene.config
+    report, problem = await asyncio.to_thread(data_report, config)
+    result = await _files(scene) if config.job.command is None else Findings(NAME, config).verdict(_READY)
+    return with_report(result, report, problem)
+
+
+def with_report(result: CheckResult, report: DataReport | None, problem: str | None) -> CheckResult:
+    """What was found in the files, and what the report says of them: nobody trains on poisoned data unawares."""
+    blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
+    words, status = warns, CheckStatus.WARN
+    if blocks is not None:
+        words, status = f"{blocks}: a person must clean the data, and have the report made anew", CheckStatus.FAIL
+    if words is None:
+        return result
+    worst = CheckStatus.FAIL if CheckStatus.FAIL in (status, result.status) else status
+    told = [words, *([] if result.status is CheckStatus.PASS else [result.summary])]
+    # What mends a warning is not what mends the failure beside it.
+    fix = result.fix_command if result.status is worst else None
+    return result.model_copy(update={"status": worst, "summary": "; ".join(told), "fix_command": fix})
+
+
+async def _files(scene: Scene) -> CheckResult:
     config = scene.config
     settings = config.job.mlx_lm
     wanted = {node.name: scene.path(node, node.data or config.job.data or "") for node in config.nodes}
@@ -159,6 +185,11 @@ def interpret(path: PurePath, said: JsonlFile, *, mask_prompt: bool) -> DataFile
     return DataFile(path, said.lines, said.examples, said.sha256, said.form, fault, fix, absent=said.examples == 0)
 
 
+def _applies(config: FlightConfig) -> str | None:
+    """A command's data is its own, unless a report is named that speaks of it."""
+    return trains(config) if config.job.data_quality_report is None else None
+
+
 CHECK = Check(
     NAME,
     "train, valid and test JSONL: there, readable by mlx-lm, the same on all nodes",
@@ -166,5 +197,5 @@ CHECK = Check(
     time_limit_s=_READ_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=trains,
+    not_applicable=_applies,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from engine.config.models import FlightConfig, NodeConfig
 from engine.security.hosts import SshTarget
@@ -12,8 +12,19 @@ from engine.transport.base import in_home, quoted
 
 OURS = "flightdeck "
 """A fix that begins so is for this machine, whichever node it is for."""
+ASIDE = ".aside"
+"""Ends the name of a file that was moved out of the way."""
+_FOUND_BY_ITSELF = "flightdeck.toml"
 _FROM_PROFILE = ("uv ", "hf ")
 """What a login shell alone may find: on a Mac its profile names the folders of Homebrew and of uv."""
+
+
+def ours(config: FlightConfig, command: str) -> str:
+    """A command of ours on this very configuration: it is named where it is not the ./flightdeck.toml that is found
+    without a word."""
+    if config.file is None or config.file == Path(_FOUND_BY_ITSELF).absolute():
+        return f"{OURS}{command}"
+    return f"{OURS}{command} -c {shlex.quote(str(config.file))}"
 
 
 def pasted(config: FlightConfig, fixes: Mapping[str, str]) -> str | None:
@@ -54,14 +65,28 @@ def tree_copies(
 
 
 def file_copies(source: NodeConfig, targets: Sequence[NodeConfig], files: Mapping[str, str]) -> str | None:
-    """As `copies`, of one file; `files` has each node's own path of it."""
-    theirs = {(node.ssh, files[node.name]): node for node in targets}
+    """As `copies`, of one file with its permissions; `files` has each node's own path of it, which ends in one and the
+    same name."""
+    folder, name = _split(files[source.name])
+    theirs = {(node.ssh, files[node.name]): node for node in targets if _split(files[node.name])[1] == name}
     theirs.pop((source.ssh, files[source.name]), None)
+    pack = f"env COPYFILE_DISABLE=1 tar -C {quoted(folder)} -chf - {shlex.quote(f'./{name}')}"
     lines = []
     for (_, file), node in theirs.items():
-        unpack = f"mkdir -p {quoted(PurePosixPath(file).parent)} && cat > {quoted(file)}"
-        lines.append(f"{_on(source, f'cat {quoted(files[source.name])}')} | {_piped(node, unpack)}")
+        there = quoted(_split(file)[0])
+        lines.append(f"{_on(source, pack)} | {_piped(node, f'mkdir -p {there} && tar -C {there} -xf -')}")
     return " && ".join(lines) or None
+
+
+def moved_aside(node: NodeConfig, file: str) -> str:
+    """What takes a file out of the way on its node, as one line for this machine's shell; nothing is deleted."""
+    return _on(node, f"mv -f {quoted(file)} {quoted(f'{file}{ASIDE}')}")
+
+
+def _split(file: str) -> tuple[str, str]:
+    """Folder and name."""
+    path = PurePosixPath(file)
+    return str(path.parent), path.name
 
 
 def _piped(node: NodeConfig, command: str) -> str:

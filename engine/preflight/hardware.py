@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.planning.notes import Named
 from engine.planning.rdma import node_obstacles
 from engine.planning.wiring import Wiring
-from engine.preflight import connectivity, ports
+from engine.preflight import connectivity, ports, sync
 from engine.preflight.answers import Holder
 from engine.preflight.check import Check, Findings
 from engine.preflight.need import Need, needs, plan_of
@@ -24,12 +25,14 @@ NAME = "hardware_layer"
 _LIMIT_S = 60.0
 _WIRING = "distributed_config"
 """The plan's refusal that hostfile_valid tells."""
+_MEMORY = "memory"
+"""The plan's refusal that is told node by node."""
 _JACCL = ("jaccl", "jaccl-ring")
 
 
 async def look(scene: Scene) -> CheckResult:
     facts, wiring, needed = await asyncio.gather(scene.facts(), _wiring(scene), needs(scene))
-    refusals = [refusal.text for refusal in (await plan_of(scene)).refusals if refusal.name != _WIRING]
+    refusals = [refusal for refusal in (await plan_of(scene)).refusals if refusal.name != _WIRING]
     return judge(scene.config, facts, needed, await _held(scene, wiring), refusals)
 
 
@@ -42,7 +45,7 @@ def judge(
     facts: Mapping[str, NodeFacts],
     needed: Mapping[str, Need],
     held: Held,
-    refusals: Sequence[str] = (),
+    refusals: Sequence[Named] = (),
 ) -> CheckResult:
     """The verdict; `refusals` are the plan's."""
     found = Findings(NAME, config)
@@ -60,10 +63,12 @@ def judge(
         notes.tell(found, node)
     count = len(config.nodes)
     result = found.verdict(f"{count} node{'s' * (count != 1)} fit for the job")
-    if not refusals or any(need.fits is False for need in needed.values()):
+    small = any(need.fits is False for need in needed.values())
+    refused = [refusal.text for refusal in refusals if not (small and refusal.name == _MEMORY)]
+    if not refused:
         return result
     # What the plan refuses, nothing launches: a person must change the job, or skip this check by its name.
-    told = [*refusals, *([result.summary] if result.status is not CheckStatus.PASS else [])]
+    told = [*refused, *([result.summary] if result.status is not CheckStatus.PASS else [])]
     return result.model_copy(update={"status": CheckStatus.FAIL, "summary": "; ".join(told)})
 
 
@@ -149,4 +154,5 @@ CHECK = Check(
     look,
     time_limit_s=_LIMIT_S,
     needs=(connectivity.NAME,),
+    after=(sync.NAME,),
 )

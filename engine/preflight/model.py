@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 
 from engine.config.models import NodeConfig
@@ -10,7 +11,7 @@ from engine.models import CheckResult
 from engine.preflight import connectivity, sync
 from engine.preflight.answers import Model
 from engine.preflight.check import Check, Findings, trains
-from engine.preflight.fixes import copies
+from engine.preflight.fixes import copies, moved_aside
 from engine.preflight.scene import Scene
 from engine.transport.base import quoted
 
@@ -47,7 +48,12 @@ async def look(scene: Scene) -> CheckResult:
         if node.name in whole and (differing := _differing(whole[first.name].hashes, whole[node.name].hashes)):
             found.fault(node, f"{node.name} holds another model than {first.name}: {', '.join(differing)}")
     lacking = [node for node in nodes if node.name in found.faults and isinstance(answers[node.name], Model)]
-    return found.verdict(whole[first.name].words(), fix_command=copies(first, lacking, wanted))
+    lines = [copies(first, lacking, wanted)]
+    for node in lacking:
+        too_many = sorted(set(whole[node.name].hashes) - set(whole[first.name].hashes)) if node.name in whole else []
+        lines += [moved_aside(node, posixpath.join(wanted[node.name], name)) for name in too_many]
+    fix = " && ".join(dict.fromkeys(filter(None, lines)))
+    return found.verdict(whole[first.name].words(), fix_command=fix or None)
 
 
 def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:

@@ -18,6 +18,7 @@ from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.asking import at_once
 from engine.launch.place import Place
 from engine.launch.staging import hosts_of, prepare
+from engine.measured import Calibration, Division
 from engine.models import NodeFacts, Topology
 from engine.nodes.probe import probe_all
 from engine.nodes.topology import topology
@@ -60,9 +61,20 @@ class _Once(Generic[T]):
 class Scene:
     """A configuration, the ways to its nodes, and what is known of them. To be closed; the fleet is its owner's."""
 
-    def __init__(self, config: FlightConfig, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        config: FlightConfig,
+        fleet: Fleet,
+        *,
+        division: Division | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """`division` is that of the launch that is checked, `calibration` what it was made of: both may know of nodes
+        that `config` has no longer. Without a division, whoever wants one looks for a calibration of `config`."""
         self.config = config
         self.fleet = fleet
+        self.division = division
+        self.calibration = calibration
         self.progress: Callable[[str, str], None] = _unheard
         """Hears how far a check has come: its name, and one line."""
         self.facts = _Once(self._facts)

@@ -18,6 +18,7 @@ from typing import Literal
 from engine.config.models import FlightConfig, NodeConfig
 from engine.errors import FlightDeckError, InputError
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
+from engine.planning.before_launch import sync_not_applicable, sync_switched_off
 from engine.preflight import connectivity
 from engine.preflight.answers import Tree
 from engine.preflight.check import Check, Findings, verdict
@@ -223,20 +224,12 @@ class _Sparing:
             self._tell(words)
 
 
-def _one_machine(config: FlightConfig) -> str | None:
-    return "every node is this machine: there is nothing to sync" if all(node.local for node in config.nodes) else None
-
-
-def _off(config: FlightConfig) -> str | None:
-    return None if config.preflight.sync else "switched off: [preflight] sync = false"
-
-
 CHECK = Check(
     NAME,
     "the sync script ran, and every worker has the same files",
     look,
     time_limit_s=SCRIPT_LIMIT_S + READ_LIMIT_S + 60,
     needs=(connectivity.NAME,),
-    not_applicable=_one_machine,
-    switched_off=_off,
+    not_applicable=sync_not_applicable,
+    switched_off=sync_switched_off,
 )

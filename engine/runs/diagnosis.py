@@ -25,7 +25,18 @@ from engine.security.sanitise import plain
 CAUSE_CHARACTERS: Final = 300
 LAST_WORDS_LINES: Final = 200
 """Of a log, from its end: what stands before them was survived, and explains the end only when nothing else does."""
+AFTERWORDS_LINES: Final = 20
+"""What libraries may say after the exception that ended their program; after more than that it was survived."""
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)+(?P<error>\S.*)", re.MULTILINE)
+_CHAINED = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)$"
+)
+"""What stands between two tracebacks of which one led to the other."""
+_RAISED = re.compile(r"^(?:[A-Za-z_][\w]{0,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)(?::|$)")
+"""An exception told in a line of its own, without a traceback."""
+_OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError\b|KeyboardInterrupt\b)")
+"""Exceptions that say no more than that something else ended."""
 _CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
 """Signals by which a program ends itself; of those from outside its own words know nothing."""
 _IN_ITS_OWN_WORDS: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
@@ -65,13 +76,16 @@ class Finding:
     """None of a Python exception that no signature knows."""
     survived: bool = False
     """Too much was said after it for it to be among the last words."""
+    final: bool = True
+    """Said in the exception that ended the program, or after it; of a program that ended without one, everything is."""
 
     @property
-    def order(self) -> tuple[int, bool, bool, int]:
-        """Of the findings in one log, the most telling first: of known causes the first, of exceptions the last, which
-        is what ended the program."""
+    def order(self) -> tuple[int, bool, bool, bool, int]:
+        """Of the findings in one log, the most telling first: causes in the exception that ended the program before
+        those that it went on after; of known causes the first, of exceptions the last."""
         exception = self.signature is None
-        return (self.kind, self.survived, exception, -self.line if exception else self.line)
+        passed = self.kind is Kind.CAUSE and not self.final
+        return (self.kind, self.survived, passed, exception, -self.line if exception else self.line)
 
 
 def findings(lines: Iterable[str]) -> list[Finding]:
@@ -81,19 +95,28 @@ def findings(lines: Iterable[str]) -> list[Finding]:
     text = "\n".join(texts) + "\n"
     starts = [0, *accumulate(len(line) + 1 for line in texts)]
     last_words = _last_words(texts)
+    tracebacks = [
+        (bisect_right(starts, match.start()) - 1, bisect_right(starts, match.start("error")) - 1)
+        for match in _TRACEBACK.finditer(text)
+    ]
+    bare = _bare(texts)
+    end = _end(texts, tracebacks, bare)
     found = []
     explained: set[int] = set()
     for signature in SIGNATURES:
         pattern = re.compile(signature.pattern)
-        match = pattern.search(text, starts[last_words]) or pattern.search(text)
+        places = (starts[place] for place in dict.fromkeys((end, last_words, 0)))
+        match = next(filter(None, (pattern.search(text, place) for place in places)), None)
         line = -1 if match is None else bisect_right(starts, match.start()) - 1
         if match is not None and line not in explained:
             explained.add(line)
-            found.append(Finding(signature.kind, *_told(signature, match), line, signature, line < last_words))
-    for match in _TRACEBACK.finditer(text):
-        line = bisect_right(starts, match.start("error")) - 1
-        if line not in explained:
-            found.append(Finding(Kind.CAUSE, _cut(match["error"]), None, line, survived=line < last_words))
+            told = _told(signature, match)
+            found.append(Finding(signature.kind, *told, line, signature, line < last_words, line >= end))
+    raised = {error for _, error in tracebacks}
+    if bare is not None:
+        raised.add(bare)
+    for line in raised - explained:
+        found.append(Finding(Kind.CAUSE, _cut(texts[line]), None, line, None, line < last_words, line >= end))
     return sorted(found, key=lambda finding: finding.line)
 
 
@@ -116,18 +139,23 @@ def first_cause(
     hosts: Mapping[int, str] | None = None,
     *,
     last_words: Iterable[str] = (),
+    own_end: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Diagnosis | None:
     """What ended an attempt, from its judge's verdict, which names the rank, and the logs on the head from `bases` on
     (bytes, by source). None when nothing says it.
 
     The rank that the verdict names is asked, and the launcher; what other ranks say is believed only when there is no
-    verdict. `last_words` (sanitised lines) are that rank's, for when the head's copy of its log lacks them. What a log
+    verdict. `last_words` (sanitised lines) are that rank's, for when the head's copy of its log lacks them; `own_end`
+    are the lines of the exception by which it has said that it ends, which go before all that its log says. What a log
     has said of the secrets in `environment` (by default this process's) is not repeated.
     """
     found = _most_telling(run_dir, end, bases) if _speaks_for_itself(end) else None
     if found is None and _speaks_for_itself(end) and (said := explain(last_words)) is not None:
         found = _Found(None, None, 0, said)
+    own = explain(own_end) if _speaks_for_itself(end) else None
+    if own is not None and own.kind is Kind.CAUSE and not (found is not None and _is_told(own, found.finding)):
+        found = _Found(None, None, 0, own)
     if found is None:
         return _as_judged(run_dir, end, bases)
     rank = found.source if end is None or end.rank is None else end.rank
@@ -150,8 +178,9 @@ class _Found:
 
     @property
     def order(self) -> tuple[int, bool, bool, int, int]:
-        kind, survived, exception, _ = self.finding.order
-        return (kind, survived, exception, self.at, -1 if self.source is None else self.source)
+        told = self.finding
+        source = -1 if self.source is None else self.source
+        return (told.kind, told.survived, told.signature is None, self.at, source)
 
 
 def _most_telling(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
@@ -215,6 +244,46 @@ def _says_more(end: Ending, found: _Found) -> bool:
 
 def _fix_of(end: Ending) -> str | None:
     return _FIXES.get(end.reason) if end.reason is not None else None
+
+
+def _is_told(own: Finding, found: Finding) -> bool:
+    """Whether the log tells of the exception too, perhaps with the name of its module."""
+    return own.signature is found.signature and (own.signature is not None or found.cause.endswith(own.cause))
+
+
+def _end(lines: list[str], tracebacks: list[tuple[int, int]], bare: int | None) -> int:
+    """The line at which the exception that ended the program begins to be told, with those that led to it; 0 when none
+    did, or one that says nothing of why. `tracebacks`: where each begins, and where its exception is named."""
+    ends = [bare] if bare is not None and not _OF_OTHERS.match(lines[bare]) else []
+    if tracebacks and _is_last(lines, tracebacks[-1][1]) and not _OF_OTHERS.match(lines[tracebacks[-1][1]]):
+        first = len(tracebacks) - 1
+        while first and _chained(lines, tracebacks[first][0]):
+            first -= 1
+        ends.append(tracebacks[first][0])
+    return min(ends, default=0)
+
+
+def _bare(lines: list[str]) -> int | None:
+    """The last line that tells of an exception in one line, if little is said after it."""
+    after = 0
+    for place in reversed(range(len(lines))):
+        if _RAISED.match(lines[place]):
+            return place
+        after += bool(lines[place].strip())
+        if after > AFTERWORDS_LINES:
+            break
+    return None
+
+
+def _is_last(lines: list[str], place: int) -> bool:
+    """Whether little is said after this line."""
+    return sum(bool(line.strip()) for line in lines[place + 1 :]) <= AFTERWORDS_LINES
+
+
+def _chained(lines: list[str], place: int) -> bool:
+    """Whether the traceback that begins here follows from the one before it."""
+    before = next((lines[at] for at in range(place - 1, -1, -1) if lines[at].strip()), "")
+    return _CHAINED.match(before) is not None
 
 
 def _last_words(lines: list[str]) -> int:

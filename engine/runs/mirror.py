@@ -126,10 +126,12 @@ class FileMirror:
         """Where the head's file was cut because it contradicted the node's, once; None when it did not."""
 
     def pull(self) -> bytes:
-        """Copy the next chunk; the bytes that were stored. Raises OSError; a part may be stored by then."""
+        """Copy the next chunk; the bytes that were stored, none when `cut_to` has just been set. Raises OSError; a part
+        may be stored by then."""
         if self._descriptor < 0:
             self._open()
-        if self._verified != self._node.generation and not self._verify():
+        if self._verified != self._node.generation and (not self._verify() or self.cut_to is not None):
+            # After a cut nothing is copied yet: whoever indexes the file must first see it as short as it is.
             return b""
         data = self._node.read_from(self.size - self._base, CHUNK_BYTES)
         stored = 0
@@ -232,7 +234,7 @@ class Mirror:
         total = 0
         for _ in range(ROUNDS):
             moved = sum(self._take_log(source, log) for source, log in self._logs.items())
-            moved += sum(len(self._pull(events)) for events in self._events.values())
+            moved += sum(map(self._take_events, self._events.values()))
             self._flush()
             total += moved
             if not moved:
@@ -262,17 +264,15 @@ class Mirror:
         return complete
 
     def _take_log(self, source: int, log: FileMirror | None) -> int:
-        path = self._run_dir.log(source)
         index = self._index(source)
         if index is None or index.file.waiting_bytes > WAITING_BYTES:
             return 0
         before = index.scanned
         data = self._pull(log) if log is not None else b""
         if log is not None and log.cut_to is not None:
-            self._report(path, "the mirror's tail was not the node's and is copied again", log.cut_to)
-            log.cut_to = None
+            self._tell_cut(log)
             self._close_indices()
-            return len(data)
+            return self._take_log(source, log)
         at = self._now()
         if log is None:
             entered = index.scan_log(at, CHUNK_BYTES)
@@ -283,6 +283,13 @@ class Mirror:
         if entered and self._merged is not None:
             self._merged.append(entered)
         return index.scanned - before
+
+    def _take_events(self, events: FileMirror) -> int:
+        data = self._pull(events)
+        if events.cut_to is not None:
+            self._tell_cut(events)
+            data = self._pull(events)
+        return len(data)
 
     def _pull(self, file: FileMirror) -> bytes:
         return self._try(file.path, file.pull, lambda: file.size) or b""
@@ -351,8 +358,12 @@ class Mirror:
             self._tell(Gap(path.name, size(), problem, over=True))
         return result
 
-    def _report(self, path: Path, problem: str, size: int) -> None:
-        self._tell(Gap(path.name, size, problem, over=True))
+    def _tell_cut(self, file: FileMirror) -> None:
+        """Once: the file's tail was not the node's."""
+        assert file.cut_to is not None
+        problem = "the mirror's tail was not the node's and is copied again"
+        self._tell(Gap(file.path.name, file.cut_to, problem, over=True))
+        file.cut_to = None
 
     def _tell(self, gap: Gap) -> None:
         # The journal may be on the very disk that is full; mirroring goes on all the same.

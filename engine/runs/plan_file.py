@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from engine.config.models import FlightConfig
 from engine.config.subset import only
 from engine.errors import StateError
-from engine.measured import Division
+from engine.measured import Calibration, Division
 from engine.models import RunRecord, RunState
 from engine.worker.wire import write_atomic
 
@@ -45,6 +45,8 @@ class Plan(BaseModel):
     ranks: tuple[PlannedRank, ...]
     division: Division | None = None
     """None where nobody has looked for a calibration."""
+    calibration: Calibration | None = None
+    """What `division` was made of: of all nodes of the configuration, those that are left out too."""
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Plan(BaseModel):
         created_at: datetime,
         skip: tuple[str, ...] = (),
         division: Division | None = None,
+        calibration: Calibration | None = None,
     ) -> Plan:
         """The plan of one run of `config`: one rank per node, in the configuration's order. The nodes' shares are those
         of `division`, without it those of the configuration."""
@@ -64,7 +67,15 @@ class Plan(BaseModel):
             for number, node in enumerate(config.nodes)
         )
         left_out = tuple(dict.fromkeys((*config.preflight.skip, *skip)))
-        return cls(run_id=run_id, created_at=created_at, config=config, skip=left_out, ranks=ranks, division=division)
+        return cls(
+            run_id=run_id,
+            created_at=created_at,
+            config=config,
+            skip=left_out,
+            ranks=ranks,
+            division=division,
+            calibration=calibration,
+        )
 
     def without(self, nodes: Collection[str]) -> Plan:
         """The plan of the same run without these nodes, its ranks counted anew. Raises InputError when none is left."""
@@ -76,6 +87,7 @@ class Plan(BaseModel):
             created_at=self.created_at,
             skip=self.skip,
             division=division,
+            calibration=self.calibration,
         )
 
     def among(self, nodes: Collection[str]) -> Plan:

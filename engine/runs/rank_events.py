@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.events import ChunkProgress
 from engine.runs.json_lines import LineTail, parse
 from engine.security.sanitise import plain
 
@@ -16,7 +17,7 @@ _STATUS_LINES = 40
 """The end of the file that tells the status: enough that a report or validation never hides the last step."""
 _TYPICAL_OF = 20
 """Steps."""
-_KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"failure"', b'"warning"', b'"start"', b'"end"')
+_KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
 """Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
 
 
@@ -47,6 +48,8 @@ class RankNews:
     replicas_agree: bool | None = None
     saved_bytes: int | None = None
     """Of the last committed checkpoint."""
+    chunk: ChunkProgress | None = None
+    """The last one that was finished of data that is streamed."""
 
 
 class RankEvents:
@@ -106,6 +109,8 @@ class RankEvents:
                 compared_at=_whole(event.get("iteration")),
                 replicas_agree=agreed if isinstance(agreed, bool) else None,
             )
+        elif name == "chunk":
+            self._take_chunk(event)
         elif name == "phase":
             self.news = replace(self.news, phase=str(event.get("phase")))
         elif name == "step":
@@ -134,6 +139,11 @@ class RankEvents:
             own_grad_norm=self.news.own_grad_norm if own is None else own,
             memory_bytes=_whole(event.get("peak_memory_bytes")),
         )
+
+    def _take_chunk(self, event: dict[str, Any]) -> None:
+        done, of, epoch = (_whole(event.get(name)) for name in ("chunk", "num_chunks", "epoch"))
+        if done is not None and of is not None and 0 < done <= of:
+            self.news = replace(self.news, chunk=ChunkProgress(done, of, (epoch or 0) + 1))
 
     def _take_checkpoint(self, event: dict[str, Any]) -> None:
         iteration = _whole(event.get("iteration"))

@@ -11,7 +11,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.errors import StateError
-from engine.events import Alarm, Diagnosis, NodeCondition, RankStatus, RunSnapshot, StopProgress, Verification
+from engine.events import (
+    Alarm,
+    ChunkProgress,
+    Diagnosis,
+    NodeCondition,
+    RankStatus,
+    RunSnapshot,
+    StopProgress,
+    Verification,
+)
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
 from engine.runs.attempt_log import AttemptLog
 from engine.runs.journal import replay
@@ -99,6 +108,7 @@ class RunWatch:
             most_attempts=1 + self._plan.config.recovery.max_restarts,
             given_up=self._journal.attempts.given_up,
             division=self._plan.division,
+            chunk=_chunk(news, record),
         )
 
     def _follow_plan(self) -> None:
@@ -193,6 +203,12 @@ class RunWatch:
             self._supervised = supervisor_alive(self._rundir)
             self._supervised_until = now + _IDENTITY_AGE_S
         return self._supervised
+
+
+def _chunk(news: dict[int, RankNews], record: RunRecord) -> ChunkProgress | None:
+    """All ranks go through the same chunks: that of the rank that is furthest."""
+    done = [found.chunk for found in news.values() if found.chunk is not None and found.attempt == record.attempts]
+    return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
 
 
 def supervisor_alive(rundir: RunDir) -> bool:

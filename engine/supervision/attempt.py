@@ -17,8 +17,8 @@ from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import direct, mlx_launch, ssh_shim
 from engine.launch.asking import at_once
 from engine.launch.environment import (
-    RANK_ENVIRONMENT,
     RankEnvironment,
+    common_environment,
     file_name,
     of_rank,
     rank_environment,
@@ -283,6 +283,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
     config = plan.config
     recovery = config.recovery
     secrets = {name: environment[name] for name in SECRETS if name in environment}
+    gradient = plan.calibration.gradient_bytes if plan.calibration is not None else None
     return AttemptSpec(
         run_id=plan.run_id,
         attempt=attempt.number,
@@ -295,7 +296,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
         ],
         job=trainer_job(config),
         command=list(config.job.command) if config.job.command is not None else None,
-        env={**RANK_ENVIRONMENT, **secrets, **config.job.env},
+        env=common_environment(attempt.wiring, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
         stop_grace_s=recovery.stop_grace_s,

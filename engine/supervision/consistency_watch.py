@@ -1,5 +1,9 @@
 """Whether a run's ranks train the same thing, judged while they train from what each says of itself; alarms.
 
+Ranks in lockstep cannot be updates apart: each waits for all others in the sum. What can differ is what is heard of
+them, so that is what staleness is judged by: of a rank whose steps stop coming the others' go on only when its events
+are not written, its node is cut off from this machine alone, or it trains apart.
+
 An alarm is `{"event": "alarm", "alarm": its name, "ranks", "workers", "iteration", "message"}` in the journal. It
 says; it does not act: ranks whose replicas differ stop by themselves.
 """
@@ -23,6 +27,8 @@ LASTING: Final = 3
 """Judgements in a row that must find the same: ranks train on different examples, and one batch may be odd."""
 ALARM_LIMIT: Final = 50
 """Of one attempt: a run that is inconsistent throughout must not fill its journal."""
+SILENT_S: Final = 10.0
+"""Without a new update of a rank: longer than a link that is slow, or away in passing, holds events back."""
 _UPDATE: Final = b'"update": '
 _RECENT: Final = 64
 """Updates remembered per rank: as far as the ranks' mirrors may be apart."""
@@ -52,6 +58,10 @@ class ConsistencyWatch:
         self._lasting: dict[str, int] = {}
         self._standing: set[str] = set()
         self._judged: int | None = None
+        self._heard: dict[int, int] = {}
+        """Rank → the newest update that it has told of; 0 before its first."""
+        self._heard_at: dict[int, float] = {}
+        """Rank → when that was new."""
         self._looked_at = float("-inf")
         self._checkpoint: int | None = None
 
@@ -75,20 +85,45 @@ class ConsistencyWatch:
             self._enter(REPLICAS_DIFFER, ranks, event["iteration"], plain(event.get("message"), 300))
 
     def look(self) -> ConsistencyMetrics | None:
-        """Judge the newest update that all ranks have told of, when a second has passed; None when there is none."""
+        """When a second has passed, judge what is heard of each rank, and the newest update that all have told of: the
+        verdict on the latter, None when there is none."""
         now = self._clock()
         if not self._config.enabled or len(self._nodes) < 2 or now - self._looked_at < LOOK_EVERY_S:
             return None
         self._looked_at = now
-        iteration, states = self._newest()
+        newest = {rank: _parsed(lines[-1]) for rank, lines in self._lines.items() if lines}
+        self._hear(newest, now)
+        iteration, states = self._common(newest)
         if iteration is None or iteration == self._judged or len(states) < 2:
             return None
         self._judged = iteration
         limits = self._config
         metrics = validate(list(states.values()), limits.staleness, limits.kl, limits.wasserstein)
-        for issue in (STALENESS, KL, WASSERSTEIN, BYZANTINE):
+        for issue in (KL, WASSERSTEIN, BYZANTINE):
             self._weigh(issue, issue in metrics.consistency_issues, metrics, iteration, states)
         return metrics
+
+    def _hear(self, newest: Mapping[int, Mapping[str, Any]], now: float) -> None:
+        """Take in how far each rank has told, and enter those that stay silent while others go on."""
+        told = {rank: version for rank, event in newest.items() if (version := _version(event)) is not None}
+        if not told:
+            return
+        for rank in self._nodes:
+            if rank not in self._heard or told.get(rank, 0) > self._heard[rank]:
+                self._heard[rank], self._heard_at[rank] = told.get(rank, 0), now
+        latest = max(self._heard.values())
+        behind = [rank for rank, version in self._heard.items() if latest - version > self._config.staleness]
+        stale = [rank for rank in behind if now - self._heard_at[rank] >= SILENT_S]
+        if not stale:
+            self._standing.discard(STALENESS)
+        elif STALENESS not in self._standing:
+            self._standing.add(STALENESS)
+            who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in stale)
+            heard = min(self._heard[rank] for rank in stale)
+            words = f"nothing heard of it after update {heard}" if heard else "no update heard of"
+            limit = f"over {self._config.staleness} apart"
+            iteration = max(_iteration(event) for event in newest.values())
+            self._enter(STALENESS, stale, iteration, f"{who}: {words}, and others are at {latest}, {limit}")
 
     def _weigh(
         self,
@@ -111,7 +146,6 @@ class ConsistencyWatch:
         who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
         limits = self._config
         said = {
-            STALENESS: f"parameters are {metrics.max_staleness} updates apart, over {limits.staleness}",
             KL: f"the ranks' losses are apart: KL proxy {metrics.kl_divergence:.3f}, over {limits.kl:g}",
             WASSERSTEIN: f"the ranks' gradient norms are apart: {metrics.wasserstein_distance:.3g} in the mean, "
             f"over {limits.wasserstein:g}",
@@ -128,9 +162,9 @@ class ConsistencyWatch:
             message += " (no more alarms of this attempt are entered)"
         self._alarm(alarm=name, ranks=list(ranks), workers=workers, iteration=iteration, message=message)
 
-    def _newest(self) -> tuple[int | None, dict[int, WorkerState]]:
-        """The newest iteration that every rank's lines reach, and each rank's state at it."""
-        newest = {rank: _parsed(lines[-1]) for rank, lines in self._lines.items() if lines}
+    def _common(self, newest: Mapping[int, dict[str, Any]]) -> tuple[int | None, dict[int, WorkerState]]:
+        """The newest iteration that every rank's lines reach, and each rank's state at it; `newest` has the last line
+        of each."""
         if len(newest) < len(self._lines):
             return None, {}
         common = min(_iteration(event) for event in newest.values())
@@ -169,6 +203,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _iteration(event: Mapping[str, Any]) -> int:
     iteration = event.get("iteration")
     return iteration if isinstance(iteration, int) else -1
+
+
+def _version(event: Mapping[str, Any]) -> int | None:
+    version = event.get("update")
+    return version if isinstance(version, int) else None
 
 
 def _whole(value: object) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from engine.models import RunState
@@ -24,7 +24,9 @@ def explained(
     if verdict.state is not RunState.FAILED:
         return verdict
     words = _last_words(verdict, evidence)
-    found = first_cause(run_dir, verdict, log_bases, last_words=words, environment=environment)
+    found = first_cause(
+        run_dir, verdict, log_bases, last_words=words, own_end=_own_end(verdict, evidence), environment=environment
+    )
     return verdict if found is None else replace(verdict, cause=found.cause, fix=found.fix, signature=found.signature)
 
 
@@ -33,4 +35,20 @@ def _last_words(verdict: Verdict, evidence: Evidence) -> list[str]:
     texts = [word for rank in blamed for word in (rank.keeper_tail, rank.launcher_words, rank.tail)]
     texts += [str(rank.failure.get("message", "")) for rank in blamed if rank.failure is not None]
     texts += [evidence.launcher_tail] if not blamed else []
+    return _lines(texts)
+
+
+def _own_end(verdict: Verdict, evidence: Evidence) -> list[str]:
+    """The exception by which the trainer of the rank that the verdict names has said that it ends; that another rank
+    has gone is no cause."""
+    said = [rank.failure for rank in evidence.ranks if rank.rank == verdict.rank and rank.failure is not None]
+    told = [failure for failure in said if failure.get("error_type") != "PeerLost"]
+    return _lines(
+        text
+        for failure in told
+        for text in (str(failure.get("traceback") or ""), f"{failure.get('error_type')}: {failure.get('message')}")
+    )
+
+
+def _lines(texts: Iterable[str]) -> list[str]:
     return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]

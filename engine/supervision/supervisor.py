@@ -25,7 +25,6 @@ from typing import Any
 from engine.errors import FlightDeckError, StateError
 from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
-from engine.preflight.scene import Scene
 from engine.runs.layout import RunDir, node_root
 from engine.runs.plan_file import Plan, read_plan
 from engine.store.store import Store
@@ -37,7 +36,7 @@ from engine.supervision.culprit import Verdict
 from engine.supervision.inheritance import kill_everywhere
 from engine.supervision.interruption import Aborted, until_abort
 from engine.supervision.logbook import Logbook
-from engine.supervision.preflight_phase import check, excluded, replan, verdict_of
+from engine.supervision.preflight_phase import check, excluded, replan, scene_of, verdict_of
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
 from engine.transport.fleet import Fleet
@@ -60,7 +59,7 @@ class Supervisor:
         self._nonce = _nonce(logbook) or uuid.uuid4().hex
         self._fleet = Fleet(plan.config.nodes, _home(run_dir))
         self._unconfirmed: list[str] = []
-        self._scene = Scene(plan.config, self._fleet)
+        self._scene = scene_of(plan, self._fleet)
         self._attempts: Attempts | None = None
         self._aftermath_s = AFTERMATH_S
 
@@ -207,7 +206,7 @@ class Supervisor:
             why = "; ".join(dict.fromkeys(left_out.values()))
             self._logbook.append("replanned", excluded=list(left_out), why=why, world_size=len(self._plan.ranks))
             await self._scene.close()
-            self._scene = Scene(self._plan.config, self._fleet)
+            self._scene = scene_of(self._plan, self._fleet)
 
     def _asked_to_stop(self) -> Request | None:
         while self._signalled:

@@ -26,6 +26,9 @@ WINDOWS = 10
 """Of the measurement: the spread is over their throughputs."""
 _OTHER_PART = 0.2
 """Of a window's time, for steps of another batch: what a step costs whatever its batch follows from the two."""
+_PROBE_STEPS = 3
+"""Of a memory probe: MLX frees what a step is done with while the next operation runs, so that one step alone may show
+less than it can take."""
 _CACHE_BYTES = 2**30
 
 
@@ -92,17 +95,19 @@ class Alone:
         return time.perf_counter() - begun, batch.targets
 
     def probe(self, batch_size: int) -> tuple[int, int]:
-        """A step with `batch_size` sequences of the job's full length: bytes of the state (weights, gradients and
-        moments), and of its peak; both are MLX's own figures."""
+        """Steps with `batch_size` sequences of the job's full length: bytes of the state (weights, gradients and
+        moments) in the first, and of the highest peak; both are MLX's own figures."""
         batch = self._full(batch_size)
+        states = []
         mx.clear_cache()
         mx.reset_peak_memory()
-        self._accumulate(batch)
-        if self._job.grad_accumulation_steps > 1:
+        for _ in range(_PROBE_STEPS):
             self._accumulate(batch)
-        state = mx.get_active_memory()
-        self._update()
-        return state, mx.get_peak_memory()
+            if self._job.grad_accumulation_steps > 1:
+                self._accumulate(batch)
+            states.append(mx.get_active_memory())
+            self._update()
+        return states[0], mx.get_peak_memory()
 
     def _accumulate(self, batch: Batch) -> None:
         _, buckets = self._gradients.of(batch)

@@ -118,6 +118,7 @@ def _fill_in(result: Measured, measurement: Measurement) -> None:
     result.tokens_per_s = steps.tokens / steps.total_s
     result.step_s = statistics.median(steps.seconds)
     result.spread = measurement.spread
+    result.windows = len(measurement.throughputs)
     result.overhead_s = measurement.overhead_s
     result.steps = len(steps.seconds)
     result.measured_s = measurement.elapsed_s

@@ -214,6 +214,7 @@ class Measured:
 
     examples_per_s: float | None = None
     spread: float | None = None
+    windows: int = 0
     tokens_per_s: float | None = None
     step_s: float | None = None
     batch: int | None = None

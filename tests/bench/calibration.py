@@ -2,7 +2,11 @@
 
 Two nodes of the test cluster, each held to a core of its own; one of the cores is shared with two programs that only
 count. The truth is measured in the same run, by real training: each node alone, then both with the calibrated shares,
-and with equal ones. Exits 1 when a target is missed.
+and with equal ones. All of that in several rounds, every other one backwards, and each figure is the median of them:
+what else comes and goes on the machine, and what it loses as it warms up, then falls on all figures alike.
+
+Both cores are busy whenever one of them is measured, as they are in a calibration: cores may be two halves of one, or
+share its clock, which nodes that are machines of their own do not. Exits 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -11,14 +15,15 @@ import argparse
 import asyncio
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import (
@@ -30,11 +35,10 @@ from engine.config.models import (
     PreflightConfig,
 )
 from engine.config.subset import only
-from engine.measured import Calibration
+from engine.measured import Calibration, NodeMeasure
 from engine.models import RunState
 from engine.preflight.registry import CHECKS
 from engine.runs.json_lines import JsonLinesTail
-from engine.runs.layout import RunDir
 from engine.session import Engine
 from tests.bench.logs import Figure, machine, report
 from tests.cluster import sshd
@@ -44,6 +48,7 @@ from tests.cluster.flight import DATA, JOB, MODEL, install_demo
 from tests.cluster.node import Node
 
 BATCH = 16
+FAST_CORE, SLOW_CORE = 0, 1
 SPINNERS = 2
 SHARE_LIMIT, SPEED_UP_LIMIT = 0.10, 0.20
 _WARM_UP = 3
@@ -53,13 +58,23 @@ _NO_END = 1_000_000
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a real run did."""
+class Round:
+    """What was said and done in one round."""
 
-    examples_per_s: float
-    """Of all ranks, by the clock."""
-    compute_per_example_s: dict[str, float]
-    """Node → seconds that its rank computed for one of its examples."""
+    calibration: Calibration
+    share: float
+    """The slowed node's, by the calibration."""
+    source: str
+    speed_up: float
+    """Predicted, over the faster node alone."""
+    fast: float
+    """Alone in a real run, examples/s."""
+    slow: float
+    """Likewise."""
+    both: float
+    """With the calibrated shares."""
+    equal: float
+    """With equal ones."""
 
 
 @contextlib.contextmanager
@@ -106,14 +121,15 @@ def configuration(nodes: tuple[NodeConfig, ...], seconds: float, iters: int) -> 
 
 
 async def calibrated(engine: Engine, config: FlightConfig) -> Calibration:
-    async for step in engine.calibrate(config):
-        if isinstance(step, Calibration):
-            return step
-    raise AssertionError("the calibration has ended without a result")
+    # To its very end: until then the nodes are its own.
+    steps = [step async for step in engine.calibrate(config)]
+    taken = steps[-1]
+    assert isinstance(taken, Calibration)
+    return taken
 
 
-async def trained(engine: Engine, config: FlightConfig) -> Trained:
-    """Launch, without preflight, and await the end."""
+async def trained(engine: Engine, config: FlightConfig) -> float:
+    """Launch, without preflight, and await the end: examples/s of all ranks, by the clock."""
     record = await engine.launch(config, skip=list(CHECKS))
     deadline = time.monotonic() + _RUN_LIMIT_S
     while not (record := engine.record(record.id)).state.ended:
@@ -122,88 +138,98 @@ async def trained(engine: Engine, config: FlightConfig) -> Trained:
         await asyncio.sleep(0.5)
     if record.state is not RunState.SUCCEEDED:
         raise AssertionError(f"{record.id}: {record.cause}")
-    run = engine.find(record.id)
-    plan = engine.watch(record.id).poll().division
-    assert plan is not None
-    batches = {node.name: BATCH * plan.parts[node.name] for node in config.nodes}
-    return Trained(*_steps(run, config, batches))
+    events = JsonLinesTail(engine.find(record.id).events(0)).objects()
+    ends = [float(event["t"]) for event in events if event.get("event") == "step"][_WARM_UP - 1 :]
+    return BATCH * (len(ends) - 1) / (ends[-1] - ends[0])
 
 
-def _steps(run: RunDir, config: FlightConfig, batches: dict[str, float]) -> tuple[float, dict[str, float]]:
-    compute, speed = {}, 0.0
-    for rank, node in enumerate(config.nodes):
-        steps = [event for event in JsonLinesTail(run.events(rank)).objects() if event.get("event") == "step"]
-        measured = steps[_WARM_UP:]
-        compute[node.name] = sum(map(_compute_s, measured)) / len(measured) / round(batches[node.name])
-        passed_s = measured[-1]["t"] - steps[_WARM_UP - 1]["t"]
-        speed = BATCH * len(measured) / passed_s
-    return speed, compute
-
-
-def _compute_s(event: dict[str, Any]) -> float:
-    return float(event["data_s"] + event["compute_s"] + event["update_s"])
-
-
-async def measured(seconds: float, iters: int, nice: int, folder: Path) -> list[Figure]:
+async def measured(chosen: argparse.Namespace, folder: Path) -> list[Figure]:
     with Cluster(2) as cluster:
         os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
         os.environ["FLIGHTDECK_HOME"] = str(folder / "home")
         install_demo(cluster, folder / "home")
-        config = configuration(
-            tuple(pinned(node, core, nice) for core, node in enumerate(cluster.nodes)), seconds, iters
-        )
+        nodes = tuple(pinned(node, core, chosen.nice) for core, node in enumerate(cluster.nodes))
+        config = configuration(nodes, chosen.seconds, chosen.iters)
         engine = Engine(folder / "home")
         try:
-            with spinning(1, SPINNERS, nice):
-                return await _compare(engine, config)
+            with spinning(SLOW_CORE, SPINNERS, chosen.nice):
+                # Files come into the cache, and clocks to where they stay.
+                await trained(engine, configuration(nodes, chosen.seconds, _WARM_UP + 1))
+                return figures([await one_round(engine, config, number, chosen) for number in range(chosen.rounds)])
         finally:
             await engine.close()
 
 
-async def _compare(engine: Engine, config: FlightConfig) -> list[Figure]:
+async def one_round(engine: Engine, config: FlightConfig, number: int, chosen: argparse.Namespace) -> Round:
+    """A calibration, and the four real runs: in turn, or backwards."""
     fast, slow = (node.name for node in config.nodes)
     taken = await calibrated(engine, config)
     found = engine.outlook(config, taken)
-    alone = {node: await trained(engine, only(config, {node})) for node in (fast, slow)}
-    both = await trained(engine, config)
+    assert found.prediction.speed_up is not None, found.prediction.why_not
     fixed = tuple(node.model_copy(update={"share": 1.0}) for node in config.nodes)
-    equal = await trained(engine, config.model_copy(update={"nodes": fixed}))
-    truth = alone[slow].examples_per_s / sum(one.examples_per_s for one in alone.values())
-    share = found.shares.parts[slow]
-    off = share / truth - 1
-    told = found.prediction
-    assert told.speed_up is not None and told.examples_per_s is not None
-    speed_up = both.examples_per_s / max(one.examples_per_s for one in alone.values())
-    missed = told.speed_up / speed_up - 1
-    spreads = ", ".join(f"{measure.examples_per_s:.1f} ±{measure.spread or 0:.0%}" for measure in taken.nodes)
-    really = ", ".join(f"{one.examples_per_s:.1f}" for one in alone.values())
-    once = alone[slow].examples_per_s / alone[fast].examples_per_s
+    runs = {
+        "fast": only(config, {fast}),
+        "slow": only(config, {slow}),
+        "both": config,
+        "equal": config.model_copy(update={"nodes": fixed}),
+    }
+    speeds: dict[str, float] = {}
+    for name in list(runs)[:: -1 if number % 2 else 1]:
+        with spinning(FAST_CORE, 1, chosen.nice) if name == "slow" else contextlib.nullcontext():
+            speeds[name] = await trained(engine, runs[name])
+    done = Round(taken, found.shares.parts[slow], found.shares.source, found.prediction.speed_up, **speeds)
+    print(
+        f"round {number + 1}: share {done.share:.1%} ({done.source}) of {done.slow / (done.fast + done.slow):.1%}, "
+        f"speed-up {done.speed_up:.2f} of {done.both / done.fast:.2f}, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    return done
+
+
+def figures(rounds: list[Round]) -> list[Figure]:
+    """The medians over the rounds, against the limits."""
+
+    def median(of: Callable[[Round], float]) -> float:
+        return statistics.median(map(of, rounds))
+
+    said = ", ".join(_said([done.calibration.nodes[rank] for done in rounds]) for rank in (FAST_CORE, SLOW_CORE))
+    fast, slow, both, equal = (median(attrgetter(name)) for name in ("fast", "slow", "both", "equal"))
+    share, truth = median(lambda done: done.share), slow / (fast + slow)
+    told, speed_up = median(lambda done: done.speed_up), both / fast
+    off, missed = share / truth - 1, told / speed_up - 1
+    sources = ", ".join(sorted({done.source for done in rounds}))
     return [
-        Figure("measured by calibrate, examples/s", spreads),
-        Figure("each node alone in a real run, examples/s", really),
-        Figure("the slowed node beside the other, really", f"{once:.0%}"),
-        Figure("its share: calibrated", f"{share:.1%} ({found.shares.source})"),
+        Figure("measured by calibrate, examples/s", said),
+        Figure("each node alone in a real run, examples/s", f"{fast:.1f}, {slow:.1f}"),
+        Figure("the slowed node beside the other, really", f"{slow / fast:.0%}"),
+        Figure("its share: calibrated", f"{share:.1%} ({sources})"),
         Figure("its share: by what it does alone", f"{truth:.1%}"),
         Figure("calibrated beside true share", f"{off:+.1%}", f"within {SHARE_LIMIT:.0%}", abs(off) <= SHARE_LIMIT),
-        Figure("speed-up over the faster node alone: predicted", f"{told.speed_up:.2f}"),
+        Figure("speed-up over the faster node alone: predicted", f"{told:.2f}"),
         Figure("speed-up over the faster node alone: measured", f"{speed_up:.2f}"),
         Figure(
             "predicted beside measured speed-up", f"{missed:+.1%}", f"within {SPEED_UP_LIMIT:.0%}",
             abs(missed) <= SPEED_UP_LIMIT,
         ),
-        Figure("calibrated over equal shares, throughput", f"{both.examples_per_s / equal.examples_per_s:.2f} times"),
+        Figure("calibrated over equal shares, throughput", f"{both / equal:.2f} times"),
     ]  # fmt: skip
+
+
+def _said(measures: list[NodeMeasure]) -> str:
+    speed = statistics.median(measure.examples_per_s or 0.0 for measure in measures)
+    return f"{speed:.1f} ±{statistics.median(measure.spread or 0.0 for measure in measures):.0%}"
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description="Calibration beside what is then done.")
-    options.add_argument("--seconds", type=float, default=30.0, help="of measuring per node")
+    options.add_argument("--rounds", type=int, default=5, help="of calibrating and training")
+    options.add_argument("--seconds", type=float, default=20.0, help="of measuring per node")
     options.add_argument("--iters", type=int, default=15, help="of each real run")
     options.add_argument("--nice", type=int, default=0, help="of all that is measured, where others work too")
     chosen = options.parse_args()
     print(machine())
     with TemporaryDirectory() as directory:
-        return report(asyncio.run(measured(chosen.seconds, chosen.iters, chosen.nice, Path(directory))))
+        return report(asyncio.run(measured(chosen, Path(directory))))
 
 
 if __name__ == "__main__":

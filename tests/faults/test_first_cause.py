@@ -29,6 +29,9 @@ FAULTS = {
     "metal.internal": f"print({METAL!r}, flush=True); os.abort()",
 }
 
+SAMPLE = "metal.internal"
+"""The others take their time: with the slow ones."""
+
 
 def configuration(directory: Path, script: str) -> Path:
     """A flightdeck.toml for three ranks of `script` on this machine."""
@@ -52,7 +55,9 @@ async def run_pane(engine: Engine, config: Path, run: str) -> str:
         return " ".join(word for word in console.screen.split() if word != "│")
 
 
-@pytest.mark.parametrize("known", FAULTS)
+@pytest.mark.parametrize(
+    "known", [pytest.param(known, marks=[] if known == SAMPLE else pytest.mark.slow) for known in FAULTS]
+)
 def test_the_first_ranks_cause_is_told_everywhere(home: Path, tmp_path: Path, known: str) -> None:
     config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 30: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]

@@ -14,7 +14,7 @@ import pytest
 from engine.calibration.calibrate import complete
 from engine.config.models import CalibrationConfig, FlightConfig, PreflightConfig
 from engine.config.subset import only
-from engine.errors import InputError
+from engine.errors import NodesInUse
 from engine.measured import Calibration, CalibrationProgress
 from engine.session import Engine
 from tests.cluster.cluster import Cluster
@@ -205,6 +205,6 @@ async def test_while_a_run_goes_on_there_nothing_is_measured(config: FlightConfi
     local = tuple(node.model_copy(update={"ssh": "127.0.0.1"}) for node in config.nodes)
     run = MadeRun(tmp_path / "home").state("preflight", "launching", "running").close()
     engine = Engine(tmp_path / "home")
-    with pytest.raises(InputError, match=f"{run.id} goes on on these nodes"):
+    with pytest.raises(NodesInUse, match=f"run {run.id} is going on there"):
         await calibrated(engine, config.model_copy(update={"nodes": local}))
     await engine.close()

@@ -76,6 +76,7 @@ def by_hand(command: str, home: Path, path: Path) -> str:
     return out.decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_the_printed_launch_starts_and_trains_as_one_group(
     cluster: Cluster, home: Path, studio: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.config.models import FlightConfig
 from engine.models import CheckStatus, SyncReport
-from engine.preflight import checkpoint, consistency, sync
+from engine.preflight import checkpoint, consistency, model, sync
 from engine.session import Engine
 from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
@@ -42,6 +42,7 @@ def project(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     yield config.model_copy(update={"nodes": nodes, "file": folder / "flightdeck.toml"})
     for node in cluster.nodes:
         shell(node, 'chmod -R u+rwx "$HOME/my project"; rm -rf "$HOME/my project" "$HOME/saved" "$HOME/few"')
+        shell(node, 'rm -f "$HOME"/models/tiny/vocab.json*')
 
 
 def shell(node: Node, line: str) -> str:
@@ -96,6 +97,28 @@ async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Clus
     report = await synced(project)
     assert [name for name, node in report.nodes.items() if not node.same] == [third.name]
     assert f"there is no rsync on {third.name} (" in (report.nodes[third.name].problem or "")
+
+
+async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
+    cluster: Cluster, project: FlightConfig, fleet: Fleet
+) -> None:
+    second, last = cluster.nodes[1], cluster.nodes[3]
+    shell(second, 'mkdir "$HOME/my project" && echo precious > "$HOME/my project/src"')
+    shell(last, 'mkdir -p "$HOME/my project/elsewhere" && ln -s elsewhere "$HOME/my project/src"')
+    report = await synced(project)
+    for node in (second, last):
+        assert report.nodes[node.name].problem == (
+            "src is a folder here, and a file or link there: move it out of the way first"
+        )
+    assert [name for name, node in report.nodes.items() if node.same] == [cluster.nodes[0].name, cluster.nodes[2].name]
+    assert shell(second, 'cd "$HOME/my project" && ls -A && cat src') == "src\nprecious\n"
+    assert shell(last, 'cd "$HOME/my project" && ls -A && readlink src') == "elsewhere\nsrc\nelsewhere\n"
+    checked = await looked(sync.look, project, fleet)
+    assert "src/it's.py" in checked.evidence[second.name]
+    assert second.name not in checked.fixes and checked.fix_command is None, "a copy would put the folder in its place"
+    shell(second, 'mv "$HOME/my project/src" "$HOME/my project/own.txt"')
+    shell(last, 'rm "$HOME/my project/src"')
+    assert (await synced(project)).synced
 
 
 @pytest.mark.parametrize("named", ["~", "absolute"])
@@ -160,6 +183,40 @@ async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
         assert f"{third.name}: {name} is " in result.summary
         await paste(cluster, result.fix_command)
         assert (await looked(consistency.look, config, fleet)).status is CheckStatus.PASS
+
+
+async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_fix(
+    cluster: Cluster, project: FlightConfig, fleet: Fleet
+) -> None:
+    program = Path(os.environ["HOME"]) / "project" / "run it.sh"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    await synced(project)
+    command = project.model_copy(
+        update={"job": project.job.model_copy(update={"command": ("./run it.sh", "own.yaml")})}
+    )
+    third = cluster.nodes[2]
+    shell(third, 'rm "$HOME/my project/run it.sh"; echo 1 > "$HOME/my project/own.yaml"')
+    for node in cluster.nodes:
+        furnish(node)
+    third.write("~/models/tiny/vocab.json", "{}")
+    looks = (
+        (consistency.look, command, "own.yaml"),
+        (consistency.look, project, "model vocab.json"),
+    )
+    for look, config, name in looks:
+        result = await looked(look, config, fleet)
+        assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
+        assert f"{name} is " in result.summary and "missing on most workers" in result.summary
+        await paste(cluster, result.fix_command)
+        assert (await looked(look, config, fleet)).status is CheckStatus.PASS
+    assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside') == "1\n"
+    shell(third, "mv ~/models/tiny/vocab.json.aside ~/models/tiny/vocab.json")
+    another = await looked(model.look, project, fleet)
+    assert (another.status, another.blames) == (CheckStatus.FAIL, (2, third.name)), another
+    await paste(cluster, another.fix_command)
+    assert (await looked(model.look, project, fleet)).status is CheckStatus.PASS
+    assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
 
 
 async def test_a_place_that_cannot_be_written_is_mended_by_the_fix(

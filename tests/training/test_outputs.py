@@ -52,7 +52,9 @@ def weights(path: Path) -> dict[str, mx.array]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("lora", marks=pytest.mark.slow), pytest.param("dora", marks=pytest.mark.slow), "full"]
+)
 def test_the_saved_adapter_is_loaded_and_generates(tiny: Tiny, trained: Callable[[str], Launched], kind: str) -> None:
     run = trained(kind)
 

@@ -47,6 +47,7 @@ def saved(run: Launched) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in found.items()}
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_say_so_and_train_as_they_would_without(tiny: Tiny, tmp_path: Path) -> None:
     compared = fly(tiny, tmp_path / "with", 2, None, every=5, iters=12, save_every=8).succeeded()
     plain = fly(tiny, tmp_path / "without", 2, None, every=0, iters=12, save_every=8).succeeded()
@@ -78,7 +79,7 @@ def test_the_one_corrupted_rank_of_three_is_named_and_the_others_leave_with_it(t
     assert all(np.array_equal(value, saved(clean)[name]) for name, value in saved(run).items())
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_of_two_ranks_the_frozen_parameters_tell_which_one_is_wrong(tiny: Tiny, tmp_path: Path, bad: int) -> None:
     run = fly(tiny, tmp_path, 2, f"{bad} 7 frozen", **LORA)
     assert [record.code for record in run.ended()] == [7 * (rank == bad) for rank in (0, 1)]
@@ -101,6 +102,7 @@ def test_of_two_ranks_with_nothing_frozen_to_witness_both_are_named_as_differing
     assert not (run.adapters / "adapters.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_with_warn_it_is_said_and_goes_on_and_a_sound_ranks_parameters_are_saved(tiny: Tiny, tmp_path: Path) -> None:
     run = fly(tiny, tmp_path, 2, "0 7 frozen", on="warn", iters=12, save_every=6, **LORA).succeeded()
     assert checks(run) == [(0, True), (5, True), (6, True), (10, False), (12, False)]

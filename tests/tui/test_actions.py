@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.tui import fake_engine as situation
-from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, markdown
+from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
 from tui.screens.deck import DeckScreen
 from tui.state import VIEWS, DeckState
@@ -49,6 +51,27 @@ def test_n_is_the_next_match_while_a_search_is_on_in_the_log_else_launch() -> No
     assert meaning(IDLE) == "launch"
     assert meaning(DeckState(pane="logs", searching=True)) == "next_match"
     assert meaning(DeckState(pane="logs", searching=False)) == "launch"
+
+
+def test_behind_a_run_that_has_ended_the_bar_names_the_plan() -> None:
+    ended = replace(IDLE, snapshot=situation.succeeded())
+    named = [f"{action.shown_key} {label(action, ended)}" for action in bar(ended)]
+    assert "esc plan" in named and "? help" in named
+    assert "back" not in [action.id for state in (IDLE, RUNNING) for action in bar(state)]
+
+
+def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
+    def named(state: DeckState) -> list[str]:
+        return [action.id for action in bar(replace(state, view="run"))]
+
+    assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
+    assert named(replace(IDLE, snapshot=situation.succeeded()))[:2] == ["launch", "search"]
+    assert named(RUNNING)[:2] == ["abort", "search"]
+
+
+def test_where_there_is_a_configuration_the_demo_says_what_goes_on() -> None:
+    assert BY_ID["demo"].why_not(IDLE) == "there is a configuration: n launches it"
+    assert BY_ID["demo"].why_not(replace(IDLE, config=None)) is None
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -75,7 +75,9 @@ def test_as_json_it_is_one_document(home: Path, studio: Path) -> None:
 
 
 def test_another_strategy_can_be_asked_about_and_is_not_claimed_to_launch(home: Path, studio: Path) -> None:
-    document = json.loads(plan(home, studio, "--json", "--strategy", "pipeline").out)
+    done = plan(home, studio, "--json", "--strategy", "pipeline")
+    document = json.loads(done.out)
+    assert (done.code, document["refusals"]) == (1, [])
     assert document["strategy"]["layer_split"] == "0-2,2-4"
     assert document["strategy"]["launchable"] is False
     assert '[job] strategy = "pipeline" launches this one' in document["strategy"]["not_launchable"]

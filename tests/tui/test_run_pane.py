@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from textual.events import Key
 
-from engine.events import RunSnapshot, Series
+from engine.errors import NodesInUse
+from engine.events import ChunkProgress, RunSnapshot, Series, Verification
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
@@ -132,6 +133,91 @@ def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
     drawn = [header(state, width).plain for width in widths]
     assert any("ETA" in line and "2 nodes" not in line for line in drawn)
     assert not any("2 nodes" in line and "ETA" not in line for line in drawn)
+
+
+async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_wrong(fake: FakeEngine) -> None:
+    lines = tuple(Verification(name, name != "loss", "as told") for name in ("backend", "loss", "replicas", "gpu"))
+    fake.add(running := replace(situation.running(), verification=lines))
+    async with opened(fake, size=SMALL, follow=running.record.id) as console:
+        await console.press("4")
+        await console.shows("loss        as told")
+        await console.shows("── train")
+        assert "replicas" not in console.screen
+        await console.press("z")
+        await console.shows("replicas    as told")
+
+
+async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: FakeEngine) -> None:
+    more = [CheckResult(name=f"check_{number}", status=CheckStatus.PASS, summary="well") for number in range(9)]
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS, *more]
+    async with opened(fake, size=SMALL) as console:
+        await console.press("2")
+        await console.shows("not run yet")
+        await console.press("r")
+        for text in (
+            "✗  fail  ports_free",
+            "local-1       40211: pid 4711, python train.py",
+            "fix           kill 4711",
+        ):
+            await console.shows(text)
+        # The list's scrollbar covers nothing.
+        await console.shows(" 0.6 s ")
+
+
+async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
+    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    told = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
+    fake.refusal = NodesInUse("a calibration of job is going on there", **told)
+    async with opened(fake, size=(120, 36)) as console:
+        await console.press("n", "tab", "enter")
+        for text in (
+            "127.0.0.1: a calibration of job is going on there: pid",
+            "4711 since 14:01:30 (wait for its end, or",
+        ):
+            await console.shows(text)
+        await console.press("2", "r")
+        await console.shows("1 failure")
+        await console.press("escape")
+        console.app.change(fault=None)
+        await console.shows("n cannot launch now: preflight has 1 failure: r checks")
+        await console.shows("│ again  ")
+
+
+async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> None:
+    names = [f"check_{number}" for number in range(30)]
+    fake.results = [CheckResult(name=name, status=CheckStatus.PASS, summary="well") for name in names]
+    async with opened(fake, size=(120, 36)) as console:
+        await console.press("2", "r")
+        await console.shows("passed just now")
+        await console.press("escape", "G")
+        await console.shows("check_29")
+        await console.press("g")
+        await console.shows("check_0 ")
+
+
+async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: FakeEngine) -> None:
+    fake.snapshots["failed"] = failed_preflight()
+    async with opened(fake, size=(120, 36), follow="failed") as console:
+        await console.shows("no output: no rank has printed anything")
+
+
+async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -> None:
+    lines = tuple(Verification(name, True, "as told") for name in ("backend", "loss", "replicas", "a", "b", "c"))
+    record = situation.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped as asked",
+                              ended_at=situation.ago(3))  # fmt: skip
+    fake.add(ended := replace(situation.running(), record=record, verification=lines))
+    async with opened(fake, size=(120, 36), follow=ended.record.id) as console:
+        await console.press("4")
+        await console.shows("aborted (user_abort)")
+        await console.shows("── train")
+        assert "too small" not in console.screen
+
+
+@pytest.mark.parametrize(("epoch", "said"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
+async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, said: str) -> None:
+    fake.add(streamed := replace(situation.running(), chunk=ChunkProgress(3, 20, epoch)))
+    async with opened(fake, size=(120, 36), follow=streamed.record.id) as console:
+        await console.shows(said)
 
 
 def test_a_low_plot_has_a_scale_of_two_figures() -> None:

@@ -34,7 +34,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         _say_refusals(Lines(sys.stderr), made)
     else:
         _print(Lines(), made, explain=options.explain)
-    return FAILED if made.refused else OK
+    return OK if made.strategy.launchable and not made.refused else FAILED
 
 
 def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:

@@ -99,8 +99,8 @@ class DeckScreen(Screen[None]):
 
     @property
     def nodes_shown(self) -> bool:
-        """The nodes are on the screen."""
-        return self.pane("nodes").display
+        """The nodes are on the screen. Asked by a clock, also before the panes are there and after they have gone."""
+        return any(pane.display for pane in self.query("#nodes"))
 
     @property
     def narrow(self) -> bool:

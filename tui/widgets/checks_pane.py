@@ -54,7 +54,7 @@ class ChecksPane(Pane):
         note.display = not state.shown_checks
         note.update(_note(state))
         rows = self.query_one(RowList)
-        rows.set_rows(_rows(state, self.room))
+        rows.set_rows(_rows(state, self.room - self._scrollbar(len(state.shown_checks))))
         failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
         if failed != self._failed:
             self._failed = failed
@@ -68,12 +68,18 @@ class ChecksPane(Pane):
         )
         self._detail()
 
+    def _scrollbar(self, rows: int) -> int:
+        """Cells that the list's scrollbar takes; beside the details the list has half of the pane."""
+        height = self.content_size.height
+        return int(rows > (height // 2 if self.full else height))
+
     def _selected(self) -> CheckResult | None:
         name = self.query_one(RowList).selected
         return next((check for check in self.state.shown_checks if check.name == name), None)
 
     def _detail(self) -> None:
         check = self._selected()
+        self.query_one(".detail").display = self.full and check is not None
         if self.full:
             detail = _detail(check, self.state.glyphs, self.room) if check is not None else Content("")
             self.query_one("#checks-detail", Static).update(detail)

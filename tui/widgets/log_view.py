@@ -88,6 +88,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._redraw_s = redraw_s
         self.state = LogState()
         """What was last told by Changed."""
+        self._over = False
         self._drawn: tuple[object, ...] = ()
         self._marks: dict[int, list[Mark]] = {}
         self._selectable = False
@@ -127,6 +128,12 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         else:
             self._window.stay()
         self._show()
+
+    def end(self, over: bool) -> None:
+        """Whether the run has ended: of nothing that is there nothing more will come."""
+        if over != self._over:
+            self._over = over
+            self.refresh()
 
     def freeze(self, frozen: bool) -> None:
         """Show nothing new; lines go on arriving and are counted."""
@@ -314,7 +321,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if self._window.run_dir is None:
             return "no run is shown"
         if self.state.filter is None or not self.state.lines:
-            return "no output yet"
+            return "no output: no rank has printed anything" if self._over else "no output yet"
         return f"no line passes the filter {self.state.filter}" + ("" if self.state.counted else " so far")
 
     def _gutter(self, line: LogLine) -> list[tuple[str, str]]:

@@ -48,7 +48,8 @@ class LogsPane(Pane):
         return title(self.view.state, state)
 
     def draw(self, state: DeckState) -> None:
-        """The view draws itself."""
+        """The view draws itself, but for what it cannot know."""
+        self.view.end(state.snapshot is not None and not state.active)
 
     def text(self) -> str:
         return self.view.text()

@@ -13,7 +13,7 @@ from tui.widgets.columns import Column, lay_out
 from tui.widgets.node_state import away
 
 if TYPE_CHECKING:
-    from engine.events import RankStatus, RunSnapshot
+    from engine.events import ChunkProgress, RankStatus, RunSnapshot
 
 MARKED_SKEW = 0.05
 """A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
@@ -121,30 +121,39 @@ def line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
 
 
-def _predicted(snapshot: RunSnapshot) -> str:
+def _predicted(snapshot: RunSnapshot) -> str | None:
     """By the calibration that the run was divided by; beside it, how far from that the run is."""
     told = snapshot.division.tokens_per_s if snapshot.division is not None else None
     if told is None:
-        return "not measured"
+        return None
     now = snapshot.record.tokens_per_second
     return f"{rate(told)} ({now / told - 1:+.0%})" if now is not None and told else rate(told)
 
 
+def _chunk(chunk: ChunkProgress) -> str:
+    epoch = f", epoch {chunk.epoch}" if chunk.epoch > 1 else ""
+    return f"chunk {chunk.done:,}/{chunk.of:,} ({chunk.done / chunk.of:.0%}{epoch})"
+
+
 def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
-    """What the header leaves out, on one line; "–" for what is not there, nothing that was not measured. `peak`: the
-    highest of all ranks, where these are not shown one by one."""
+    """What the header leaves out, on one line, as far as there is room; "–" for what is not there, nothing that was not
+    measured. `peak`: the highest of all ranks, where these are not shown one by one."""
     record, none = snapshot.record, state.glyphs.none
-    parts = [
-        ("val", loss(record.val_loss) if record.val_loss is not None else none),
-        ("lr", f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none),
-        ("gradient", f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else none),
-        ("speed", rate(record.tokens_per_second) if record.tokens_per_second is not None else none),
-        ("predicted", _predicted(snapshot)),
-    ]
-    if (found := skew(snapshot.ranks)) is not None and state.active:
-        parts.insert(3, ("skew", f"{found[0]:.0%}"))
-    if peak and (peaks := [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes]):
-        parts.insert(2, ("peak", size(max(peaks))))
-    while sum(len(label) + len(value) + 4 for label, value in parts) > width + 3:
-        parts.pop(-2 if len(parts) > 1 else -1)
-    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts])
+    predicted, found = _predicted(snapshot), skew(snapshot.ranks) if state.active else None
+    peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
+    parts = {
+        "val": loss(record.val_loss) if record.val_loss is not None else none,
+        "lr": f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none,
+        "peak": size(max(peaks)) if peaks else "",
+        "gradient": f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else none,
+        "skew": f"{found[0]:.0%}" if found is not None else "",
+        "speed": rate(record.tokens_per_second) if record.tokens_per_second is not None else none,
+        "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
+        "predicted": predicted or "not measured",
+    }
+    parts = {label: value for label, value in parts.items() if value}
+    unsaid = () if predicted else ("predicted",)
+    for name in ("speed", *unsaid, "gradient", "lr", "skew", "data", "predicted", "peak"):
+        if sum(len(label) + len(value) + 4 for label, value in parts.items()) > width + 3:
+            parts.pop(name, None)
+    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts.items()])

@@ -16,6 +16,9 @@ from tui.widgets.text import Text
 
 PLOT_ROWS = 8
 """What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
+LEAST_PLOT_ROWS = 6
+"""With fewer, a blank line above it included, no plot can be drawn: what is verified gives way to it, but for what is
+wrong."""
 SCROLLBAR_CELLS = 1
 """Left free beside what is said: a long fix scrolls, and its lines are broken before it is known that it does."""
 SHORT_SCREEN = 30
@@ -83,7 +86,11 @@ class RunPane(Pane, can_focus=True):
         ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, self.room, peak=not whole)] if has_loss else [])
-        self._put("#watch", run_watch.verification(state, snapshot, self.room, every=self.full))
+        verified = run_watch.verification(state, snapshot, self.room, every=self.full)
+        left = self.content_size.height - said - len(ranks) - 1 - len(verified)
+        if self.full and self.plot.display and left < LEAST_PLOT_ROWS:
+            verified = run_watch.verification(state, snapshot, self.room, every=False)
+        self._put("#watch", verified)
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         text = self.query_one(selector, Text)

@@ -41,24 +41,25 @@ def plan(state: DeckState, width: int, *, short: bool = False, full: bool = Fals
     title = ("refused by the plan  ", "$error") if refused else ("ready to launch  ", MUTED)
     lines = [Content.assemble(title, (config.job.name, "bold")), Content("")]
     if full and state.plan is not None:
-        lines += [_go_on(state), Content(""), pair("needs", _needs(state), width, indent=16)]
+        lines += [_go_on(state, width), Content(""), pair("needs", _needs(state), width, indent=16)]
         return [*lines, *plan_story.whole(state, width)]
     lines += [pair(label, text, width) for label, text in what(config, state)]
     lines += plan_story.brief(state, width)
     lines += [pair("needs", _needs(state), width), Content("")]
     if state.fault:
-        lines += [Content.styled(line, "$error") for line in state.fault.splitlines()]
-    lines.append(_go_on(state))
+        lines += [pair("", line, width, style="$error", indent=0) for line in state.fault.splitlines()]
+    lines.append(_go_on(state, width))
     return [line for line in lines if line.plain or not short]
 
 
-def _go_on(state: DeckState) -> Content:
+def _go_on(state: DeckState, width: int) -> Content:
     """The one key that goes on, or why it does not."""
     from tui.actions import BY_ID
 
     blocked = BY_ID["launch"].why_not(state)
     if blocked:
-        return Content.assemble(("n cannot launch now: ", "$warning"), blocked)
+        label = "n cannot launch now: "
+        return pair("", label + blocked, width, indent=0).stylize("$warning", 0, len(label))
     return Content.assemble(("n", "bold $text-primary"), "  launches it, after you confirm")
 
 

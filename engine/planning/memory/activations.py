@@ -15,7 +15,8 @@ from .trained import adapted, trained_layers
 
 _FLOAT32 = 4
 _WORKING = 1.0
-"""A layer's backward pass works with as much again as the layer holds: a gradient for each array that waited."""
+"""A layer's backward pass works with as much again as the layer holds: a gradient for each array that waited. Not for
+the states of a recurrence, through which it goes one token after the other: each gradient is gone with its token."""
 _RECOMPUTED = 2.75
 """The same under gradient checkpointing, where the layer's forward pass is made again first: what it then holds, as
 much for the backward pass, and three quarters of the layer whose turn is next, which MLX already begins. Measured at
@@ -43,12 +44,13 @@ def activations(shape: ModelShape, ask: MemoryAsk, stage: range) -> Activations:
     one = shape.dtype_bytes
     learned = [shape.skeleton.layers[number] for number in trained_layers(shape, ask, stage)]
     whole = [tokens * kept_per_token(shape, layer, ask) for layer in learned]
+    most = max((tokens * _worked_per_token(shape, layer, ask) for layer in learned), default=0)
     passing = max((_passing(shape, layer, ask) for layer in learned), default=0)
     if ask.grad_checkpoint:
         held = len(learned) * tokens * shape.hidden * one
-        working = int(_RECOMPUTED * max(whole, default=0)) + passing
+        working = int((_RECOMPUTED - _WORKING) * max(whole, default=0) + _WORKING * most) + passing
     else:
-        held, working = sum(whole), int(_WORKING * max(whole, default=0))
+        held, working = sum(whole), int(_WORKING * most)
     if stage.stop < shape.layers:
         return Activations(held + working, 0)
     last_norm = tokens * shape.hidden * (_FLOAT32 + 2 * one)
@@ -70,6 +72,12 @@ def kept_per_token(shape: ModelShape, layer: Layer, ask: MemoryAsk, *, fused: bo
         if not fused:
             kept += part.scores * min(ask.sequence, part.window or ask.sequence) * one
     return kept
+
+
+def _worked_per_token(shape: ModelShape, layer: Layer, ask: MemoryAsk) -> int:
+    """Bytes that the backward pass of one layer works with for each token."""
+    states = sum(part.held_float32 for part in layer.parts) * _FLOAT32
+    return kept_per_token(shape, layer, ask) - states
 
 
 def _inputs(shape: ModelShape, part: Part, ask: MemoryAsk) -> int:

@@ -51,7 +51,7 @@ class Part:
     held: int = 0
     """Elements per token, in the model's type, that wait for the backward pass beside the matrices' inputs."""
     held_float32: int = 0
-    """The same, in float32 whatever the model's type."""
+    """The same, in float32 whatever the model's type: the states of a recurrence, made one token after the other."""
     scores: int = 0
     """Elements per pair of tokens that wait for the backward pass: heads × arrays of the scores' size."""
     window: int | None = None

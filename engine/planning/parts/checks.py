@@ -3,35 +3,44 @@ trains. Planning runs none of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from engine.config.models import FlightConfig
 from engine.models import PreRdmaSync
+from engine.planning.before_launch import (
+    compared,
+    comparison_not_applicable,
+    comparison_switched_off,
+    manifests,
+    sync_not_applicable,
+    sync_switched_off,
+)
 from engine.planning.document import ChecklistPart, ConsistencyPart, Disabled, WatchPart
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
 
-_COMPARED = ("training script", "worker bundle", "job", "tokenizer", "model index")
+Applies = Callable[[FlightConfig], str | None]
+_STALENESS_RULE = (
+    "updates heard of each rank: ranks in lockstep wait for one another, so one that hangs stops all and is shown as "
+    "silent; stale is one whose events stop coming while the others' go on"
+)
 _KRUM_FROM = 5
 """Workers: Krum needs n >= 2f + 3 (Blanchard et al., NeurIPS 2017)."""
 
 
 def sync(now: Situation, notes: Notes) -> PreRdmaSync:
     """Preflight runs the script; until then there is nothing to tell of it."""
-    settings = now.inputs.config.preflight
-    reason = "flightdeck preflight runs it"
-    enabled = settings.sync
-    if not enabled:
-        reason = "switched off by [preflight] sync"
-    elif now.ranks == 1:
-        enabled, reason = False, "one node: nothing is copied anywhere"
-    elif "pre_rdma_sync" in settings.skip:
-        enabled, reason = False, "left out by [preflight] skip"
-    if not enabled and now.ranks > 1:
-        notes.warn("pre_rdma_sync", reason)
-    notes.why("pre_rdma_sync", Source.USER if not enabled and now.ranks > 1 else Source.RULE, reason)
+    config = now.inputs.config
+    settings = config.preflight
+    left_out = _left_out(now, "pre_rdma_sync", sync_not_applicable, sync_switched_off, notes)
+    reason = left_out or "flightdeck preflight runs it"
+    if left_out is None:
+        notes.why("pre_rdma_sync", Source.RULE, reason)
     return PreRdmaSync(
-        enabled=enabled,
+        enabled=left_out is None,
         reason=reason,
         sync_script=settings.sync_script,
-        validation_checks=("tree manifest of workdir (path, SHA-256) equal on every node",) if enabled else (),
+        validation_checks=manifests(config) if left_out is None else (),
         block_on_failure=settings.block_on_failure,
         sync_status="not_run",
     )
@@ -39,26 +48,36 @@ def sync(now: Situation, notes: Notes) -> PreRdmaSync:
 
 def consistency(now: Situation, notes: Notes) -> ConsistencyPart:
     """Before the launch by hashes; while it trains by what the ranks say of themselves."""
-    settings = now.inputs.config.preflight
-    reason = None
-    if now.ranks == 1:
-        reason = "one worker: there is nothing to compare"
-    elif not settings.consistency:
-        reason = "switched off by [preflight] consistency"
-    elif "worker_consistency" in settings.skip:
-        reason = "left out by [preflight] skip"
-    if reason is not None and now.ranks > 1:
-        notes.warn("worker_consistency", reason)
-    text = f"{settings.consistency_threshold:g} of the workers must agree, that many included"
-    notes.why("worker_consistency", Source.USER if reason else Source.RULE, reason or text)
+    config = now.inputs.config
+    settings = config.preflight
+    left_out = _left_out(now, "worker_consistency", comparison_not_applicable, comparison_switched_off, notes)
+    if left_out is None:
+        text = f"{settings.consistency_threshold:g} of the workers must agree, that many included"
+        notes.why("worker_consistency", Source.RULE, text)
     return ConsistencyPart(
-        enabled=reason is None,
-        reason=reason,
+        enabled=left_out is None,
+        reason=left_out,
         threshold=settings.consistency_threshold,
         workers=now.ranks,
-        compared=_COMPARED if reason is None else (),
+        compared=compared(config) if left_out is None else (),
         while_training=_watched(now, notes),
     )
+
+
+def _left_out(now: Situation, check: str, not_applicable: Applies, switched_off: Applies, notes: Notes) -> str | None:
+    """Why preflight will not run a check, by its own rules; what somebody has chosen warns."""
+    config = now.inputs.config
+    overridden = check in config.preflight.skip or any(
+        each.overridden for each in now.inputs.checks if each.name == check
+    )
+    chosen = "left out by name (skip)" if overridden else None
+    if chosen is None and (reason := not_applicable(config)) is not None:
+        notes.why(check, Source.RULE, reason)
+        return reason
+    if (chosen := chosen or switched_off(config)) is not None:
+        notes.why(check, Source.USER, chosen)
+        notes.warn(check, chosen)
+    return chosen
 
 
 def _watched(now: Situation, notes: Notes) -> WatchPart | Disabled:
@@ -74,6 +93,7 @@ def _watched(now: Situation, notes: Notes) -> WatchPart | Disabled:
     return WatchPart(
         every_updates=settings.every,
         staleness_threshold=settings.staleness,
+        staleness_rule=_STALENESS_RULE,
         kl_threshold=settings.kl,
         wasserstein_threshold=settings.wasserstein,
         byzantine_rule=f"Krum, f = {(now.ranks - 3) // 2}" if krum else "median and MAD: Krum needs 5 workers",

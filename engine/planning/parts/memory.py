@@ -15,6 +15,7 @@ from engine.planning.memory.probes import peak_from_probes
 from engine.planning.memory.shape import ModelShape
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
+from engine.planning.usable import unused, usable
 from engine.worker.layers import Split
 from engine.worker.strategies.stages import micro_batches
 
@@ -154,15 +155,17 @@ def _stages(common: MemoryAsk, batch: int, split: Split | None) -> list[MemoryAs
 
 
 def _needed(now: Situation, name: str, ask: MemoryAsk, found: MemoryEstimate) -> _Peak:
-    """By the two probe steps of a calibration of this very job, else by the estimate."""
-    taken = now.inputs.calibration
+    """By the two probe steps of a usable calibration of this very job, else by the estimate."""
+    taken = usable(now.inputs)
     if taken is not None and not taken.stand_in and now.inputs.strategy == "data":
         measured = taken.of(name)
         probes = measured.probes if measured is not None else ()
         peak = peak_from_probes(probes, ask.batch, before_bytes=found.before_bytes)
         if peak is not None:
             return _Peak(peak, "calibration", f"two probe steps say so for a batch of {ask.batch}")
-    return _Peak(found.peak_bytes, "estimate", f"from config.json: {found.assumption}")
+    why_not = unused(now.inputs)
+    told = f"from config.json: {found.assumption}" + (f" ({why_not}: not used)" if why_not else "")
+    return _Peak(found.peak_bytes, "estimate", told)
 
 
 def _row(name: str, found: MemoryEstimate, peak: _Peak, limit: _Limit) -> RankMemory:

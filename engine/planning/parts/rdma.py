@@ -7,6 +7,7 @@ from engine.planning.document import RdmaPart
 from engine.planning.links import setup_commands
 from engine.planning.notes import Notes, Source
 from engine.planning.situation import Situation
+from engine.planning.usable import usable
 
 _OVER_RDMA = ("jaccl", "jaccl-ring")
 _RECOVERY = "once per Mac, by hand: start it into Recovery OS, and in Terminal there: rdma_ctl enable"
@@ -17,7 +18,7 @@ _FAST_SYNCH = "MLX_METAL_FAST_SYNCH=1 is not set: MLX documents that it can dead
 def rdma(now: Situation, notes: Notes) -> RdmaPart:
     inputs = now.inputs
     wiring, backend = inputs.wiring, inputs.wiring.backend if inputs.wiring is not None else None
-    infiniband = backend == "nccl" and nccl.infiniband(now.names, inputs.facts)
+    infiniband = wiring is not None and wiring.infiniband
     enabled = backend in _OVER_RDMA or infiniband
     if wiring is None:
         reason = f"no backend: {inputs.unwired}"
@@ -35,14 +36,17 @@ def rdma(now: Situation, notes: Notes) -> RdmaPart:
         notes.why("rdma_config.expected_speedup", Source.UNKNOWN, why)
     else:
         notes.why("rdma_config.expected_speedup", Source.CALIBRATION, "all ranks against the fastest node alone")
-    measured = inputs.calibration.everyone if inputs.calibration is not None else None
+    taken = usable(inputs)
+    measured = taken.everyone if taken is not None else None
+    # A gradient is as large as ever, however old its calibration.
     gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
+    wanted = nccl.environment(infiniband=infiniband, gradient_bytes=gradient) if backend == "nccl" else {}
     return RdmaPart(
         enabled=enabled,
         platform=now.platform,
         backend=backend if now.ranks > 1 else "none",
         expected_speedup=speed_up,
-        env_vars=nccl.environment(infiniband=infiniband, gradient_bytes=gradient) if backend == "nccl" else {},
+        env_vars={name: inputs.rank_environment.get(name, value) for name, value in wanted.items()},
         setup=_setup(now, enabled=enabled),
         reason=reason,
         latency_s=measured.latency_s if measured is not None else None,
@@ -56,7 +60,10 @@ def _setup(now: Situation, *, enabled: bool) -> tuple[str, ...]:
     if now.ranks == 1:
         return ()
     if backend == "nccl":
-        steps = [f"put env_vars into [job] env; InfiniBand for training is supported from {nccl.PLATFORM}"]
+        steps = [
+            "flightdeck launch sets env_vars for every rank; [job] env overrides them",
+            f"InfiniBand for training is supported from {nccl.PLATFORM}",
+        ]
         if not enabled:
             steps.append("no active InfiniBand on every node: NCCL goes over TCP")
         return tuple(steps)

@@ -23,7 +23,9 @@ def said(document: Mapping[str, Any]) -> Said | None:
 
 
 def test_what_the_worker_writes_is_what_the_head_reads() -> None:
-    written = Measured(8.5, 0.02, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, [(1, 5), (2, 9)], "not on macOS")
+    written = Measured(
+        8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, [(1, 5), (2, 9)], "not on macOS"
+    )
     found = said({"measured": asdict(written)})
     assert found is not None and found.measured is not None
     measure = _measure(config(["a"]).nodes[0], found.measured)

@@ -92,3 +92,10 @@ def test_secrets_never_show(tmp_path: Path) -> None:
     assert said.command is not None
     assert "hf_secret" not in said.command and "--env LEVEL=3" in said.command
     assert any(note.startswith("HF_TOKEN of [job] env is left out") for note in said.notes)
+
+
+def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path: Path) -> None:
+    flight = config(node("a", tmp_path), node("b", tmp_path), env={"NCCL_DEBUG": "WARN"})
+    command = typed(flight, backend="nccl").command or ""
+    assert "--env NCCL_IB_DISABLE=1" in command and "--env NCCL_DEBUG=WARN" in command
+    assert "NCCL_IB" not in (typed(flight).command or "")

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config.models import FlightConfig
 from engine.models import NodeFacts
-from engine.planning.fingerprint import fingerprint, matching, stale
+from engine.planning.fingerprint import changed, fingerprint, machines, matching, stale
 from tests.unit.planning.calibrations import TAKEN, calibration, config
 
 
@@ -55,6 +55,15 @@ def test_nodes_and_their_versions_change_it_and_their_shares_do_not() -> None:
     assert fingerprint(deck, [facts("a", chip="Apple M3"), SEEN[1]]) != known
     assert fingerprint(deck, SEEN[:1]) != known
     assert fingerprint(config(["b", "a"]), SEEN) != known
+
+
+def test_which_node_has_changed_is_told_by_name_and_one_that_is_away_has_not() -> None:
+    deck = config(["a", "b", "c"])
+    taken = calibration({}, machines=machines(deck, [*SEEN, facts("c")]))
+    away = facts("c").model_copy(update={"problem": "no route to host"})
+    assert changed(deck, [*SEEN, away], taken) == ()
+    assert changed(deck, [SEEN[0], facts("b", mlx="0.33.0"), away], taken) == ("b",)
+    assert changed(config(["a", "c"]), [SEEN[0], facts("c", chip="Apple M5")], taken) == ("c",)
 
 
 def test_the_newest_of_the_same_job_and_nodes_is_taken() -> None:

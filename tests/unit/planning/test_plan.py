@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
 from engine.launch.hostfile import write_hostfile
-from engine.models import NodeFacts
+from engine.measured import MemoryProbe, NodeMeasure
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
 from engine.planning.explain import explained, summary
@@ -25,6 +26,12 @@ from engine.planning.inputs import Parallelism, PlanInputs
 from engine.planning.notes import Source
 from engine.planning.plan import make_plan
 from engine.planning.wiring import Wiring
+from engine.preflight import consistency, sync
+from engine.preflight.check import verdict
+from engine.preflight.checklist import run_checks
+from engine.preflight.planned import with_results
+from engine.preflight.scene import Scene
+from engine.transport.fleet import Fleet
 from engine.worker.chunks import chunk_plan
 from tests.unit.nodes.macs import mesh, ring
 from tests.unit.planning.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, situations, ultra_and_max
@@ -231,6 +238,39 @@ def test_a_calibration_past_its_age_is_not_used_and_said() -> None:
     assert any("40 days old" in warning.text for warning in plan.warnings)
 
 
+PROBED = {
+    "nodes": tuple(
+        NodeMeasure(
+            node=name,
+            host=f"{name}.local",
+            examples_per_s=2.0,
+            probes=tuple(MemoryProbe(batch=batch, peak_bytes=7 * 10**9 + batch * 10**9) for batch in (1, 2)),
+        )
+        for name in ("ultra", "max")
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("age", "config", "source", "told"),
+    [
+        (timedelta(hours=1), {}, "calibration", "two probe steps"),
+        (timedelta(days=40), {}, "estimate", "the calibration is 40 days old: not used"),
+        (timedelta(hours=1), {"calibration": CalibrationConfig(enabled=False)}, "estimate", "is switched off"),
+    ],
+    ids=["usable", "old", "switched off"],
+)
+def test_memory_and_links_are_told_by_a_calibration_that_is_used(
+    age: timedelta, config: dict[str, Any], source: str, told: str
+) -> None:
+    taken = calibration({}, age=age, **PROBED)
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, config=config, calibration=taken))
+    assert isinstance(plan.memory, MemoryPart)
+    assert {rank.source for rank in plan.memory.ranks} == {source}
+    assert told in next(reason.reason for reason in plan.reasons if reason.key == "memory.ultra")
+    assert (plan.rdma_config.latency_s is not None) == (source == "calibration")
+
+
 def test_parts_that_are_switched_off_warn_by_name() -> None:
     config = {
         "preflight": PreflightConfig(sync=False, consistency=False),
@@ -245,10 +285,104 @@ def test_parts_that_are_switched_off_warn_by_name() -> None:
     )
 
 
-def test_one_node_needs_neither_sync_nor_comparison_nor_rdma() -> None:
+def test_one_node_needs_neither_comparison_nor_rdma() -> None:
     plan = make_plan(inputs(ultra_and_max()[:1]))
-    assert not plan.pre_rdma_sync.enabled and not plan.worker_consistency.enabled and not plan.rdma_config.enabled
+    assert not plan.worker_consistency.enabled and not plan.rdma_config.enabled
     assert plan.rdma_config.backend == "none"
+
+
+HERE = {"ssh": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "preflight", "job"),
+    [
+        ([{}, {}], {}, {}),
+        ([HERE, HERE], {}, {}),
+        ([HERE], {}, {}),
+        ([HERE, {}], {"skip": ("pre_rdma_sync", "worker_consistency")}, {}),
+        ([HERE, HERE], {"sync": False, "consistency": False}, {}),
+        ([{}, {}], {"sync": False, "consistency": False}, {"command": ("python", "train.py")}),
+    ],
+    ids=["two nodes", "this machine twice", "this machine", "left out", "switched off here", "switched off"],
+)
+async def test_the_plan_says_of_sync_and_comparison_what_preflight_does(
+    tmp_path: Path, nodes: list[dict[str, str]], preflight: dict[str, Any], job: dict[str, Any]
+) -> None:
+    asked = inputs(ultra_and_max()[: len(nodes)], config={"preflight": PreflightConfig(**preflight)}, job=job)
+    changed = tuple(node.model_copy(update=new) for node, new in zip(asked.config.nodes, nodes, strict=True))
+    config = asked.config.model_copy(update={"nodes": changed})
+    plan = make_plan(replace(asked, config=config))
+
+    async def passes(_: Scene) -> CheckResult:
+        return verdict("looked", CheckStatus.PASS, "")
+
+    checks = {check.name: replace(check, look=passes, needs=(), after=()) for check in (sync.CHECK, consistency.CHECK)}
+    scene = Scene(config, Fleet(config.nodes, tmp_path))
+    report = await run_checks(scene, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+    await scene.close()
+    told = [(part.enabled, part.reason) for part in (plan.pre_rdma_sync, plan.worker_consistency)]
+    for (enabled, reason), result in zip(told, report.checks, strict=True):
+        assert enabled == (result.status is CheckStatus.PASS), result
+        assert enabled or reason == ("left out by name (skip)" if config.preflight.skip else result.summary)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (
+            CheckResult(
+                name="pre_rdma_sync",
+                status=CheckStatus.PASS,
+                summary="",
+                detail=PreRdmaSync(
+                    enabled=True,
+                    sync_script="s",
+                    validation_checks=("1 of 1 trees",),
+                    block_on_failure=True,
+                    sync_status="success",
+                    sync_output=("done",),
+                ),
+            ),
+            {"sync_status": "success", "sync_output": ("done",), "validation_checks": ("1 of 1 trees",)},
+        ),
+        (
+            CheckResult(name="pre_rdma_sync", status=CheckStatus.SKIP, summary="not run: ssh_connectivity failed"),
+            {"sync_status": "not_run", "reason": "not run: ssh_connectivity failed"},
+        ),
+    ],
+    ids=["synced", "not run"],
+)
+def test_a_plan_whose_checks_have_ended_tells_what_came_of_the_sync(result: CheckResult, told: dict[str, Any]) -> None:
+    report = PreflightReport(checks=[result], overall_status=CheckStatus.PASS, finished_at=NOW)
+    plan = with_results(make_plan(inputs(ultra_and_max())), report)
+    part = plan.pre_rdma_sync.model_dump()
+    assert {key: part[key] for key in told} == told
+    assert TrainingPlan.model_validate(plan.document()) == plan
+
+
+def test_of_a_command_only_its_own_files_and_the_worker_are_compared() -> None:
+    command = {"command": ("python", "train.py", "--config", "{workdir}/lora.yaml", "out.txt"), "mlx_lm": {}}
+    own = make_plan(inputs(ultra_and_max(), job=command, model=None)).worker_consistency.compared
+    assert own == ("train.py", "{workdir}/lora.yaml", "worker bundle")
+    assert "tokenizer" in make_plan(inputs(ultra_and_max())).worker_consistency.compared
+
+
+@pytest.mark.parametrize(
+    ("workdirs", "told"),
+    [
+        (("~/job", "~/job"), ("tree manifest of workdir (path, SHA-256) the same on all nodes",)),
+        (("~", "~"), ("not compared on ultra, max: the workdir is a bare home",)),
+        (("~/job", "~"), ("one workdir: nothing to compare", "not compared on max: the workdir is a bare home")),
+    ],
+)
+def test_a_bare_home_is_not_said_to_be_compared(workdirs: tuple[str, ...], told: tuple[str, ...]) -> None:
+    asked = inputs(ultra_and_max())
+    nodes = tuple(
+        node.model_copy(update={"workdir": workdir}) for node, workdir in zip(asked.config.nodes, workdirs, strict=True)
+    )
+    plan = make_plan(replace(asked, config=asked.config.model_copy(update={"nodes": nodes})))
+    assert plan.pre_rdma_sync.validation_checks == told
 
 
 @pytest.mark.parametrize(("examples", "chunks"), [(50_000, 1), (49_999, None), (1, None), (125_000, 3)])
@@ -330,7 +464,9 @@ def test_cuda_nodes_are_told_what_nccl_needs() -> None:
     ]
     plan = make_plan(inputs(nodes))
     assert (plan.rdma_config.platform, plan.rdma_config.backend) == ("cuda", "nccl")
-    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1"}
+    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    own = make_plan(inputs(nodes, rank_environment={"NCCL_DEBUG": "WARN"}))
+    assert own.rdma_config.env_vars["NCCL_DEBUG"] == "WARN", "the job's own, as it is set"
     assert any("ibstat" in step for step in plan.verification_steps)
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.measured import HardwareMetrics
-from engine.planning.shares import MISSING, calculate_workload_distribution, micro_batches, shares, variation
+from engine.planning.shares import MISSING, calculate_workload_distribution, micro_batches, noise, shares, variation
 from engine.worker.sampler import share_counts
-from tests.unit.planning.calibrations import TAKEN, calibration, config
+from tests.unit.planning.calibrations import TAKEN, calibration, config, measure
 
 SPEEDS = st.lists(st.floats(0.01, 1e4), min_size=1, max_size=9)
 
@@ -57,6 +57,29 @@ def test_unequal_shares_need_a_variation_above_a_tenth(slow: float, source: str,
     assert bool(found.warnings) == warned
     if source == "calibrated":
         assert found.parts["b"] == pytest.approx(slow / (1 + slow))
+
+
+@pytest.mark.parametrize(
+    ("spread", "windows", "noise_", "source"),
+    [(0.05, 10, 0.032, "calibrated"), (0.5, 16, 0.25, "calibrated"), (0.5, 4, 0.5, "equal")],
+)
+def test_unequal_shares_need_a_difference_beyond_the_measurements_own_noise(
+    spread: float, windows: int, noise_: float, source: str
+) -> None:
+    nodes = tuple(measure(name, speed, spread=spread, windows=windows) for name, speed in (("a", 1.0), ("b", 0.5)))
+    found = shares(config(["a", "b"]), calibration({"a": 1.0, "b": 0.5}, nodes=nodes))
+    assert found.source == source
+    assert found.noise == pytest.approx(noise_, abs=1e-3)
+    assert f"{noise_:.0%}" in found.reason
+    told = "vary by 33% between the nodes, but each was so unsteady that 50% would be no evidence"
+    assert any(told in warning for warning in found.warnings) is (source == "equal")
+    assert sum(found.parts.values()) == pytest.approx(1)
+
+
+def test_noise_is_the_root_mean_square_of_what_is_known_of_it() -> None:
+    known = [measure(name, 1.0, spread=spread, windows=4) for name, spread in (("a", 0.3), ("b", 0.4))]
+    assert noise([*known, None]) == pytest.approx(0.3536, abs=1e-4)
+    assert noise([measure("a", 1.0), None]) is None
 
 
 def test_a_node_that_finished_nothing_is_left_out() -> None:

@@ -268,6 +268,7 @@ def test_cuda_is_nccl_and_says_whether_there_is_infiniband() -> None:
     assert "TCP and no InfiniBand: b has no active device" in wiring.reasons
     both = wired(config(node("a"), node("b")), a, b.model_copy(update={"rdma_devices": active}))
     assert "InfiniBand: a mlx5_0, b mlx5_0" in both.reasons
+    assert (wiring.infiniband, both.infiniband) == (False, True)
 
 
 def test_set_up_commands_leave_networks_alone_that_are_there_and_what_is_set_up() -> None:

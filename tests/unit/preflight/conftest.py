@@ -11,6 +11,7 @@ import pytest
 
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig
+from engine.measured import Calibration, Division
 from engine.models import CheckResult
 from engine.preflight.check import Look
 from engine.preflight.scene import Scene
@@ -24,10 +25,12 @@ def own_home(home: Path) -> Path:
     return home
 
 
-async def looked(look: Look, config: FlightConfig) -> CheckResult:
+async def looked(
+    look: Look, config: FlightConfig, *, division: Division | None = None, calibration: Calibration | None = None
+) -> CheckResult:
     """What one check says of a configuration, without those that it needs."""
     async with Fleet(config.nodes, state_home()) as fleet:
-        scene = Scene(config, fleet)
+        scene = Scene(config, fleet, division=division, calibration=calibration)
         try:
             return await look(scene)
         finally:

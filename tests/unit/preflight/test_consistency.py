@@ -11,6 +11,7 @@ import pytest
 from engine.config.models import FlightConfig
 from engine.launch.staging_script import bundle_hash
 from engine.models import CheckStatus
+from engine.planning.before_launch import own_files
 from engine.preflight import consistency as check
 from engine.worker.looks import consistency as look
 from tests.unit.preflight.conftest import looked, pasted
@@ -86,7 +87,7 @@ async def test_a_divergent_minority_is_left_out_when_the_configuration_says_so(s
 
 
 def test_outputs_and_files_of_a_rank_are_not_compared(script: FlightConfig) -> None:
-    assert check.words(script) == ["train.py", "{workdir}/lora.yaml"]
+    assert own_files(script) == ["train.py", "{workdir}/lora.yaml"]
 
 
 def test_one_worker_has_nobody_to_agree_with(config: FlightConfig) -> None:

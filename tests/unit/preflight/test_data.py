@@ -30,6 +30,34 @@ async def test_good_data_passes_with_its_line_counts(config: FlightConfig) -> No
     assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
 
 
+def reported(config: FlightConfig, folder: Path, **report: object) -> FlightConfig:
+    """The configuration with a data quality report beside it."""
+    (folder / "report.json").write_text(json.dumps(report))
+    job = config.job.model_copy(update={"data_quality_report": str(folder / "report.json")})
+    return config.model_copy(update={"job": job, "file": folder / "flightdeck.toml"})
+
+
+async def test_poisoned_data_fails_whatever_other_check_is_skipped(config: FlightConfig, tmp_path: Path) -> None:
+    poisoned = reported(config, tmp_path, poisoning_detected=True)
+    result = await looked(check.look, poisoned)
+    assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
+    assert result.summary.startswith("the data report says poisoning_detected: true: a person must clean the data")
+    own = poisoned.job.model_copy(update={"command": ("python", "train.py")})
+    command = poisoned.model_copy(update={"job": own})
+    assert check.CHECK.not_applicable(command) is None
+    assert (await looked(check.look, command)).status is CheckStatus.FAIL
+
+
+async def test_a_report_that_is_not_ready_or_cannot_be_read_warns(config: FlightConfig, tmp_path: Path) -> None:
+    doubtful = await looked(check.look, reported(config, tmp_path, overall_ready=False, recommendations=["dedupe"]))
+    assert (doubtful.status, "overall_ready: false: dedupe" in doubtful.summary) == (CheckStatus.WARN, True)
+    sound = reported(config, tmp_path, overall_ready=True)
+    assert (await looked(check.look, sound)).status is CheckStatus.PASS
+    (tmp_path / "report.json").write_text("{")
+    unread = await looked(check.look, sound)
+    assert (unread.status, "the data report is none" in unread.summary) == (CheckStatus.WARN, True)
+
+
 @pytest.mark.parametrize("bad", ["{not json", '{"txt": "other key"}', "[1, 2]", '{"text": 7}'])
 async def test_a_bad_line_is_named_by_number_and_its_fix_takes_it_out(
     config: FlightConfig, data: Path, bad: str

@@ -5,7 +5,9 @@ from __future__ import annotations
 from engine.config.models import FlightConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.planning.notes import Named
 from engine.preflight import hardware as check
+from engine.preflight import performance, sync
 from engine.preflight.answers import Holder
 from engine.preflight.need import Need
 from tests.unit.preflight.conftest import looked
@@ -14,7 +16,7 @@ from tests.unit.preflight.recorded import STUDIO, mac, studio
 FITS = Need(300 * 10**9, 412 * 10**9, fits=True, words="by estimate, limit by Metal")
 
 
-def judged(config: FlightConfig, *facts: NodeFacts, need: Need = FITS, refusals: tuple[str, ...] = ()) -> CheckResult:
+def judged(config: FlightConfig, *facts: NodeFacts, need: Need = FITS, refusals: tuple[Named, ...] = ()) -> CheckResult:
     names = [node.name for node in config.nodes]
     seen = dict(zip(names, facts, strict=True))
     return check.judge(config, seen, dict.fromkeys(names, need), {}, refusals)
@@ -50,9 +52,26 @@ def test_memory_beyond_the_limit_fails_and_an_unknown_one_warns() -> None:
 
 
 def test_what_the_plan_refuses_is_refused_here() -> None:
-    refusals = ("70B fits no single Mac: use sharded or pipeline",)
+    refusals = (Named(name="too_large", text="70B fits no single Mac: use sharded or pipeline"),)
     result = judged(studio(), mac("ultra"), mac("max"), refusals=refusals)
-    assert (result.status, result.summary) == (CheckStatus.FAIL, refusals[0])
+    assert (result.status, result.summary) == (CheckStatus.FAIL, refusals[0].text)
+
+
+def test_memory_hides_no_other_refusal_and_is_told_once() -> None:
+    over = Need(500 * 10**9, 412 * 10**9, fits=False, words="by estimate, limit by Metal")
+    refusals = (
+        Named(name="memory", text="it fits on no node"),
+        Named(name="data_quality", text="the data report says poisoning_detected: true"),
+    )
+    result = judged(studio(), mac("ultra"), mac("max"), need=over, refusals=refusals)
+    assert result.status is CheckStatus.FAIL
+    assert result.summary.startswith("the data report says poisoning_detected: true; needs 500.0 of 412.0 GB")
+    assert "it fits on no node" not in result.summary
+
+
+def test_it_looks_after_the_sync_that_may_bring_the_model() -> None:
+    assert sync.NAME in check.CHECK.after
+    assert sync.NAME in performance.CHECK.after
 
 
 def test_rdma_that_is_off_fails_only_where_jaccl_is_demanded_and_says_that_a_person_must_act() -> None:

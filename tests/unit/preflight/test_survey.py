@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config.models import FlightConfig
-from engine.measured import Calibration, LinkMeasure, NodeMeasure
+from engine.measured import Calibration, Division, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
 from engine.planning.fingerprint import fingerprint
 from engine.planning.inputs import PlanInputs
+from engine.planning.plan import make_plan
+from engine.preflight.need import plan_of
 from engine.preflight.scene import Scene
-from engine.preflight.survey import Past, survey
+from engine.preflight.survey import Past, counted, survey
 from engine.runs.layout import state_home
 from engine.transport.fleet import Fleet
 
@@ -28,11 +33,16 @@ def seen(config: FlightConfig, *, ago: timedelta = timedelta(0)) -> dict[str, No
     }
 
 
-async def surveyed(config: FlightConfig, fresh: dict[str, NodeFacts] | None = None, past: Past = Past()) -> PlanInputs:  # noqa: B008
+async def surveyed(
+    config: FlightConfig,
+    fresh: dict[str, NodeFacts] | None = None,
+    past: Past = Past(),  # noqa: B008
+    **launch: Any,
+) -> PlanInputs:
     async with Fleet(config.nodes, state_home()) as fleet:
-        scene = Scene(config, fleet)
+        scene = Scene(config, fleet, **launch)
         try:
-            return await survey(scene, seen(config) if fresh is None else fresh, past)
+            return await counted(scene, await survey(scene, seen(config) if fresh is None else fresh, past))
         finally:
             await scene.close()
 
@@ -97,6 +107,56 @@ async def test_a_node_that_has_finished_nothing_when_it_was_measured_is_left_out
     inputs = await surveyed(config, past=Past(calibrations=(taken,)))
     assert inputs.calibration == taken and inputs.left_out == ("node1",)
     assert [node.name for node in inputs.config.nodes] == ["node0"]
+
+
+async def test_what_a_run_was_made_with_is_taken_and_not_what_would_be_found_now(config: FlightConfig) -> None:
+    """The nodes are fewer than were measured: no fingerprint of theirs finds the calibration."""
+    speeds = {"node0": 2.0, "node1": 1.0, "gone": 1.0, "off": 0.0}
+    taken = Calibration(
+        cluster=config.cluster.name,
+        job=config.job.name,
+        fingerprint="of four nodes",
+        taken_at=NOW,
+        nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in speeds.items()),
+        everyone=LinkMeasure(nodes=tuple(speeds)),
+    )
+    parts = {"node0": 0.5, "node1": 0.25, "gone": 0.25}
+    known = {"source": "calibrated", "reason": "measured", "warnings": ("off counts as offline",)}
+    division = Division.model_validate({**known, "parts": parts, "left_out": ("off",)}).without({"gone"})
+    inputs = await surveyed(config, division=division, calibration=taken)
+    assert (inputs.calibration, inputs.left_out) == (taken, ("off",))
+    plan = await asyncio.to_thread(make_plan, inputs)
+    assert [node.share for node in plan.nodes] == pytest.approx([2 / 3, 1 / 3])
+    told = " ".join(warning.text for warning in plan.warnings)
+    assert "gone is left out: a check of the launch has excluded it" in told
+    assert "off counts as offline" in told and "off finished nothing" not in told
+    assert plan.performance_targets.throughput is None
+
+
+async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: FlightConfig, data: Path) -> None:
+    """All are asked at once: a node whose disk hangs holds nobody up."""
+    hanging = data.parent / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "train.jsonl")
+    first, second = config.nodes
+    slow = config.model_copy(update={"nodes": (first.model_copy(update={"data": str(hanging)}), second)})
+    async with asyncio.timeout(20):
+        inputs = await surveyed(slow)
+    assert (inputs.examples, inputs.examples_from) == (40, "counted in train.jsonl on node1")
+
+
+async def test_no_verdict_waits_for_a_count(config: FlightConfig, data: Path) -> None:
+    (data / "train.jsonl").unlink()
+    os.mkfifo(data / "train.jsonl")
+    async with Fleet(config.nodes, state_home()) as fleet:
+        scene = Scene(config, fleet)
+        try:
+            async with asyncio.timeout(20):
+                plan = await plan_of(scene)
+                assert await plan_of(scene) is plan
+        finally:
+            await scene.close()
+    assert plan.data.examples is None and plan.data.source == "not counted yet"
 
 
 async def test_secrets_of_the_job_are_not_in_what_is_planned(config: FlightConfig) -> None:

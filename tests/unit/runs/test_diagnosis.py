@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.models import Reason, RunRecord, RunState
-from engine.runs.diagnosis import LAST_WORDS_LINES, diagnose, explain
+from engine.runs.diagnosis import AFTERWORDS_LINES, LAST_WORDS_LINES, diagnose, explain, first_cause
 from engine.runs.journal import Journal
 from engine.runs.layout import LAUNCHER_SOURCE
 from engine.runs.log_ends import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds
@@ -178,6 +178,52 @@ def test_what_was_survived_does_not_explain_the_end(logs: RunLogs) -> None:
     found = diagnose(logs.run_dir)
     assert found is not None
     assert found.cause == "ValueError: boom"
+
+
+HANDLED = "wandb: OSError: [Errno 28] No space left on device\nstep 5\n"
+CHAIN = """Traceback (most recent call last):
+  File "save.py", line 3, in save
+OSError: [Errno 28] No space left on device
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+RuntimeError: step 5 was not saved
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (HANDLED + RAISED, "ValueError: boom"),
+        (HANDLED + "JobError: no such optimizer\n", "JobError: no such optimizer"),
+        (HANDLED + RAISED + "[ring] Socket 3 was closed by the peer\n", "ValueError: boom"),
+        (HANDLED + "RuntimeError: [ring] Couldn't bind socket (error: 98)\n", "the port is in use (error 98)"),
+        (RAISED + "step\n" * (AFTERWORDS_LINES + 1) + "No space left on device\n", "the disk was full"),
+        (HANDLED + CHAIN, "the disk was full"),
+        (HANDLED + PEER_LOST, "the disk was full"),
+        (HANDLED + RAISED.replace("ValueError: boom", "subprocess.CalledProcessError: 1"), "the disk was full"),
+    ],
+    ids=["traceback", "one line", "afterwords", "signature", "survived traceback", "chain", "consequence", "of others"],
+)
+def test_the_exception_that_ended_a_rank_goes_before_what_it_went_on_after(logs: RunLogs, log: str, cause: str) -> None:
+    logs.write(1, log)
+    ended(logs, rank=1, cause="exited with code 1")
+    found = diagnose(logs.run_dir)
+    assert found is not None
+    assert cause in found.cause
+
+
+def test_the_end_of_which_a_rank_has_told_goes_before_its_log(logs: RunLogs) -> None:
+    logs.write(1, HANDLED + RAISED)
+    ended(logs, rank=1, cause="exited with code 1")
+    found = first_cause(logs.run_dir, None, {}, own_end=["ValueError: boom"])
+    assert found is not None
+    assert (found.cause, found.source) == ("ValueError: boom", 1), "as its log has it, too"
+    unheard = first_cause(logs.run_dir, None, {}, own_end=["TypeError: not in the log yet"])
+    assert unheard is not None
+    assert (unheard.cause, unheard.source) == ("TypeError: not in the log yet", None)
 
 
 @pytest.mark.parametrize(

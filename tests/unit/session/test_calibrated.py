@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import FlightConfig
 from engine.errors import InputError
-from engine.models import NodeFacts
+from engine.models import CheckStatus, NodeFacts
 from engine.planning.fingerprint import fingerprint
 from engine.planning.shares import MISSING
+from engine.preflight import performance
+from engine.preflight.registry import CHECKS
 from engine.runs.plan_file import Plan, read_plan
 from engine.session import Engine
 from engine.store.store import Store
@@ -20,11 +24,18 @@ from tests.unit.planning.calibrations import calibration, config
 NAMES = ["a", "b", "c"]
 
 
-def calibrated(home: Path, speeds: Mapping[str, float | None], *, days: float = 0, **fields: object) -> Engine:
-    now = datetime.now(UTC)
-    facts = [NodeFacts(node=name, host=f"{name}.local", probed_at=now, mlx="0.32.4") for name in NAMES]
+def calibrated(
+    home: Path,
+    speeds: Mapping[str, float | None],
+    *,
+    days: float = 0,
+    deck: FlightConfig | None = None,
+    **fields: object,
+) -> Engine:
+    now, deck = datetime.now(UTC), deck or config(NAMES)
+    facts = [NodeFacts(node=node.name, host=node.ssh, probed_at=now, mlx="0.32.4") for node in deck.nodes]
     Store(home).put_facts("studio", facts)
-    known = fingerprint(config(NAMES), facts)
+    known = fingerprint(deck, facts)
     taken = calibration(speeds, fingerprint=known, taken_at=now - timedelta(days=days), **fields)
     Store(home).put_calibration(taken)
     return Engine(home)
@@ -76,6 +87,32 @@ def test_a_plan_made_again_keeps_the_shares_of_the_others(tmp_path: Path) -> Non
     assert {rank.node: rank.share for rank in plan.ranks} == pytest.approx({"a": 2 / 3, "c": 1 / 3})
     assert plan.division is not None and plan.division.tokens_per_s is None
     assert plan.division.why_not == "left out: b"
+    assert plan.calibration is not None and [measure.node for measure in plan.calibration.nodes] == NAMES
+    again = plan.without({"c"})
+    assert again.division is not None and again.division.excluded == ("b", "c")
+
+
+async def test_preflight_checks_the_nodes_that_a_launch_takes_and_says_so(tmp_path: Path) -> None:
+    """The node that counts as offline fails no check, and is told."""
+    deck = config(NAMES)
+    here = {"ssh": "127.0.0.1", "workdir": str(tmp_path)}
+    job = deck.job.model_copy(update={"mlx_lm": with_defaults({"batch_size": 8})})
+    nodes = tuple(node.model_copy(update=here) for node in deck.nodes)
+    deck = deck.model_copy(update={"job": job, "nodes": nodes})
+    engine = calibrated(tmp_path, {"a": 4.0, "b": 0.0, "c": 1.0}, deck=deck)
+    skip = [name for name in CHECKS if name != performance.NAME]
+    results = [result async for result in engine.preflight(deck, skip=skip)]
+    await engine.close()
+    (found,) = [r for r in results if r.name == performance.NAME and r.status is not CheckStatus.RUNNING]
+    assert found.status is CheckStatus.WARN and set(found.evidence) == {"a", "c"}
+    assert "b finished nothing while it was measured: it counts as offline and is left out" in found.summary
+
+
+async def test_preflight_refuses_as_a_launch_does_when_no_node_is_left(tmp_path: Path) -> None:
+    engine = calibrated(tmp_path, {"a": 0.0, "b": 0.0, "c": 0.0})
+    with pytest.raises(InputError, match="no node has any throughput"):
+        async for _ in engine.preflight(config(NAMES)):
+            pass
 
 
 def test_a_stand_in_gives_no_prediction(tmp_path: Path) -> None:

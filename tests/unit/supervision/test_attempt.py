@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.launch.place import Place
+from engine.planning import nccl
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt, intend, spec_of
 from tests.unit.launch.places import as_configured, local_place
+from tests.unit.planning.clusters import calibration
 
 TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
 
@@ -69,6 +74,17 @@ def test_the_ranks_are_offline_unless_the_job_says_else(tmp_path: Path) -> None:
     }
     online = plan(TRAINING.model_copy(update={"env": {"HF_HUB_OFFLINE": "0"}}))
     assert spec_of(online, attempt(tmp_path, online), {}).env["HF_HUB_OFFLINE"] == "0"
+
+
+@pytest.mark.parametrize("infiniband", [True, False])
+def test_nccl_is_told_what_the_plan_says_unless_the_job_says_else(tmp_path: Path, *, infiniband: bool) -> None:
+    own = plan(TRAINING.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}}))
+    wiring = as_configured(own.config.nodes, "nccl").model_copy(update={"infiniband": infiniband})
+    of_nccl = replace(attempt(tmp_path, own), wiring=wiring)
+    found = {name: text for name, text in spec_of(own, of_nccl, {}).env.items() if name.startswith("NCCL_")}
+    assert found == nccl.environment(infiniband=infiniband, gradient_bytes=None) | {"NCCL_DEBUG": "WARN"}
+    small = own.model_copy(update={"calibration": calibration({"left": 1.0}, gradient_bytes=1000)})
+    assert spec_of(small, of_nccl, {}).env.get("NCCL_BUFFSIZE") == (str(4 << 20) if infiniband else None)
 
 
 def test_a_command_is_no_job(tmp_path: Path) -> None:

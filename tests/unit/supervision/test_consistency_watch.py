@@ -92,14 +92,54 @@ def test_the_limits_are_the_configurations() -> None:
     assert lax.alarms == []
 
 
-def test_a_rank_whose_own_count_of_updates_is_behind_is_stale() -> None:
-    watched = Watched(staleness=1)
-    for iteration in range(10, 13):
-        for rank in NODES:
-            watched.watch.step(rank, line(iteration, update=iteration - 2 * (rank == 1)))
+def heard(watched: Watched, iterations: range, *ranks: int) -> None:
+    """A second apart, `ranks` tell of these iterations."""
+    for iteration in iterations:
+        for rank in ranks:
+            watched.watch.step(rank, line(iteration))
         watched.now += 1.0
         watched.watch.look()
-    assert watched.names == ["STALENESS_THRESHOLD_EXCEEDED"] and watched.alarms[0]["workers"] == ["bea"]
+
+
+def test_a_rank_of_which_nothing_more_is_heard_while_others_go_on_is_stale_once() -> None:
+    watched = Watched(staleness=5)
+    heard(watched, range(1, 4), 0, 1, 2)
+    heard(watched, range(4, 13), 0, 2)
+    assert watched.names == [], "not heard of for nine seconds"
+    heard(watched, range(13, 40), 0, 2)
+    (alarm,) = watched.alarms
+    assert (alarm["alarm"], alarm["ranks"], alarm["workers"], alarm["iteration"]) == (
+        "STALENESS_THRESHOLD_EXCEEDED",
+        [1],
+        ["bea"],
+        13,
+    )
+    assert alarm["message"] == "rank 1 on bea: nothing heard of it after update 3, and others are at 13, over 5 apart"
+    heard(watched, range(40, 42), 0, 1, 2)
+    heard(watched, range(42, 60), 0, 2)
+    assert watched.names == ["STALENESS_THRESHOLD_EXCEEDED"] * 2, "it was over in between"
+
+
+def test_a_rank_that_has_never_told_of_an_update_is_stale_too() -> None:
+    watched = Watched()
+    heard(watched, range(1, 13), 0, 1)
+    assert [alarm["ranks"] for alarm in watched.alarms] == [[2]]
+    assert "rank 2 on cyd: no update heard of, and others are at 11" in watched.alarms[0]["message"]
+
+
+def test_ranks_that_all_wait_for_one_are_not_stale_nor_is_one_whose_events_come_late() -> None:
+    waiting, late = Watched(), Watched()
+    heard(waiting, range(1, 4), 0, 1, 2)
+    heard(waiting, range(4, 5), 0, 2)
+    waiting.now += 100.0
+    waiting.watch.look()
+    for seconds in range(1, 60):
+        for rank in NODES:
+            # Fifty updates a second, of which rank 1's come in bulk, every three seconds.
+            late.watch.step(rank, line(50 * (seconds - seconds % 3 if rank == 1 else seconds) + 1))
+        late.now += 1.0
+        late.watch.look()
+    assert "STALENESS_THRESHOLD_EXCEEDED" not in waiting.names + late.names
 
 
 def test_ranks_are_judged_at_the_newest_update_that_all_have_told_of() -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from engine.events import ChunkProgress
 from engine.runs.rank_events import RankEvents
 
 
@@ -72,6 +73,18 @@ def test_the_typical_step_is_a_median_and_the_norms_are_those_of_the_last_update
     write(path, {**step(6), "compute_s": 7.0, "attempt": 2})
     news = rank.poll()
     assert (news.step_s, news.typical_s, news.grad_norm) == (7.0, 7.0, None)
+
+
+def test_the_last_chunk_is_found_wherever_it_lies(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    write(path, {"event": "chunk", "chunk": 19, "num_chunks": 20, "epoch": 0, "progress": "..."})
+    write(path, *(step(n) for n in range(300)), {"event": "chunk", "chunk": 21, "num_chunks": 20})
+    rank = RankEvents(path)
+    assert rank.poll().chunk == ChunkProgress(19, 20)
+    write(path, {"event": "chunk", "chunk": 3, "num_chunks": 20, "epoch": 1}, step(301))
+    assert rank.poll().chunk == ChunkProgress(3, 20, epoch=2)
+    write(path, {"event": "start", "attempt": 2})
+    assert rank.poll().chunk is None
 
 
 def test_a_new_attempt_forgets_what_the_old_process_said(tmp_path: Path) -> None:

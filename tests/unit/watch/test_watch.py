@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StateError
-from engine.events import Diagnosis, Mark
+from engine.events import ChunkProgress, Diagnosis, Mark
 from engine.models import CheckResult, CheckStatus, PreflightReport, RunState
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import write_plan
@@ -64,6 +64,15 @@ def test_live_figures_come_from_reports_and_steps(run: MadeRun) -> None:
     assert snapshot.learning_rate == 1e-3
     # 36 iterations at 4 a second.
     assert snapshot.eta_s == 9.0
+
+
+def test_streamed_data_is_as_far_as_the_furthest_rank(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    watch = watched(run)
+    assert watch.poll().chunk is None
+    run.events(0, {"event": "chunk", "chunk": 3, "num_chunks": 20, "epoch": 0})
+    run.events(1, {"event": "chunk", "chunk": 2, "num_chunks": 20, "epoch": 0})
+    assert watch.poll().chunk == ChunkProgress(3, 20)
 
 
 def test_there_is_no_eta_when_nothing_runs(run: MadeRun) -> None:

@@ -109,6 +109,19 @@ def test_what_nobody_watches_is_stale_and_what_a_keeper_watches_is_not() -> None
         assert kept.pid not in pids
 
 
+def test_a_calibration_is_stale_only_when_its_lease_is_gone() -> None:
+    nonce = f"measured-{os.getpid()}"
+    argv = [sys.executable, "-m", "engine.worker.looks.lease", nonce, "60"]
+    with rank(nonce, "worker.calibrate") as measuring:
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as lease:
+            assert lease.stdout is not None and lease.stdout.readline() == b'{"held": true}\n'
+            assert [group for group in stale() if measuring.pid in group["pids"]] == []  # type: ignore[operator]
+            # Not as a lease ends: it would end the calibration too.
+            lease.kill()
+        left = [group for group in stale() if measuring.pid in group["pids"]]  # type: ignore[operator]
+        assert [group["pids"] for group in left] == [[measuring.pid]]
+
+
 def test_a_look_ends_with_whoever_asked_for_it() -> None:
     look = "import time; from engine.worker.looks.parent import end_with_parent as end; end(); print(flush=True)"
     asker = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {look + '; time.sleep(600)'!r}])"
