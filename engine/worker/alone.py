@@ -26,7 +26,7 @@ WINDOWS = 10
 """Of the measurement: the spread is over their throughputs."""
 _OTHER_PART = 0.2
 """Of a window's time, for steps of another batch: what a step costs whatever its batch follows from the two."""
-_PROBE_STEPS = 3
+_PROBE_STEPS = 5
 """Of a memory probe: MLX frees what a step is done with while the next operation runs, so that one step alone may show
 less than it can take."""
 _CACHE_BYTES = 2**30
