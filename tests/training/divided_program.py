@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine.worker.arrays import floats
 from engine.worker.collective import Collective
 from engine.worker.data import load_split
 from engine.worker.events import EventWriter
@@ -79,7 +80,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     peak = mx.get_peak_memory() - before
     training.model.eval()
     parts = [training.loss(valid, indices) for indices in valid.fixed_batches(job.batch_size, job.seed, -1)]
-    totals = collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)).tolist()
+    totals = floats(collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)))
     trained = training.trained()
     if rank == 0:
         write_safetensors(directory / f"{case['name']}.trained.safetensors", trained.entries, trained.arrays)
