@@ -142,7 +142,7 @@ async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(
     (adapters / ".adapters.123.safetensors").write_bytes(b"being written")
     result = await looked(check.look, saving)
     assert result.status is CheckStatus.FAIL
-    assert "adapters.safetensors is damaged: it has " in result.summary
+    assert "adapters.safetensors is damaged: its tensors need " in result.summary
     assert "adapter_config.json is damaged: it is no JSON" in result.summary
     await pasted(result.fixes["node0"])
     assert (await looked(check.look, saving)).status is CheckStatus.PASS
