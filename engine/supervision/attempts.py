@@ -366,9 +366,9 @@ class Attempts:
         return attempt
 
     def _as_it_was(self, plan: Plan) -> Attempt | None:
-        """The last attempt, when it was on the same nodes and nothing that happened to it changes what is known of them:
-        they answer, or there would be no other. What has been removed there meanwhile fails the launch, and the nodes
-        are asked again."""
+        """The last attempt, when it was on the same nodes and nothing that happened to it changes what is known of
+        them: they answer, or there would be no other. What has been removed there meanwhile fails the launch, and the
+        nodes are asked again."""
         if self._last is None or not self._ended or self._ended[-1].failure.reason not in _OF_A_RANK:
             return None
         same = [node for _, node in self._last.members] == [rank.node for rank in plan.ranks]

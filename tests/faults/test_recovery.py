@@ -260,3 +260,20 @@ async def test_a_run_that_was_aborted_is_taken_up_where_it_was(
     assert told["iteration"] >= 4
     with pytest.raises(InputError, match="has succeeded"):
         await Engine(home).resume(run.dir.id)
+
+
+@pytest.mark.slow
+async def test_a_supervisor_killed_after_a_run_was_taken_up_does_not_remember_the_abort_of_before(
+    home: Path, demo: FlightConfig, undisturbed: dict[int, float]
+) -> None:
+    run = fly_config(home, demo)
+    await_iteration(run, 3)
+    run.abort()
+    run.wait(lambda: not supervisor_alive(run.dir))
+    await Engine(home).resume(run.dir.id)
+    run.wait(lambda: has_stepped(run, 2))
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    assert losses(run) == undisturbed
