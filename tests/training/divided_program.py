@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,10 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before
-    losses, norms, state = [], [], 0
+    losses, norms, seconds, state = [], [], [], 0
     training.model.train()
     for iteration in range(1, job.iters + 1):
+        begun = time.perf_counter()
         share = training.accumulate(iteration - 1)
         if iteration % job.grad_accumulation_steps and iteration < job.iters:
             continue
@@ -77,6 +79,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
             del found
         losses.append(loss / tokens)
         norms.append(training.apply(tokens))
+        seconds.append(time.perf_counter() - begun)
     peak = mx.get_peak_memory() - before
     training.model.eval()
     parts = [training.loss(valid, indices) for indices in valid.fixed_batches(job.batch_size, job.seed, -1)]
@@ -89,6 +92,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     return {
         "losses": losses,
         "norms": norms,
+        "seconds": seconds,
         "valid": totals[0] / totals[1],
         "state": state,
         "held": held,
