@@ -15,6 +15,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     attempt_ended attempt, reason, rank, host, cause, fix, signature, exit_code, signal, reached (the last iteration
                   that any rank finished), failed_at (when that was noticed), unconfirmed [nodes]
     recovery      attempt (the next), after, members [nodes], left_out [nodes], delay_s, why: what follows from that
+    recovery_waits after, why: for which nodes, before that
     recovered     attempt, iteration (gone on after it), update, source, from_rank, repeated (steps), seconds (from the
                   failure to the first step)
     given_up      after, why: no restart follows

@@ -98,6 +98,7 @@ class RunWatch:
             taken_at=self._clock(),
             attempts=self._journal.attempts.attempts,
             most_attempts=1 + self._plan.config.recovery.max_restarts,
+            recovery=self._journal.attempts.pending if not record.state.ended else None,
             given_up=self._journal.attempts.given_up,
             division=self._plan.division,
         )

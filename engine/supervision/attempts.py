@@ -199,7 +199,7 @@ class Attempts:
                 return step
             if step.why != told:
                 told = step.why
-                self._logbook.append("note", message=f"recovery {told}")
+                self._logbook.append("recovery_waits", after=self._history[-1].attempt, why=told)
             await asyncio.sleep(TICK_S)
 
     def _roll(self) -> list[Present]:

@@ -24,7 +24,7 @@ from engine.supervision.adopt import adopt_orphans
 from tests.faults.flying import HURRIED, Run, fly, fly_config, kill_and_await, ring
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-ITERATIONS = 14
+ITERATIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,8 @@ AT = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["fenced", *(pytest.param(name, marks=pytest.mark.slow) for name in AT if name != "fenced")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", AT)
 def test_a_supervisor_killed_in_a_recovery(
     home: Path, demo: FlightConfig, undisturbed: dict[int, float], moment: str
 ) -> None:

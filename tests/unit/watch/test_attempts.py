@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, RecoveryConfig
 from engine.models import Reason, RunState
+from engine.runs.diagnosis import diagnose
 from engine.runs.journal import Journal
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, write_plan
@@ -98,6 +99,19 @@ def test_how_it_is_said(tmp_path: Path) -> None:
     assert members(second, first) == "rank 0 on ana, rank 1 on cyd; without bea"
 
 
+def test_what_goes_on_between_two_attempts(tmp_path: Path) -> None:
+    told = Told(tmp_path / "r")
+    watch = RunWatch(told.dir)
+    told.attempt(1, *NODES)
+    told.say("attempt_ended", **FAILED)
+    told.say("recovery_waits", after=1, why="waits for bea")
+    assert recovered(watch.poll()) == "waits for bea"
+    told.say("recovery", attempt=2, after=1, members=[], left_out=[], delay_s=31.7, why="recovers from a hang")
+    assert recovered(watch.poll()) == "recovers from a hang, after a wait of 32 s"
+    told.attempt(2, *NODES)
+    assert recovered(watch.poll()) == "recovers from a hang"
+
+
 def test_a_run_that_is_taken_up_again_has_not_ended_any_more(tmp_path: Path) -> None:
     told = interrupted(tmp_path / "r")
     watch = RunWatch(told.dir)
@@ -113,3 +127,17 @@ def test_a_run_that_is_taken_up_again_has_not_ended_any_more(tmp_path: Path) -> 
     assert (again.record.attempts, again.given_up) == (2, None)
     told.attempt(3, *NODES)
     assert watch.poll().attempts[-1].why == "taken up as asked"
+
+
+def test_the_logs_are_read_from_the_attempt_that_the_cause_is_of(tmp_path: Path) -> None:
+    told = Told(tmp_path / "r")
+    told.dir.log(1).write_text("Traceback (most recent call last):\n  File x\nValueError: the first\nanother attempt\n")
+    told.say("attempt", attempt=1, members=[], log_bases={"1": 0})
+    failed = {**FAILED, "reason": "rank_failed", "signal": None, "exit_code": 1, "cause": "exited with code 1"}
+    told.say("attempt_ended", **failed)
+    told.say("attempt", attempt=2, members=[], log_bases={"1": 70})
+    told.say("attempt_ended", **{**FAILED, "attempt": 2, "reason": "launch_failed", "cause": "no port"})
+    kept = ("reason", "rank", "host", "cause", "exit_code")
+    told.say("state", state="failed", **{key: failed[key] for key in kept})
+    found = diagnose(told.dir)
+    assert found is not None and found.cause == "ValueError: the first"
