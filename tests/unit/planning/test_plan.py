@@ -147,6 +147,17 @@ def test_a_pipelines_layers_are_the_jobs_where_it_says_them() -> None:
     assert "ends at layer 32, and the model has 36" in refusal(plan, "layer_split")
 
 
+def test_a_sharded_layer_keeps_its_input_alone_as_with_gradient_checkpointing() -> None:
+    full = {"fine_tune_type": "full", "batch_size": 8}
+    sharded = make_plan(inputs(ultra_and_max(), settings=full, strategy="sharded")).memory
+    checkpointed = make_plan(inputs(ultra_and_max(), settings={**full, "grad_checkpoint": True})).memory
+    assert isinstance(sharded, MemoryPart) and isinstance(checkpointed, MemoryPart)
+    for here, there in zip(sharded.ranks, checkpointed.ranks, strict=True):
+        assert here.activations_bytes == there.activations_bytes
+        assert here.weights_bytes is not None and there.weights_bytes is not None
+        assert here.weights_bytes < 0.6 * there.weights_bytes
+
+
 def test_a_model_that_cannot_be_divided_is_refused_by_its_kind() -> None:
     for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
         plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
