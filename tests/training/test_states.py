@@ -27,7 +27,7 @@ from engine.worker.places import Places, check_compression
 from engine.worker.reporting import Reporter
 from engine.worker.rescue import Rescue
 from engine.worker.resume import Place, Resume, Start, wholes
-from engine.worker.snapshot import Origin, Snapshot
+from engine.worker.snapshot import Origin, Snapshot, state_hash
 from engine.worker.strategies.strategy import State, Strategy
 from tests.training.together import together
 from tests.unit.worker.waiting import wait_until
@@ -98,6 +98,12 @@ def hurt(checkpoint: store.Checkpoint) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
+
+
+def test_a_state_is_of_the_job_however_its_layers_are_divided() -> None:
+    raw = {"iters": 3, "layer_split": "0-1,1-4"}
+    assert state_hash(raw) == state_hash({**raw, "layer_split": "0-4"}) == state_hash({"iters": 3})
+    assert state_hash(raw) != state_hash({**raw, "iters": 4})
 
 
 # Passing.

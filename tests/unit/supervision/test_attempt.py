@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.config.models import CheckpointConfig, ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.launch.place import Place
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
@@ -53,6 +53,17 @@ def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> No
     }
     assert spec.command is None
     assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce.2", 2, "ring")
+
+
+def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
+    """A path is the node's own; an address is everybody's."""
+    for named, there in (("/mnt/nas", "/mnt/nas"), ("states", "/w/states"), ("s3://b/x", "s3://b/x"), (None, None)):
+        checkpoint = CheckpointConfig(every=7, keep=2, compression="gzip", destination=named)
+        configured = plan(ssh="ana@10.0.0.2")
+        config = configured.config.model_copy(update={"checkpoint": checkpoint})
+        spec = spec_of(configured.model_copy(update={"config": config}), attempt(tmp_path, configured), {})
+        assert (spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression) == (7, 2, "gzip")
+        assert spec.ranks[1].checkpoint_folder == there
 
 
 def test_a_pipelines_layers_are_the_jobs_else_the_plans(tmp_path: Path) -> None:
