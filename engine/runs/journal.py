@@ -11,7 +11,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     reopened      the run had ended, and is to go on from the state that it has saved; preflight comes next
     attempt       attempt, nonce, members [[rank, node]], resume, starting_port, log_bases {source: size of the head's
                   log when the attempt began}, event_bases {rank: the same for its events}
-    hung          rank, node (null: not known which), silent_s, limit_s, iteration: no step for too long
+    hung          rank, node (null: not known which), silent_s, limit_s, doing, iteration: no step for too long
     attempt_ended attempt, reason, rank, host, cause, fix, signature, exit_code, signal, reached (the last iteration
                   that any rank finished), failed_at (when that was noticed), unconfirmed [nodes]
     recovery      attempt (the next), after, members [nodes], left_out [nodes], delay_s, why: what follows from that

@@ -275,3 +275,21 @@ async def test_a_supervisor_killed_after_a_run_was_taken_up_does_not_remember_th
     record = run.ended()
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
     assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_hang_is_still_one_when_the_supervisor_that_found_it_is_killed(
+    home: Path, demo: FlightConfig, undisturbed: dict[int, float]
+) -> None:
+    run = fly_config(home, with_recovery(demo, hang_s=2.0))
+    await_iteration(run, 7)
+    signal_rank(run, 1, signal.SIGSTOP)
+    run.wait(lambda: bool(entries_of(run, "hung")))
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    (ended,) = entries_of(run, "attempt_ended")
+    assert ended["reason"] == "hung", ended
+    assert len(entries_of(run, "hung")) == 1
+    assert losses(run) == undisturbed
