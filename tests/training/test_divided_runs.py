@@ -111,25 +111,40 @@ def test_who_loses_its_neighbour_says_so_and_that_its_part_alone_is_no_state(
     assert run.events(0, "rescue") == [] and "the last checkpoint serves" in run.log()
 
 
-@pytest.mark.parametrize("own", [PIPELINE, pytest.param(SHARDED, marks=pytest.mark.slow)], ids=["pipeline", "sharded"])
-def test_killed_on_all_ranks_it_goes_on_bit_by_bit_from_every_ranks_part(
-    tiny: Tiny, tmp_path: Path, own: dict[str, Any]
-) -> None:
-    what = tiny.job(iters=24, save_every=1000, **own)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
-    run = fly(tmp_path / "killed", what, every=3)
+def kill_and_go_on(what: dict[str, Any], home: Path) -> tuple[Launched, Launched]:
+    """Killed on both ranks after step 11, and the attempt that goes on."""
+    run = fly(home, what, every=3)
     kill_all_at(run, 2, 11)
-    again = fly(tmp_path / "killed", what, every=3, attempt=2).succeeded()
+    again = fly(home, what, every=3, attempt=2).succeeded()
     for rank in (0, 1):
         found = resumed(again, rank)
         assert found["source"] == "checkpoint" and found["iteration"] >= 6 and found["refused"] == 0
+    return run, again
+
+
+def test_killed_on_all_ranks_it_goes_on_from_every_ranks_part(tiny: Tiny, tmp_path: Path) -> None:
+    """What is trained twice is the same twice."""
+    run, again = kill_and_go_on(tiny.job(iters=40, save_every=1000, **PIPELINE), tmp_path)
+    seen, steps = by_iteration(run), by_iteration(again)
+    assert all(seen[iteration] == steps[iteration] for iteration in seen.keys() & steps.keys())
+    assert sorted(seen | steps) == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [PIPELINE, SHARDED], ids=["pipeline", "sharded"])
+def test_killed_on_all_ranks_it_is_bit_by_bit_the_undisturbed_run(
+    tiny: Tiny, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    what = tiny.job(iters=40, save_every=1000, **own)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    run, again = kill_and_go_on(what, tmp_path / "killed")
     assert by_iteration(run) | by_iteration(again) == by_iteration(whole)
     assert same_weights(again, whole)
 
 
 @pytest.mark.slow
 def test_a_sharded_state_goes_on_on_another_number_of_ranks(tiny: Tiny, tmp_path: Path) -> None:
-    what = tiny.job(iters=24, save_every=1000, **SHARDED)
+    what = tiny.job(iters=40, save_every=1000, **SHARDED)
     whole = by_iteration(fly(tmp_path / "whole", what, every=0).succeeded())
     for shares in ((1.0,), (1.0, 1.0, 1.0)):
         home = tmp_path / str(len(shares))
