@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from engine.worker import passing
 from engine.worker.checkpoint import store
@@ -21,6 +22,7 @@ from engine.worker.checkpoint.remote import Remote
 from engine.worker.collective import Collective
 from engine.worker.events import EventWriter
 from engine.worker.job import JobError
+from engine.worker.optimizer import Updater
 from engine.worker.passing import gather_facts, pass_arrays
 from engine.worker.periodic import Cadence, Periodic
 from engine.worker.places import Places, check_compression
@@ -28,6 +30,7 @@ from engine.worker.reporting import Reporter
 from engine.worker.rescue import Rescue
 from engine.worker.resume import Place, Resume, Start, wholes
 from engine.worker.snapshot import Origin, Snapshot, state_hash
+from engine.worker.stand_in import stand_in
 from engine.worker.strategies.strategy import State, Strategy
 from tests.training.together import together
 from tests.unit.worker.waiting import wait_until
@@ -440,3 +443,14 @@ def test_a_state_held_by_reference_takes_no_memory(tmp_path: Path) -> None:
         mx.eval(value)
         # The old state's memory is given back while the new one is made.
         assert mx.get_active_memory() <= before
+
+
+def test_what_is_restored_finds_no_first_moments_in_its_way(tmp_path: Path) -> None:
+    """Two states would be too much for a model that just fits."""
+    job, model = stand_in(1, tmp_path)
+    size = sum(value.nbytes for _, value in tree_flatten(model.trainable_parameters()))
+    before = mx.get_active_memory()
+    updater = Updater(job, model)
+    assert mx.get_active_memory() - before < size / 10
+    updater.evaluate()
+    assert mx.get_active_memory() - before > 1.9 * size
