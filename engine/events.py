@@ -183,6 +183,8 @@ class RunSnapshot:
     attempts: tuple[AttemptStatus, ...] = ()
     most_attempts: int = 1
     """How many there may be by themselves."""
+    recovery: str | None = None
+    """What is going on between two attempts."""
     given_up: str | None = None
     """Why no other attempt follows the last, where that is known."""
     division: Division | None = None

@@ -37,7 +37,10 @@ def members(attempt: AttemptStatus, before: AttemptStatus | None) -> str | None:
 
 
 def recovered(snapshot: RunSnapshot) -> str | None:
-    """ "recovered from rank 1's death at iteration 37, 1 step repeated, 8.2 s" of the last attempt; None of a first."""
+    """ "recovered from rank 1's death at iteration 37, 1 step repeated, 8.2 s" of the last attempt, or what is going on
+    before the next; None of a first."""
+    if snapshot.recovery is not None:
+        return snapshot.recovery
     last = snapshot.attempts[-1] if snapshot.attempts else None
     if last is None or last.why is None:
         return None

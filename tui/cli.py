@@ -149,6 +149,8 @@ def _starting(commands: Commands) -> None:
         ("flightdeck launch --skip data_matches", "overrides one check by name; goes into the audit log"),
     )
     _config(launch)
+    launch.add_argument("--strategy", choices=("data", "sharded", "pipeline"), help="in place of the job's")
+    _layer_split(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     _skip(launch)
     resume = _command(
@@ -236,6 +238,7 @@ def _planning(commands: Commands) -> None:
     plan.add_argument("--explain", action="store_true", help="why each choice was made, in prose")
     plan.add_argument("--format", choices=("v1", "v2"), help="print the document of this version, as --json does")
     plan.add_argument("--strategy", choices=("data", "sharded", "pipeline"), help="plan as if the job said so")
+    _layer_split(plan)
     calibrate = _command(
         commands,
         "calibrate",
@@ -353,6 +356,12 @@ def _config(parser: argparse.ArgumentParser) -> None:
     # No default of its own, so that -c before the command is not overwritten.
     what = "default: ./flightdeck.toml"
     parser.add_argument("-c", "--config", type=_file, default=argparse.SUPPRESS, metavar="FILE", help=what)
+
+
+def _layer_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layer-split", metavar="0-8,8-36", help="a pipeline's layers of each rank; default: by memory"
+    )
 
 
 def _skip(parser: argparse.ArgumentParser) -> None:

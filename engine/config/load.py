@@ -70,6 +70,8 @@ def load_config(path: Path) -> FlightConfig:
     checkpoint = _section(faults, name, document, "checkpoint", CheckpointConfig)
     _check_destination(faults, Place(name, "checkpoint"), checkpoint, nodes)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
+    if recovery is not None and recovery.min_nodes is not None and recovery.min_nodes > len(nodes) > 0:
+        faults.add(Place(name, "recovery"), "min_nodes", recovery.min_nodes, f"at most {len(nodes)}, all the nodes")
     ui = _section(faults, name, document, "ui", UiConfig)
     cross_check(faults, name, tables, defaults=defaults, cluster=cluster, job=job)
     good = tuple(node for node in nodes if node is not None)

@@ -1,7 +1,8 @@
 """Whether checkpoints are whole and of one version, from their own bytes alone.
 
-A checkpoint is a safetensors file (what this release saves), a manifest (a JSON document), or a directory with a
-manifest.json. A manifest is {"version", "files": {name: SHA-256}}: its files lie beside it and must have those hashes.
+A checkpoint is a safetensors file (adapters, weights), a manifest (a JSON document), or a directory with a
+manifest.json. A manifest is {"version", "files": {name: SHA-256}}, or what the trainer writes beside its state (its
+version is then the update): its files lie beside it and must have those hashes.
 Its version is what it says of itself: `version` in the manifest, or in the safetensors header's `__metadata__`. A file
 that says none (mlx-lm writes none) has the version None, and agrees with others that say none.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,11 @@ from typing import Any, Final
 
 from engine.security.identifiers import shown
 from engine.security.paths import validate_path
+from engine.worker.checkpoint.errors import Refused
+from engine.worker.checkpoint.safetensors import check_header
 
 MANIFEST: Final = "manifest.json"
-_LENGTH_BYTES: Final = 8
-_LARGEST_HEADER: Final = 100_000_000
-"""What the safetensors library itself accepts."""
 _LARGEST_MANIFEST: Final = 16_000_000
-_BITS: Final = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
 
 
 class CorruptCheckpoint(ValueError):
@@ -110,6 +103,9 @@ def _of_manifest(path: Path) -> str | None:
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise CorruptCheckpoint(f"{path.name} is too large for a manifest")
     manifest = _object(path.read_bytes(), path.name)
+    if "format" in manifest and isinstance(manifest.get("files"), list):
+        # What the trainer writes of its state: its version is the update.
+        manifest = _states_manifest(manifest, path.name)
     files = manifest.get("files", {})
     if not isinstance(files, dict):
         raise CorruptCheckpoint(f"{path.name}: files must be a table of names and SHA-256 sums")
@@ -126,42 +122,22 @@ def _of_manifest(path: Path) -> str | None:
     return _version(manifest.get("version"))
 
 
-def _of_safetensors(path: Path) -> str | None:
-    """The header is checked as the format asks: every tensor's bytes as long as its shape, without gaps or overlaps,
-    to the end of the file. (https://github.com/huggingface/safetensors#format)"""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_LENGTH_BYTES)
-        length = int.from_bytes(head, "little")
-        if len(head) < _LENGTH_BYTES or length > min(_LARGEST_HEADER, size - _LENGTH_BYTES):
-            raise CorruptCheckpoint("it is cut off, or no safetensors file")
-        header = _object(file.read(length), "its header")
-    # mlx writes null where it has none.
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict):
-        raise CorruptCheckpoint("its metadata is no table")
-    spans = sorted(_span(name, tensor) for name, tensor in header.items())
-    end = 0
-    for begin, finish in spans:
-        if begin != end:
-            raise CorruptCheckpoint(f"its tensors leave a gap or overlap at byte {min(begin, end)}")
-        end = finish
-    if end != size - _LENGTH_BYTES - length:
-        raise CorruptCheckpoint(f"its tensors need {end} bytes, it has {size - _LENGTH_BYTES - length}")
-    return _version(metadata.get("version"))
-
-
-def _span(name: str, tensor: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end."""
+def _states_manifest(manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    """A manifest of worker.checkpoint in the form that is read here."""
     try:
-        bits, shape, (begin, end) = _BITS[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise CorruptCheckpoint(f"its tensor {shown(name)} is not described as one") from None
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in (*shape, begin, end)):
-        raise CorruptCheckpoint(f"its tensor {shown(name)} has a shape or place that is none")
-    if end - begin != math.prod(shape) * bits // 8:
-        raise CorruptCheckpoint(f"its tensor {shown(name)} is not as long as its shape")
-    return begin, end
+        files = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+        return {"version": manifest["update"], "files": files}
+    except (KeyError, TypeError) as fault:
+        raise CorruptCheckpoint(f"{name}: its files are not described as such") from fault
+
+
+def _of_safetensors(path: Path) -> str | None:
+    """The header is checked as the format asks (worker.checkpoint.safetensors)."""
+    try:
+        metadata = check_header(path).metadata
+    except Refused as refused:
+        raise CorruptCheckpoint(str(refused)) from refused
+    return _version(metadata.get("version"))
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:

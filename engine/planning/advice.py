@@ -160,14 +160,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sharded_on_ring",
         lambda case: case.strategy == "sharded" and case.backend == "ring",
-        "MLX's fully_shard needs sum_scatter, which the ring has not: there it is an all_sum and a slice, at the cost "
-        "of the whole gradient on the wire",
+        "gradients of sharded training want sum_scatter, which the ring has not: there it is an all_sum, of which each "
+        "rank keeps its part, at the cost of the whole gradient on the wire",
         "MLX's ring backend",
     ),
     Rule(
-        "pipeline_state",
-        lambda case: case.strategy == "pipeline" and case.ranks > 1,
-        "a pipeline's state is not replicated: after a lost node only the last save is left",
+        "divided_state",
+        lambda case: case.strategy in ("sharded", "pipeline") and case.ranks > 1,
+        "the state is not replicated: after a lost node it goes on from the last periodic checkpoint, of which every "
+        "rank writes its own part",
         "the strategy itself",
     ),
 )

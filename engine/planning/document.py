@@ -147,7 +147,7 @@ class CheckpointPart(_Part):
     storage: str | None
     frequency: int | None
     """Iterations between two saves, as the job says."""
-    retention: Literal["last_3_checkpoints"] = "last_3_checkpoints"
+    retention: str = "last_3_checkpoints"
     expected_recovery_time: float | None
     suggested_frequency: int | None
     not_in_this_release: dict[str, str]

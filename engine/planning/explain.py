@@ -117,7 +117,10 @@ def _saves(plan: TrainingPlan) -> str:
     part = plan.checkpoint_strategy
     if part.frequency is None:
         return "the command's own"
-    return f"every {part.frequency:,} iterations (rule: {part.suggested_frequency:,}), synchronously, to {part.storage}"
+    beside = (
+        "and the whole state beside the training, to " if part.async_ else "the state not: [checkpoint] is off; to "
+    )
+    return f"adapters every {part.frequency:,} iterations (rule: {part.suggested_frequency:,}), {beside}{part.storage}"
 
 
 def _data(plan: TrainingPlan) -> str:

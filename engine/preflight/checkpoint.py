@@ -23,8 +23,8 @@ from engine.preflight.scene import Scene
 from engine.transport.base import quoted
 
 NAME = "checkpoint_layer"
-RETENTION = 3
-"""Checkpoints that a run keeps (planning.md: last_3_checkpoints)."""
+_STATE = 12
+"""Bytes per trained parameter of the whole state, at most: float32 weights and two moments."""
 _LIMIT_S = 45.0
 _FLOAT32 = 4
 """Bytes of an adapter's parameter, as it is trained and saved."""
@@ -41,11 +41,13 @@ class State:
     """Of the model; None when it is not known."""
     unknown: str | None = None
     """Why."""
+    states_bytes: int = 0
+    """Of all states that may lie there."""
 
     @property
     def needed_bytes(self) -> int:
-        """2 × retention × state; of numbered adapters, which this release keeps all, as many as there will be."""
-        return (self.saved_bytes or 0) * max(2 * RETENTION, self.saves + 2)
+        """As many numbered adapters as there will be, for all are kept; and the states."""
+        return (self.saved_bytes or 0) * (self.saves + 2) + self.states_bytes
 
 
 async def look(scene: Scene) -> CheckResult:
@@ -133,7 +135,15 @@ async def saved_state(scene: Scene) -> State:
     except (FlightDeckError, InputError) as error:
         return State(None, saves, None, str(error))
     size = shape.dtype_bytes if config.job.fine_tune_type == "full" else _FLOAT32
-    return State(trained * size, saves, shape.layers)
+    return State(trained * size, saves, shape.layers, states_bytes=trained * _STATE * states(config))
+
+
+def states(config: FlightConfig) -> int:
+    """How many of them room is wanted for: twice those that are kept; only for a rescue where none are, or where they
+    lie elsewhere."""
+    checkpoint = config.checkpoint
+    elsewhere = checkpoint.destination is not None and "://" not in checkpoint.destination
+    return 2 * checkpoint.keep if checkpoint.enabled and not elsewhere else 1
 
 
 def _ask(config: FlightConfig, layers: int) -> MemoryAsk:

@@ -16,6 +16,8 @@ class AttemptLog:
     def __init__(self) -> None:
         self._told: dict[int, AttemptStatus] = {}
         self._why: dict[int, str] = {}
+        self.pending: str | None = None
+        """What is going on between two attempts."""
         self.given_up: str | None = None
         """Why no other attempt follows the last."""
 
@@ -36,11 +38,15 @@ class AttemptLog:
             case "attempt_ended" if entry["attempt"] in self._told:
                 self._end(entry)
             case "recovery":
-                self._why[int(entry["attempt"])] = str(entry["why"])
+                self._why[int(entry["attempt"])] = self.pending = str(entry["why"])
+                if (delay_s := float(entry.get("delay_s") or 0.0)) >= 1.0:
+                    self.pending += f", after a wait of {delay_s:.0f} s"
+            case "recovery_waits":
+                self.pending = str(entry["why"])
             case "recovered" if entry["attempt"] in self._told:
                 self._recover(entry)
             case "given_up":
-                self.given_up = str(entry["why"])
+                self.given_up, self.pending = str(entry["why"]), None
             case "reopened":
                 self.given_up = None
                 self._why[max(self._told, default=0) + 1] = "taken up as asked"
@@ -50,7 +56,7 @@ class AttemptLog:
         members = tuple((int(rank), str(node)) for rank, node in entry.get("members") or ())
         began_at = datetime.fromisoformat(entry["at"])
         self._told[number] = AttemptStatus(number, members, began_at, why=self._why.get(number))
-        self.given_up = None
+        self.given_up = self.pending = None
 
     def _end(self, entry: dict[str, Any]) -> None:
         number = int(entry["attempt"])

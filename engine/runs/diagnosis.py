@@ -127,9 +127,10 @@ def explain(lines: Iterable[str]) -> Finding | None:
 
 
 def diagnose(run_dir: RunDir) -> Diagnosis | None:
-    """What ended this run's last attempt, from its journal and the ends of its logs. None when nothing says it."""
+    """What ended this run, from its journal and the ends of its logs. None when nothing says it."""
     journal = read_journal(run_dir.journal)
-    return first_cause(run_dir, _record(journal), _bases(journal), _hosts(journal))
+    record = _record(journal)
+    return first_cause(run_dir, record, _bases(journal, record), _hosts(journal))
 
 
 def first_cause(
@@ -310,9 +311,16 @@ def _record(journal: list[dict[str, Any]]) -> RunRecord | None:
         return None
 
 
-def _bases(journal: list[dict[str, Any]]) -> dict[int, int]:
-    attempts = [entry for entry in journal if entry["event"] == "attempt"]
-    bases = (attempts[-1].get("log_bases") or {}) if attempts else {}
+def _bases(journal: list[dict[str, Any]], record: RunRecord | None) -> dict[int, int]:
+    """Where the attempt that ended the run begins in the logs: the last one, or the one that those after it follow
+    from."""
+    attempts = {entry["attempt"]: entry for entry in journal if entry["event"] == "attempt"}
+    last: dict[str, Any] = next(reversed(attempts.values()), {})
+    ended = (entry for entry in reversed(journal) if entry["event"] == "attempt_ended")
+    told = record and (record.reason, record.rank, record.host, record.cause)
+    its = (each for each in ended if (each["reason"], each["rank"], each["host"], each["cause"]) == told)
+    found = next(its, None)
+    bases = (attempts.get(found["attempt"], last) if found is not None else last).get("log_bases") or {}
     return {int(source): int(base) for source, base in bases.items()}
 
 

@@ -11,10 +11,11 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     reopened      the run had ended, and is to go on from the state that it has saved; preflight comes next
     attempt       attempt, nonce, members [[rank, node]], resume, starting_port, log_bases {source: size of the head's
                   log when the attempt began}, event_bases {rank: the same for its events}
-    hung          rank, node (null: not known which), silent_s, limit_s, iteration: no step for too long
+    hung          rank, node (null: not known which), silent_s, limit_s, doing, iteration: no step for too long
     attempt_ended attempt, reason, rank, host, cause, fix, signature, exit_code, signal, reached (the last iteration
                   that any rank finished), failed_at (when that was noticed), unconfirmed [nodes]
     recovery      attempt (the next), after, members [nodes], left_out [nodes], delay_s, why: what follows from that
+    recovery_waits after, why: for which nodes, before that
     recovered     attempt, iteration (gone on after it), update, source, from_rank, repeated (steps), seconds (from the
                   failure to the first step)
     given_up      after, why: no restart follows

@@ -22,14 +22,15 @@ def verify(
     ranks: Sequence[RankNews],
     *,
     backend: str,
-    compared_every: int,
+    compared_every: int | None,
     losses: Sequence[tuple[int, float]],
     tokens_per_second: float | None,
     checkpoint: int | None,
     predicted_tokens_per_second: float | None = None,
 ) -> tuple[Verification, ...]:
     """`ranks`: the news of the current attempt, in rank order; `backend`: the planned one; `compared_every`: updates
-    between comparisons of the replicas, 0 when there are none; `checkpoint`: iteration of the newest one."""
+    between comparisons of the replicas, 0 when there are none, None where every rank has a part of its own;
+    `checkpoint`: iteration of the newest one."""
     return (
         _backend(ranks, backend),
         _throughput(tokens_per_second, predicted_tokens_per_second),
@@ -95,9 +96,11 @@ def _loss(losses: Sequence[tuple[int, float]]) -> Verification:
     return Verification("loss", last < first, f"finite and {word}: {first:.3f} to {last:.3f}")
 
 
-def _replicas(ranks: Sequence[RankNews], every: int) -> Verification:
+def _replicas(ranks: Sequence[RankNews], every: int | None) -> Verification:
     if len(ranks) < 2:
         return Verification("replicas", None, "one rank: nothing to compare")
+    if every is None:
+        return Verification("replicas", None, "there are none: the strategy gives every rank a part of its own")
     if every == 0:
         return Verification("replicas", None, "not compared: [consistency] enabled = false")
     told = [rank for rank in ranks if rank.replicas_agree is not None]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.config.models import FlightConfig
 from engine.errors import StateError
 from engine.events import (
     Alarm,
@@ -106,6 +107,7 @@ class RunWatch:
             taken_at=self._clock(),
             attempts=self._journal.attempts.attempts,
             most_attempts=1 + self._plan.config.recovery.max_restarts,
+            recovery=self._journal.attempts.pending if not record.state.ended else None,
             given_up=self._journal.attempts.given_up,
             division=self._plan.division,
             chunk=_chunk(news, record),
@@ -132,7 +134,7 @@ class RunWatch:
         return verify(
             current,
             backend=record.backend,
-            compared_every=self._plan.config.consistency.every if self._plan.config.consistency.enabled else 0,
+            compared_every=_compared_every(self._plan.config),
             losses=self._series.train.points,
             tokens_per_second=self._series.tokens_per_second.last,
             checkpoint=max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
@@ -309,3 +311,10 @@ def stop_progress(entry: dict[str, Any], before: StopProgress | None) -> StopPro
     if before.stage == stage:
         return replace(progress, since=before.since, passed=before.passed)
     return replace(progress, passed=(*before.passed, before.stage))
+
+
+def _compared_every(config: FlightConfig) -> int | None:
+    """Updates between two comparisons of the replicas; None where there are none."""
+    if config.job.strategy != "data":
+        return None
+    return config.consistency.every if config.consistency.enabled else 0

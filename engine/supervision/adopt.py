@@ -69,6 +69,8 @@ def _is_done(run_dir: RunDir) -> bool:
         entry = parse_entry(line)
         if entry is not None and entry["event"] == "confirmed":
             confirmed.add(entry.get("node"))
+        elif entry is not None and entry["event"] == "reopened":
+            return False
         elif entry is not None and entry["event"] == "state":
             missing = set(entry.get("unconfirmed") or ()) - confirmed
             return entry.get("state") in _ENDED and not (missing and _seconds_since(entry["at"]) < AFTERMATH_S)

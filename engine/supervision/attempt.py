@@ -35,6 +35,7 @@ from engine.planning.wiring import LaunchHost, Wiring
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan, PlannedRank
 from engine.security.hosts import LOCAL
+from engine.supervision.planned_layers import planned_layers
 from engine.worker.memory_kills import memory_kills
 from engine.worker.processes import kill_group
 from engine.worker.wire import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
@@ -157,7 +158,8 @@ async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> 
     runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch tells of it. Cancelled,
     it leaves no mlx.launch behind, but perhaps ranks.
     """
-    spec = spec_of(plan, attempt, os.environ)
+    layers = await asyncio.to_thread(planned_layers, run_dir, plan)
+    spec = spec_of(plan, attempt, os.environ, layer_split=layers)
     direct_ = plan.config.cluster.launcher == "direct"
     environment = rank_environment(attempt.wiring, attempt.starting_port, os.environ)
     files = environment.files if direct_ else {}
@@ -274,8 +276,11 @@ def _not_written(node: str, where: str, error: OSError) -> LaunchError:
     return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=why, todo=todo)
 
 
-def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> AttemptSpec:
+def spec_of(
+    plan: Plan, attempt: Attempt, environment: Mapping[str, str], *, layer_split: str | None = None
+) -> AttemptSpec:
     """What the keepers and trainers are told, on whatever node: every path is absolute on the node of its rank.
+    `layer_split` is a pipeline's, where the job names none.
 
     The secrets that are in `environment`, the supervisor's, go in it too: it is written 0600, and nothing else of a
     launch may hold them.
@@ -294,7 +299,7 @@ def spec_of(plan: Plan, attempt: Attempt, environment: Mapping[str, str]) -> Att
             _rank_spec(config, rank, node, attempt.place(rank.rank))
             for rank, node in zip(plan.ranks, config.nodes, strict=True)
         ],
-        job=trainer_job(config),
+        job=trainer_job(config, layer_split),
         command=list(config.job.command) if config.job.command is not None else None,
         env=common_environment(attempt.wiring, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,

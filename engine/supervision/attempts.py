@@ -44,6 +44,8 @@ from engine.worker.wire import END
 
 _PROOF_LIMIT_S = 30.0
 """For every node to show that nothing of a run is left that is taken up again."""
+_OF_A_RANK = frozenset({Reason.RANK_KILLED, Reason.RANK_FAILED, Reason.HUNG, Reason.OUT_OF_MEMORY})
+"""Failures of a program, which leave the nodes as they were."""
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
 
 
@@ -73,6 +75,8 @@ class Attempts:
         self._rng = rng or random.Random()
         self._policy = policy_of(plan)
         self._ended = failed_attempts(logbook.entries)
+        self._last: Attempt | None = None
+        """The last one that was entered, by this supervisor."""
         self._links: Links | None = None
         self._flight: Flight | None = None
         self._remnants = Remnants(logbook.append)
@@ -195,7 +199,7 @@ class Attempts:
                 return step
             if step.why != told:
                 told = step.why
-                self._logbook.append("note", message=f"recovery {told}")
+                self._logbook.append("recovery_waits", after=self._history[-1].attempt, why=told)
             await asyncio.sleep(TICK_S)
 
     def _roll(self) -> list[Present]:
@@ -347,14 +351,28 @@ class Attempts:
         """What the next attempt will be, entered in the journal before anything of it starts."""
         number = self._number + 1
         config = plan.config
-        wiring, places = await asyncio.gather(scene.wiring(), scene.places())
+        last = self._as_it_was(plan)
+        if last is not None:
+            wiring, places = last.wiring, last.places
+        else:
+            wiring, places = await asyncio.gather(scene.wiring(), scene.places())
         port = await fresh_ports(self._fleet, config.nodes, wiring, config.cluster.starting_port)
         if self._flight is not None:
             # Only now: until then its nodes may have sent more.
             await self._flight.ground()
         attempt = intend(self._run_dir, plan, number, self._nonce, places, wiring, port, resume=number > 1)
         self._logbook.append("attempt", **attempt.entry())
+        self._last = attempt
         return attempt
+
+    def _as_it_was(self, plan: Plan) -> Attempt | None:
+        """The last attempt, when it was on the same nodes and nothing that happened to it changes what is known of
+        them: they answer, or there would be no other. What has been removed there meanwhile fails the launch, and the
+        nodes are asked again."""
+        if self._last is None or not self._ended or self._ended[-1].failure.reason not in _OF_A_RANK:
+            return None
+        same = [node for _, node in self._last.members] == [rank.node for rank in plan.ranks]
+        return self._last if same else None
 
     async def _launch(self, plan: Plan, attempt: Attempt) -> Verdict:
         """Start the ranks and watch them to their end. When an abort comes in between, whatever has started by then is

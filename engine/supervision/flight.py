@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -110,7 +110,8 @@ class Flight:
         self._settling_since: float | None = None
         self._stop: Stop | None = None
         self._trigger = Trigger.ENDED
-        self._hang: Hang | None = None
+        self._hang = _found_before(of_attempt(logbook, attempt.number))
+        """Also when an earlier supervisor has found it, and had begun to end it."""
         self._purpose: str | None = None
         self._failed_at: str | None = None
         self._recovers = recovers
@@ -124,7 +125,6 @@ class Flight:
             if plan.config.job.command is None
             else None
         )
-        self._hung_before = any(entry["event"] == "hung" for entry in of_attempt(logbook, attempt.number))
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -278,15 +278,13 @@ class Flight:
             return
         answering = any(self._links.to(rank.number).state.answering for rank in self._ranks.all)
         hang = self._watchdog.look(now, hearing=answering and not self.intake.waiting)
-        if hang is None and not self._hung_before:
-            return
-        progress = self.intake.progress
-        # An earlier supervisor has found it, and had begun to end it.
-        self._hang = hang or Hang(0.0, 0.0, "training", progress.furthest)
-        node = next((rank.planned.node for rank in self._ranks.all if rank.number == self._hang.rank), None)
-        self._logbook.append("hung", **{**asdict(self._hang), "node": node})
-        self._failed_at = _now()
-        self._end(Trigger.HUNG)
+        if self._hang is None and hang is not None:
+            self._hang = hang
+            node = next((rank.planned.node for rank in self._ranks.all if rank.number == hang.rank), None)
+            self._logbook.append("hung", **asdict(hang), node=node)
+        if self._hang is not None:
+            self._failed_at = _now()
+            self._end(Trigger.HUNG)
 
     def _miss_launcher(self) -> None:
         """It has done its part when all ranks have started; its end is worth no more than a note."""
@@ -448,6 +446,12 @@ class Flight:
 
     def _note_gap(self, gap: Gap) -> None:
         self._logbook.append("note", message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}", **asdict(gap))
+
+
+def _found_before(entries: Sequence[dict[str, Any]]) -> Hang | None:
+    """The hang that these entries of an attempt tell of."""
+    entry = next((entry for entry in entries if entry["event"] == "hung"), None)
+    return Hang(**{each.name: entry[each.name] for each in fields(Hang)}) if entry is not None else None
 
 
 def _now() -> str:

@@ -156,7 +156,7 @@ class Supervisor:
             return _ABORTED_EARLY
 
     async def _from_the_journal(self) -> Verdict:
-        entries = self._logbook.entries
+        entries = _since_reopened(self._logbook.entries)
         rebooted = _last(entries, "supervisor").get("boot_id", processes.boot_id()) != processes.boot_id()
         asked = [entry for entry in entries if entry["event"] == "request" and entry.get("request") == ABORT]
         if asked:
@@ -237,6 +237,12 @@ def _home(run_dir: RunDir) -> Path:
 
 def _last(entries: list[dict[str, Any]], event: str) -> dict[str, Any]:
     return next((entry for entry in reversed(entries) if entry["event"] == event), {})
+
+
+def _since_reopened(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What belongs to the life of the run that is going on: an abort of before it was taken up again is done with."""
+    begun = max((at for at, entry in enumerate(entries) if entry["event"] == "reopened"), default=0)
+    return entries[begun:]
 
 
 def _nonce(logbook: Logbook) -> str | None:

@@ -6,7 +6,7 @@ head:
     watch    nonce, ranks: the host's own ranks, known {rank: identity}: as the head has them; said first
     beat     n, heard: passed on to the ranks' keepers, answered by a pong; `heard` is the last beat
              that had been said when the head last heard anything
-    word     rank, word ("stop", "end"): for one keeper
+    word     rank, word ("stop", "rescue", "end"): for one keeper
     send     file, until, and at first `from`: send what is in it from there on as it comes, up to offset `until`
     kill     KILL to the groups of the ranks' programs
     list     n, kill: everything on this host with the nonce; with `kill`, each is killed after it was listed, and no

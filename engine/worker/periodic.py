@@ -85,9 +85,10 @@ class Periodic:
         if not self.on or update % self._cadence.every:
             return False
         if not self._idle:
+            self._reporter.event("checkpoint", phase="skipped", kind="state", background=True, update=update)
             self._reporter.warn(
-                f"no checkpoint of update {update}: the one before is still being written; a larger [checkpoint] every "
-                "or a faster disk is needed"
+                "a checkpoint was due while the one before was still being written, and was left out: a larger "
+                "[checkpoint] every or a faster disk is needed"
             )
         return self._idle
 

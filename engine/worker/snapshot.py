@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import store
+from .job import config_hash
 from .strategies.strategy import State
 
 
@@ -30,7 +31,8 @@ class Snapshot:
 class Origin:
     """Whose state it is."""
 
-    config_hash: str
+    job: str
+    """Its state_hash."""
     world_size: int
     part: int
     """Of the state, from 0 …"""
@@ -43,7 +45,7 @@ class Origin:
             folder,
             snapshot.state,
             update=snapshot.update,
-            config_hash=self.config_hash,
+            config_hash=self.job,
             world_size=self.world_size,
             state={
                 "iteration": snapshot.iteration,
@@ -54,6 +56,11 @@ class Origin:
             versions=versions(),
             compression=compression,
         )
+
+
+def state_hash(raw: Mapping[str, Any]) -> str:
+    """Of the job as far as a state depends on it: which rank has which layers changes with the number of ranks."""
+    return config_hash({key: value for key, value in raw.items() if key != "layer_split"})
 
 
 def versions() -> dict[str, str]:

@@ -63,7 +63,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], arrays: Iterator
             file.write(len(header).to_bytes(_ALIGNED, "little") + header)
             for _ in entries:
                 flat = next(arrays).reshape(-1)
-                file.write(memoryview(np.asarray(flat.view(mx.uint8))))
+                file.write(np.asarray(flat.view(mx.uint8)).data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

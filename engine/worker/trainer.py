@@ -172,19 +172,18 @@ def _loop(
     reporter: Reporter,
 ) -> tuple[Loop, Rescue]:
     """The training at the place where it begins or goes on, and what keeps its state. Raises JobError, PeerLost."""
-    from .job import config_hash
     from .loop import Loop
     from .periodic import Cadence, Periodic
     from .places import Places, check_compression
     from .replicas import Replicas
     from .rescue import Rescue
     from .resume import Resume
-    from .snapshot import Origin
+    from .snapshot import Origin, state_hash
 
     rank, size = collective.rank, collective.size
     here = next(entry for entry in spec.ranks if entry.rank == rank)
     part, parts = (0, 1) if strategy.replicated else (rank, size)
-    hashed = config_hash(spec.job or {})
+    hashed = state_hash(spec.job or {})
     origin = Origin(hashed, size, part, parts)
     places = Places.of(job.home, Path(here.workdir), spec.run_id, here.checkpoint_folder)
     start = None

@@ -28,7 +28,6 @@ from typing import Any, Final
 
 from engine.demo_model import calls
 from engine.launch import mlx_launch
-from tests.bench import stock
 from tests.bench.calibration import SPINNERS, spinning
 from tests.bench.logs import Figure, machine, report
 from tests.training.launching import launch, run_under_launcher
@@ -41,6 +40,7 @@ CALLS: Final = (1, 8)
 """Least and most calls of an example: what real data has, documents of unlike length."""
 LIMIT, UNEQUAL_LIMIT = 1.0, 1.4
 _RUN_LIMIT_S = 1800.0
+_STOCK = Path(__file__).with_name("stock.py")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Case:
     kind: str
     """lora or full."""
     precision: str
-    """float32 or bfloat16: the model's, and its optimizer's."""
+    """float32 or bfloat16: the model's, and (as in mlx-lm, and by choice in ours) its optimizer's."""
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class Place:
         directory = self._directory()
         options, log = directory / "options.json", directory / "reports.jsonl"
         options.write_text(json.dumps(self._job(case, directory) | {"train": True}))
-        program = shlex.join([sys.executable, str(Path(stock.__file__)), str(options), str(log)])
+        program = shlex.join([sys.executable, str(_STOCK), str(options), str(log)])
         # mlx.launch gives a lone rank an empty hostfile, on which MLX fails. Else as our own ranks: in sessions of
         # their own, and off the launcher's pipes, on which it would burn a core.
         lone = "unset MLX_HOSTFILE; " if case.ranks == 1 else ""
@@ -226,7 +226,7 @@ def figures(root: Path, cases: list[Case], rounds: int, epochs: int, *, slowed: 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Our trainer's tokens per second beside stock mlx_lm.lora's.")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns")
-    parser.add_argument("--epochs", type=int, default=3, help="counted, of 8 iterations")
+    parser.add_argument("--epochs", type=int, default=2, help="counted, of 8 iterations")
     parser.add_argument("--only", default="", help="cases whose name has this, or `slowed`")
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:

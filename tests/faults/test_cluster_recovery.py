@@ -68,6 +68,7 @@ def test_a_rank_killed_at_many_random_steps(
 SHORT = RecoveryConfig(lease_s=3.0, save_grace_s=3.0, stop_grace_s=1.0, term_grace_s=0.5)
 
 
+@pytest.mark.slow
 def test_three_go_on_when_a_node_is_gone_for_good(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
     recovery = SHORT.model_copy(update={"min_nodes": 3})
     run = fly_on(nodes, home, training(nodes, home, recovery))
@@ -95,7 +96,7 @@ def test_a_node_that_is_needed_is_waited_for(nodes: Cluster, home: Path, undistu
     run = fly_on(nodes, home, training(nodes, home, SHORT))
     await_iteration(run, 4)
     nodes["cyd"].power_off()
-    run.wait(lambda: any("waits for cyd" in note for note in run.notes), 100.0)
+    run.wait(lambda: [entry["why"] for entry in entries_of(run, "recovery_waits")] == ["waits for cyd"], 100.0)
     assert len(run.attempts()) == 1
     nodes["cyd"].power_on()
     record = run.ended(within_s=200.0)

@@ -24,7 +24,7 @@ from engine.supervision.adopt import adopt_orphans
 from tests.faults.flying import HURRIED, Run, fly, fly_config, kill_and_await, ring
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-ITERATIONS = 14
+ITERATIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,8 @@ AT = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["fenced", *(pytest.param(name, marks=pytest.mark.slow) for name in AT if name != "fenced")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", AT)
 def test_a_supervisor_killed_in_a_recovery(
     home: Path, demo: FlightConfig, undisturbed: dict[int, float], moment: str
 ) -> None:
@@ -260,3 +258,38 @@ async def test_a_run_that_was_aborted_is_taken_up_where_it_was(
     assert told["iteration"] >= 4
     with pytest.raises(InputError, match="has succeeded"):
         await Engine(home).resume(run.dir.id)
+
+
+@pytest.mark.slow
+async def test_a_supervisor_killed_after_a_run_was_taken_up_does_not_remember_the_abort_of_before(
+    home: Path, demo: FlightConfig, undisturbed: dict[int, float]
+) -> None:
+    run = fly_config(home, demo)
+    await_iteration(run, 3)
+    run.abort()
+    run.wait(lambda: not supervisor_alive(run.dir))
+    await Engine(home).resume(run.dir.id)
+    run.wait(lambda: has_stepped(run, 2))
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_hang_is_still_one_when_the_supervisor_that_found_it_is_killed(
+    home: Path, demo: FlightConfig, undisturbed: dict[int, float]
+) -> None:
+    run = fly_config(home, with_recovery(demo, hang_s=2.0))
+    await_iteration(run, 7)
+    signal_rank(run, 1, signal.SIGSTOP)
+    run.wait(lambda: bool(entries_of(run, "hung")))
+    kill_and_await(run.supervisor)
+    assert adopt_orphans(home) == [run.dir.id]
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    (ended,) = entries_of(run, "attempt_ended")
+    assert ended["reason"] == "hung", ended
+    assert len(entries_of(run, "hung")) == 1
+    assert losses(run) == undisturbed

@@ -12,7 +12,7 @@ from tests.faults.flying import Run, plan_run
 
 FAULTY = """
 import sys
-from engine.supervision import supervisor
+from engine.supervision import attempts, supervisor
 from engine.supervision.flight import Flight
 
 left = int(sys.argv[2])
@@ -25,7 +25,7 @@ class Faulty(Flight):
             raise RuntimeError("boom")
         return await super().watch(requests)
 
-supervisor.Flight = Faulty
+attempts.Flight = Faulty
 sys.exit(supervisor.main([sys.argv[1]]))
 """
 

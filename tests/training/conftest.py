@@ -59,7 +59,11 @@ def sentence(dice: random.Random, shortest: int = 3, longest: int = 30) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    home = tmp_path_factory.mktemp("tiny")
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny(home: Path) -> Tiny:
+    """Below `home`."""
     subprocess.run([sys.executable, "-m", "engine.demo_model", str(home / "demo")], check=True)
     shrunk = home / "model"
     shutil.copytree(home / "demo" / "model", shrunk)

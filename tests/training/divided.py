@@ -40,8 +40,15 @@ class Ran:
     def _arrays(self, *kinds: str) -> dict[str, mx.array]:
         found: dict[str, mx.array] = {}
         for kind in kinds:
-            found |= mx.load(str(self.directory / f"{self.name}.{kind}.safetensors"))
+            found |= loaded(self.directory / f"{self.name}.{kind}.safetensors")
         return found
+
+
+def loaded(path: Path) -> dict[str, mx.array]:
+    """A file of safetensors."""
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    return arrays
 
 
 def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:

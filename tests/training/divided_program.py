@@ -10,12 +10,14 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine.worker.arrays import floats
 from engine.worker.collective import Collective
 from engine.worker.data import load_split
 from engine.worker.events import EventWriter
@@ -61,9 +63,10 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before
-    losses, norms, state = [], [], 0
+    losses, norms, seconds, state = [], [], [], 0
     training.model.train()
     for iteration in range(1, job.iters + 1):
+        begun = time.perf_counter()
         share = training.accumulate(iteration - 1)
         if iteration % job.grad_accumulation_steps and iteration < job.iters:
             continue
@@ -76,10 +79,11 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
             del found
         losses.append(loss / tokens)
         norms.append(training.apply(tokens))
+        seconds.append(time.perf_counter() - begun)
     peak = mx.get_peak_memory() - before
     training.model.eval()
     parts = [training.loss(valid, indices) for indices in valid.fixed_batches(job.batch_size, job.seed, -1)]
-    totals = collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)).tolist()
+    totals = floats(collective.sum(mx.array([[loss, float(count)] for loss, count in parts]).sum(axis=0)))
     trained = training.trained()
     if rank == 0:
         write_safetensors(directory / f"{case['name']}.trained.safetensors", trained.entries, trained.arrays)
@@ -88,6 +92,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     return {
         "losses": losses,
         "norms": norms,
+        "seconds": seconds,
         "valid": totals[0] / totals[1],
         "state": state,
         "held": held,

@@ -17,14 +17,26 @@ from tests.training.conftest import Tiny
 from tests.training.launching import Launched, launch
 from tests.unit.worker.waiting import wait_until
 
-ITERS = 40
+ITERS = 30
 BOTH = (1.0, 1.0)
-SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 40, 1e-5]}
+SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 30, 1e-5]}
 DROPOUT: dict[str, Any] = {
     "fine_tune_type": "lora",
     "num_layers": 2,
     "lora_parameters": {"rank": 2, "scale": 2.0, "dropout": 0.3},
 }
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The undisturbed run of two ranks."""
+    return fly(tmp_path_factory.mktemp("plain"), job(tiny), every=0).succeeded()
+
+
+@pytest.fixture(scope="module")
+def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The same with dropout, of adapters."""
+    return fly(tmp_path_factory.mktemp("dropping"), job(tiny, **DROPOUT), every=0).succeeded()
 
 
 def job(tiny: Tiny, **keys: Any) -> dict[str, Any]:
@@ -65,17 +77,15 @@ def kill_all_at(run: Launched, ranks: int, iteration: int) -> None:
     assert [record.signal for record in run.ended()] == [signal.SIGKILL] * ranks
 
 
-def kill_and_go_on(tiny: Tiny, home: Path, dice: random.Random, **keys: Any) -> None:
-    """kill -9 of both ranks at a random step, two times; the losses and the weights are the undisturbed run's."""
-    what = job(tiny, **keys)
-    whole = fly(home / "whole", what, every=0).succeeded()
+def kill_and_go_on(home: Path, what: dict[str, Any], whole: Launched, at: Sequence[int]) -> None:
+    """kill -9 of both ranks at these steps, one after the other; losses and weights are the undisturbed run's."""
     losses = by_iteration(whole)
     seen: dict[int, float] = {}
-    for attempt in (1, 2):
-        run = fly(home / "killed", what, attempt=attempt)
-        kill_all_at(run, 2, dice.randint(6, 16) + 14 * (attempt - 1))
+    for attempt, iteration in enumerate(at, start=1):
+        run = fly(home, what, attempt=attempt, every=3)
+        kill_all_at(run, 2, iteration)
         seen |= by_iteration(run)
-    last = fly(home / "killed", what, attempt=3).succeeded()
+    last = fly(home, what, attempt=len(at) + 1, every=3).succeeded()
     first = resumed(last)
     assert first["source"] == "checkpoint" and first["iteration"] > 0 and first["refused"] == 0
     steps = by_iteration(last)
@@ -90,34 +100,34 @@ def kill_and_go_on(tiny: Tiny, home: Path, dice: random.Random, **keys: Any) -> 
     assert last.events(0, "report")[-1]["trained_tokens"] == whole.events(0, "report")[-1]["trained_tokens"]
 
 
-def test_killed_at_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
-    kill_and_go_on(tiny, tmp_path, random.Random(1), grad_accumulation_steps=2)
+def test_killed_at_a_random_step_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, plain: Launched) -> None:
+    kill_and_go_on(tmp_path, job(tiny), plain, [random.Random(1).randint(6, 20)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_many_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, seed: int) -> None:
     kinds = [DROPOUT, {"optimizer": "adafactor"}, {"optimizer": "muon"}, {}]
-    accumulation = {"grad_accumulation_steps": 1 + seed % 3}
-    kill_and_go_on(tiny, tmp_path, random.Random(seed), **kinds[seed % len(kinds)], **accumulation)
+    what = job(tiny, **kinds[seed % len(kinds)], grad_accumulation_steps=1 + seed % 3)
+    dice = random.Random(seed)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    kill_and_go_on(tmp_path / "killed", what, whole, [dice.randint(11, 15), dice.randint(18, 24)])
 
 
-def test_one_killed_rank_costs_at_most_one_step_and_no_bit(tiny: Tiny, tmp_path: Path) -> None:
+def test_one_killed_rank_costs_at_most_one_step_and_no_bit(tiny: Tiny, tmp_path: Path, dropping: Launched) -> None:
     """Without any periodic checkpoint, and with dropout: the survivor's state is all there is."""
-    lose_one(tiny, tmp_path, random.Random(2))
+    lose_one(tmp_path, job(tiny, **DROPOUT), dropping, victim=0, at=random.Random(2).randint(2, 20))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_one_rank_killed_many_times(tiny: Tiny, tmp_path: Path, seed: int) -> None:
-    lose_one(tiny, tmp_path, random.Random(seed), victim=seed % 2)
+def test_one_rank_killed_many_times(tiny: Tiny, tmp_path: Path, dropping: Launched, seed: int) -> None:
+    lose_one(tmp_path, job(tiny, **DROPOUT), dropping, victim=seed % 2, at=random.Random(seed).randint(2, 24))
 
 
-def lose_one(tiny: Tiny, home: Path, dice: random.Random, victim: int = 0) -> None:
-    what = job(tiny, **DROPOUT)
-    whole = fly(home / "whole", what, every=0).succeeded()
-    run = fly(home / "hurt", what, every=0)
-    at = dice.randint(2, 30)
+def lose_one(home: Path, what: dict[str, Any], whole: Launched, *, victim: int, at: int) -> None:
+    """kill -9 of one rank at that step, then an attempt that goes on: as the undisturbed run."""
+    run = fly(home, what, every=0)
     wait_until(lambda: any(event["iteration"] >= at for event in run.events(victim, "step")), 60)
     run.kill(victim)
     codes = {record.rank: (record.code, record.signal) for record in run.ended()}
@@ -126,7 +136,7 @@ def lose_one(tiny: Tiny, home: Path, dice: random.Random, victim: int = 0) -> No
     assert [event["phase"] for event in rescue] == ["begin", "committed"]
     kept = rescue[-1]["iteration"]
     assert kept == run.events(1 - victim, "step")[-1]["iteration"]
-    again = fly(home / "hurt", what, every=0, attempt=2).succeeded()
+    again = fly(home, what, every=0, attempt=2).succeeded()
     for rank in (0, 1):
         found = resumed(again, rank)
         assert (found["source"], found["iteration"], found["from_rank"]) == ("rescue", kept, 0)
@@ -161,32 +171,54 @@ def test_a_survivor_that_hangs_in_a_sum_is_rescued_by_the_heads_word(tiny: Tiny,
     assert resumed(again)["source"] == "rescue" and again.events(0, "step")[0]["iteration"] == kept + 1
 
 
-def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(tiny: Tiny, tmp_path: Path) -> None:
+def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(
+    tiny: Tiny, tmp_path: Path, plain: Launched
+) -> None:
     """The word comes at any moment, also while an update changes everything."""
     what = job(tiny)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
-    run = fly(tmp_path / "asked", what, every=0)
+    run = fly(tmp_path, what, every=0)
     wait_until(lambda: len(run.events(0, "step")) >= 8, 60)
     run.say(b"rescue\n")
     assert {record.code for record in run.ended()} == {5}
-    again = fly(tmp_path / "asked", what, every=0, attempt=2).succeeded()
+    again = fly(tmp_path, what, every=0, attempt=2).succeeded()
     start = resumed(again)["iteration"]
     assert start == max(event["iteration"] for rank in (0, 1) for event in run.events(rank, "rescue"))
-    assert by_iteration(again) == {k: loss for k, loss in by_iteration(whole).items() if k > start}
-    assert same_weights(again, whole)
+    assert by_iteration(again) == {k: loss for k, loss in by_iteration(plain).items() if k > start}
+    assert same_weights(again, plain)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_on_another_number_of_ranks_it_goes_on_to_1e_4(tiny: Tiny, tmp_path: Path, before: int, after: int) -> None:
-    what = job(tiny, iters=24)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
-    run = fly(tmp_path / "moved", what, [1.0] * before)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
+)
+def test_on_another_number_of_ranks_it_goes_on_to_1e_4(
+    tiny: Tiny, tmp_path: Path, plain: Launched, before: int, after: int
+) -> None:
+    what = job(tiny)
+    run = fly(tmp_path, what, [1.0] * before)
     kill_all_at(run, before, 12)
-    last = fly(tmp_path / "moved", what, [1.0] * after, attempt=2).succeeded()
+    last = fly(tmp_path, what, [1.0] * after, attempt=2).succeeded()
     assert resumed(last)["iteration"] >= 5
-    losses = by_iteration(whole)
+    losses = by_iteration(plain)
     assert max(abs(losses[iteration] - loss) for iteration, loss in by_iteration(last).items()) < 1e-4
-    assert max(by_iteration(last)) == 24
+    assert max(by_iteration(last)) == ITERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "after"), [("sharded", 2), ("sharded", 3), ("pipeline", 2)])
+def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, strategy: str, after: int) -> None:
+    what = job(tiny, strategy=strategy)
+    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    run = fly(tmp_path / "killed", what, every=3)
+    kill_all_at(run, 2, 14)
+    last = fly(tmp_path / "killed", what, [1.0] * after, attempt=2, every=3).succeeded()
+    found = resumed(last)
+    assert found["source"] == "checkpoint" and found["iteration"] >= 3
+    assert found["from_rank"] is (None if after == 2 else 0)
+    losses, steps = by_iteration(whole), by_iteration(last)
+    assert max(abs(losses[iteration] - loss) for iteration, loss in steps.items()) < 1e-4
+    if after == 2:
+        assert by_iteration(run) | steps == losses
 
 
 def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny, tmp_path: Path) -> None:
@@ -224,37 +256,27 @@ def test_when_none_is_left_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
     assert min(by_iteration(again)) == 1
 
 
-def test_a_checkpoint_of_another_job_is_not_used(tiny: Tiny, tmp_path: Path) -> None:
-    run = fly(tmp_path, job(tiny, iters=12), (1.0,), every=4).succeeded()
-    again = fly(tmp_path, job(tiny, iters=12, seed=5), (1.0,), attempt=2).succeeded()
-    assert resumed(again)["source"] == "none"
-    assert any("it is of another job" in event["message"] for event in again.events(0, "warning"))
-    assert len(list((run.home / "checkpoints").glob("step-*"))) <= 3
-
-
-def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Path, plain: Launched) -> None:
     what = job(tiny)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
-    run = fly(tmp_path / "stopped", what, every=1000, stop_grace_s=30.0)
+    run = fly(tmp_path, what, every=1000, stop_grace_s=30.0)
     wait_until(lambda: len(run.events(1, "step")) >= 6, 60)
     run.say(b"stop\n")
     run.succeeded()
     at = run.events(0, "end")[-1]["iteration"]
-    last = fly(tmp_path / "stopped", what, attempt=2, every=1000).succeeded()
+    last = fly(tmp_path, what, attempt=2, every=1000).succeeded()
     assert (resumed(last)["source"], resumed(last)["iteration"]) == ("checkpoint", at)
-    assert by_iteration(run) | by_iteration(last) == by_iteration(whole)
-    assert same_weights(last, whole)
+    assert by_iteration(run) | by_iteration(last) == by_iteration(plain)
+    assert same_weights(last, plain)
 
 
-def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path) -> None:
-    first = fly(tmp_path / "first", job(tiny, **DROPOUT), (1.0,), every=0).succeeded()
-    file = str(first.adapters / "adapters.safetensors")
+def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path, dropping: Launched) -> None:
+    file = str(dropping.adapters / "adapters.safetensors")
     run = launch(
-        tmp_path / "second",
+        tmp_path,
         job(tiny, iters=4, resume_adapter_file=file, **DROPOUT),
         spec_fields={"resume": True},
         overrides={0: {"resume_adapter_file": file}},
     ).succeeded()
     assert resumed(run)["source"] == "adapter"
     assert "with the weights of resume_adapter_file" in run.log()
-    assert run.losses()[0] < first.losses()[0] - 0.05
+    assert run.losses()[0] < dropping.losses()[0] - 0.05

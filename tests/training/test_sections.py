@@ -27,7 +27,8 @@ def test_sections_one_after_the_other_are_the_model(kind: str, tied: bool) -> No
     expected = model(TOKENS)
     for edges in ([0, 4], [0, 1, 4], [0, 0, 2, 3, 4, 4]):
         ends = list(itertools.pairwise(edges))
-        hidden, names = None, set()
+        hidden: mx.array | None = None
+        names: set[str] = set()
         for number, (start, end) in enumerate(ends):
             section = Section(model, start, end, first=number == 0, last=number == len(ends) - 1)
             hidden = section(TOKENS, hidden)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from engine.worker import passing
 from engine.worker.checkpoint import store
@@ -21,13 +22,15 @@ from engine.worker.checkpoint.remote import Remote
 from engine.worker.collective import Collective
 from engine.worker.events import EventWriter
 from engine.worker.job import JobError
+from engine.worker.optimizer import Updater
 from engine.worker.passing import gather_facts, pass_arrays
 from engine.worker.periodic import Cadence, Periodic
 from engine.worker.places import Places, check_compression
 from engine.worker.reporting import Reporter
 from engine.worker.rescue import Rescue
 from engine.worker.resume import Place, Resume, Start, wholes
-from engine.worker.snapshot import Origin, Snapshot
+from engine.worker.snapshot import Origin, Snapshot, state_hash
+from engine.worker.stand_in import stand_in
 from engine.worker.strategies.strategy import State, Strategy
 from tests.training.together import together
 from tests.unit.worker.waiting import wait_until
@@ -98,6 +101,12 @@ def hurt(checkpoint: store.Checkpoint) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
+
+
+def test_a_state_is_of_the_job_however_its_layers_are_divided() -> None:
+    raw = {"iters": 3, "layer_split": "0-1,1-4"}
+    assert state_hash(raw) == state_hash({**raw, "layer_split": "0-4"}) == state_hash({"iters": 3})
+    assert state_hash(raw) != state_hash({**raw, "iters": 4})
 
 
 # Passing.
@@ -268,8 +277,15 @@ def test_while_one_is_written_none_begins_and_that_is_told(tmp_path: Path) -> No
     checkpoints = periodic(tmp_path)
     checkpoints.agree(1.0, 2.0)
     assert not checkpoints.due(2)
-    assert "no checkpoint of update 2: the one before is still being written" in events(tmp_path / "e0")[0]["message"]
     assert not checkpoints.due(3)
+    assert not checkpoints.due(4)
+    told = events(tmp_path / "e0")
+    assert [(event["phase"], event["update"]) for event in told if event["event"] == "checkpoint"] == [
+        ("skipped", 2),
+        ("skipped", 4),
+    ]
+    (warning,) = [event["message"] for event in told if event["event"] == "warning"]
+    assert "was due while the one before was still being written" in warning
 
 
 def test_a_full_disk_is_a_warning_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,3 +443,14 @@ def test_a_state_held_by_reference_takes_no_memory(tmp_path: Path) -> None:
         mx.eval(value)
         # The old state's memory is given back while the new one is made.
         assert mx.get_active_memory() <= before
+
+
+def test_what_is_restored_finds_no_first_moments_in_its_way(tmp_path: Path) -> None:
+    """Two states would be too much for a model that just fits."""
+    job, model = stand_in(1, tmp_path)
+    size = sum(value.nbytes for _, value in tree_flatten(model.trainable_parameters()))
+    before = mx.get_active_memory()
+    updater = Updater(job, model)
+    assert mx.get_active_memory() - before < size / 10
+    updater.evaluate()
+    assert mx.get_active_memory() - before > 1.9 * size

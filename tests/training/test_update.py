@@ -411,7 +411,7 @@ def test_long_examples_are_cut_and_said(tiny: Tiny, tmp_path: Path) -> None:
     [
         ({"optimizer": "lion"}, "optimizer = 'lion': must be one of adam"),
         ({"iters": 0}, "iters = 0: must be a whole number"),
-        ({"strategy": "pipeline"}, "strategy"),
+        ({"strategy": "ddp"}, "strategy"),
         ({"fine_tune_type": "some"}, "fine_tune_type"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"optimizer_precision": "half"}, "optimizer_precision"),

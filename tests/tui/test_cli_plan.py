@@ -81,6 +81,21 @@ def test_another_strategy_can_be_asked_about_and_is_not_claimed_to_launch(home: 
     assert document["strategy"]["layer_split"] == "0-2,2-4"
     assert document["strategy"]["launchable"] is False
     assert '[job] strategy = "pipeline" launches this one' in document["strategy"]["not_launchable"]
+
+
+def test_a_pipelines_layers_can_be_given(home: Path, studio: Path) -> None:
+    document = json.loads(plan(home, studio, "--json", "--layer-split", "0-1,1-4").out)
+    assert (document["strategy"]["parallelism"], document["strategy"]["layer_split"]) == ("pipeline", "0-1,1-4")
+    assert document["strategy"]["launchable"] is True
+    done = plan(home, studio, "--layer-split", "0-1,1-3")
+    assert done.code == 1 and "ends at layer 3, and the model has 4" in done.err + done.out
+    for words, said in (
+        (["--layer-split", "0-1;1-4"], "no range of layers"),
+        (["--layer-split", "0-1,1-2,2-4"], "3 ranges for 2 nodes"),
+        (["--layer-split", "0-1,1-4", "--strategy", "sharded"], "does not divide layers"),
+    ):
+        done = plan(home, studio, *words)
+        assert done.code == 2 and said in done.err
     assert document["distributed_config"]["mlx_launch_command"] is None
 
 

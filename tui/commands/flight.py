@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from engine.config.divided import divided
 from engine.config.models import FlightConfig
 from engine.events import StopProgress
 from engine.models import RunRecord, RunState
@@ -37,7 +38,7 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, leave once preflight has let it through."""
-    config = engine.load_config(config_file(options))
+    config = divided(engine.load_config(config_file(options)), options.strategy, options.layer_split)
     return follow_launch(options, engine, lambda: asyncio.run(engine.launch(config, skip=options.skip)))
 
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from engine.config.divided import divided
 from engine.planning.document import TrainingPlan
 from engine.planning.explain import explained, summary
 from engine.session import Engine
@@ -21,10 +22,13 @@ _WIDEST = 120
 def plan(options: argparse.Namespace, engine: Engine) -> int:
     """Make the plan; 1 when it could not be launched as it stands, or not by this release."""
     config = engine.load_config(config_file(options))
+    strategy = options.strategy
+    if options.layer_split is not None:
+        config = divided(config, strategy, options.layer_split)
 
     async def make() -> TrainingPlan:
         try:
-            return await engine.plan(config, strategy=options.strategy)
+            return await engine.plan(config, strategy=strategy)
         finally:
             await engine.close()
 

@@ -86,6 +86,10 @@ def _watched(now: Situation, notes: Notes) -> WatchPart | Disabled:
         return Disabled(reason="one worker: there is nothing to compare")
     if now.job.command is not None:
         return Disabled(reason="the job runs a command of its own, which says nothing of its parameters")
+    if now.inputs.strategy != "data":
+        return Disabled(
+            reason=f"{now.inputs.strategy}: every rank has a part of its own, and nothing to compare it with"
+        )
     if not settings.enabled:
         notes.warn("consistency", "switched off by [consistency] enabled: corrupted replicas are not noticed")
         return Disabled(reason="switched off by [consistency] enabled")

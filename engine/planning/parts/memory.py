@@ -127,7 +127,8 @@ def _asks(now: Situation, split: Split | None) -> list[MemoryAsk]:
         lora_rank=int(lora.get("rank", 8)),
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
-        grad_checkpoint=bool(settings.get("grad_checkpoint")),
+        # A sharded layer is always run again in the backward pass.
+        grad_checkpoint=bool(settings.get("grad_checkpoint")) or now.inputs.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
         optimizer_precision=settings.get("optimizer_precision") or "float32",
         strategy=now.inputs.strategy,
@@ -217,7 +218,7 @@ def _way_out(now: Situation) -> str:
     ways = []
     if now.micro is not None and max(now.micro.values()) > 1:
         ways.append("a smaller batch_size with more grad_accumulation_steps")
-    if not now.settings.get("grad_checkpoint"):
+    if not now.settings.get("grad_checkpoint") and now.inputs.strategy != "sharded":
         ways.append("grad_checkpoint = true")
     ways.append("a smaller max_seq_length")
     if now.full:

@@ -130,7 +130,10 @@ def load(checkpoint: Checkpoint) -> dict[str, dict[str, mx.array]]:
                 with path.open("wb") as file:
                     for data in unpacked(checkpoint.path, entry):
                         file.write(data)
-            tensors = check_header(path)
+            try:
+                tensors = check_header(path).tensors
+            except Refused as refused:
+                raise Refused(f"{entry.name}: {refused}") from refused
             arrays = cast("dict[str, mx.array]", mx.load(str(path), format="safetensors")) if tensors else {}
             mx.eval(arrays)
             groups[entry.name.split(".", 1)[0]] = arrays

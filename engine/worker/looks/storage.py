@@ -6,6 +6,8 @@ file of trained weights to go on with, or null; `needed`, bytes. Prints `directo
 are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than `needed` is free.
 """
 
+# ruff: noqa: TID252  the package is `worker` on a node, not `engine.worker`
+
 from __future__ import annotations
 
 import errno
@@ -16,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.errors import Refused
 from . import safetensors
 from .near import near
 from .parent import end_with_parent
@@ -118,8 +121,8 @@ def _resume(path: Path, roots: list[Path]) -> dict[str, Any]:
         if not any(path.resolve().is_relative_to(root) for root in roots):
             return {"resume_fault": f"{path} lies outside of the allowed directories"}
         return {"resume": safetensors.adapter(path)}
-    except safetensors.Damaged as damaged:
-        return {"resume_fault": f"{path} is damaged: {damaged}"}
+    except Refused as refused:
+        return {"resume_fault": f"{path} is damaged: {refused}"}
     except OSError as error:
         return {"resume_fault": f"{path} cannot be read: {error.strerror}"}
 

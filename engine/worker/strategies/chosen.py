@@ -38,9 +38,7 @@ def chosen(
         layers = _layers(job, len(model.layers), collective)
         reporter.say(f"pipeline: layers {written(layers)} on ranks 0 to {collective.size - 1}")
         return Pipeline(job, model, train, collective=collective, layers=layers, reporter=reporter)
-    kind = Sharded if job.strategy == "sharded" and collective.size > 1 else DataParallel
-    if kind is DataParallel:
-        mx.eval(model.parameters())
+    kind = Sharded if job.strategy == "sharded" else DataParallel
     return kind(job, model, train, collective=collective, shares=shares, reporter=reporter)
 
 

@@ -81,11 +81,11 @@ class Gradients:
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
         loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
         flat = dict(tree_flatten(gradients))
+        # Put together before they are made larger; and a division by 1 would read and write all of it once more.
         buckets = [
-            mx.concatenate([flat[name].reshape(-1).astype(mx.float32) for name in names]) / scale
-            for names in self._buckets
+            mx.concatenate([flat[name].reshape(-1) for name in names]).astype(mx.float32) for names in self._buckets
         ]
-        return loss / scale, buckets
+        return (loss / scale, [bucket / scale for bucket in buckets]) if self._half else (loss, buckets)
 
     def _scale(self, targets: int) -> float:
         return loss_scale(targets) if self._half else 1.0

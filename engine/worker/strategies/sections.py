@@ -18,7 +18,7 @@ from ..job import JobError
 from ..layers import KINDS
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
     """Stands for a part that is in another section: passes on what it gets, and has no parameters."""
 
     def __init__(self, part: nn.Module) -> None:

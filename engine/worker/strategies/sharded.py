@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_unflatten
 
@@ -115,7 +116,7 @@ class Sharded:
         shards = self._shards
         last = len(shards.sections) - 1
         # Of dropout: a section runs twice, and must draw the same both times.
-        seeds: list[int] = mx.random.randint(0, 2**31 - 1, (last + 1,)).tolist()
+        seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (last + 1,))).tolist()
         inputs: list[mx.array | None] = [None]
         for section in range(last):
             mx.random.seed(seeds[section])

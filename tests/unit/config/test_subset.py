@@ -18,6 +18,14 @@ def test_ranks_are_counted_anew_and_devices_towards_the_others_go() -> None:
     assert part.job == deck.job
 
 
+def test_a_pipelines_layers_for_more_ranks_go() -> None:
+    deck = config(["a", "b", "c"])
+    job = deck.job.model_copy(update={"strategy": "pipeline", "layer_split": "0-1,1-2,2-4"})
+    deck = deck.model_copy(update={"job": job})
+    assert only(deck, {"a", "b"}).job.layer_split is None
+    assert only(deck, {"a", "b", "c"}).job == job
+
+
 def test_none_at_all_is_refused() -> None:
     with pytest.raises(InputError, match="no node is left"):
         only(config(["a"]), {"b"})

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import validate_checkpoint_consistency, validate_checkpoint_layer
+from engine.worker.checkpoint import store
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,23 @@ def test_a_manifest_says_version_and_hashes(here: Path) -> None:
     assert not validate_checkpoint_consistency([step])
     (step / "manifest.json").unlink()
     assert validate_checkpoint_layer([step]).missing_files == (str(step),)
+
+
+def test_what_the_trainer_writes_of_its_state_is_understood(here: Path) -> None:
+    """By its own writer: its version is the update that it is of."""
+    import mlx.core as mx
+
+    arrays = {"weights": {"w": mx.ones((3, 5))}}
+    mx.eval(arrays)
+    facts: dict[str, Any] = {"config_hash": "c", "world_size": 2, "state": {}, "versions": {}}
+    path = store.write(here / "checkpoints", arrays, update=40, **facts).path
+    assert validate_checkpoint_consistency([path], 40) and not validate_checkpoint_consistency([path], 41)
+    with (path / "weights.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    assert "another SHA-256" in validate_checkpoint_layer([path]).problems[str(path)]
+    (path / "manifest.json").write_text('{"format": 1, "update": 40, "files": [["x"]]}')
+    assert "not described" in validate_checkpoint_layer([path]).problems[str(path)]
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", ".."])

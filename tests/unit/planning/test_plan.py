@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config.models import CalibrationConfig, ConsistencyConfig, PreflightConfig
+from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, PreflightConfig
 from engine.launch.hostfile import write_hostfile
 from engine.measured import MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
+from engine.planning.checkpointing import state_every
 from engine.planning.data_report import DataReport
 from engine.planning.document import FIRST_SECTIONS, ChunkingPart, Disabled, MemoryPart, TrainingPlan
 from engine.planning.explain import explained, summary
@@ -151,6 +152,17 @@ def test_a_pipelines_layers_are_the_jobs_where_it_says_them() -> None:
     job = job.model_copy(update={"layer_split": "0-20,20-32"})
     plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
     assert "ends at layer 32, and the model has 36" in refusal(plan, "layer_split")
+
+
+def test_a_sharded_layer_keeps_its_input_alone_as_with_gradient_checkpointing() -> None:
+    full = {"fine_tune_type": "full", "batch_size": 8}
+    sharded = make_plan(inputs(ultra_and_max(), settings=full, strategy="sharded")).memory
+    checkpointed = make_plan(inputs(ultra_and_max(), settings={**full, "grad_checkpoint": True})).memory
+    assert isinstance(sharded, MemoryPart) and isinstance(checkpointed, MemoryPart)
+    for here, there in zip(sharded.ranks, checkpointed.ranks, strict=True):
+        assert here.activations_bytes == there.activations_bytes
+        assert here.weights_bytes is not None and there.weights_bytes is not None
+        assert here.weights_bytes < 0.6 * there.weights_bytes
 
 
 def test_a_model_that_cannot_be_divided_is_refused_by_its_kind() -> None:
@@ -419,10 +431,38 @@ def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None
     assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
 
 
-def test_what_this_release_does_not_do_is_not_claimed() -> None:
-    part = make_plan(inputs(ultra_and_max())).document()["checkpoint_strategy"]
-    assert part["async"] is False and part["expected_recovery_time"] is None
-    assert {"approach", "async", "retention", "resume"} <= part["not_in_this_release"].keys()
+@pytest.mark.parametrize("strategy", ["data", "sharded"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_a_run_goes_on_from_is_said(strategy: str, *, enabled: bool) -> None:
+    """Replicas hold the state themselves; a part of it is nothing without the others and without a checkpoint."""
+    checkpoint = CheckpointConfig(enabled=enabled, every=7, keep=5, compression="gzip", destination="/mnt/nas")
+    settings = {"save_every": 20, "grad_accumulation_steps": 2}
+    config = {"checkpoint": checkpoint}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, config=config, strategy=strategy))
+    part = plan.checkpoint_strategy
+    assert (part.async_, part.compression, part.storage) == (enabled, "gzip", "/mnt/nas")
+    assert (part.retention, part.frequency, part.expected_recovery_time) == ("last_5_checkpoints", 20, None)
+    reasons = {reason.key: reason.reason for reason in plan.reasons}
+    last = "the last periodic checkpoint serves when one is lost" in reasons["checkpoint_strategy.approach"]
+    assert last is (strategy == "sharded")
+    assert ("the whole state every 7 updates" in reasons["checkpoint_strategy.frequency"]) is enabled
+    warned = "a lost rank ends the run" in str([each.text for each in plan.warnings])
+    assert warned is (strategy == "sharded" and not enabled)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "settings", "updates"),
+    [
+        ({}, {}, 100),
+        ({}, {"save_every": 20, "grad_accumulation_steps": 3}, 6),
+        ({}, {"save_every": 2, "grad_accumulation_steps": 3}, 1),
+        ({"every": 9}, {"save_every": 20}, 9),
+        ({"every": 9, "enabled": False}, {}, 0),
+    ],
+)
+def test_how_often_the_state_is_kept(checkpoint: dict[str, Any], settings: dict[str, int], updates: int) -> None:
+    config = {"checkpoint": CheckpointConfig(**checkpoint)}
+    assert state_every(inputs(ultra_and_max(), settings=settings, config=config).config) == updates
 
 
 def test_a_node_that_does_not_answer_is_planned_by_what_was_seen_of_it() -> None:

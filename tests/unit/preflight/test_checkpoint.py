@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.models import FlightConfig
+from engine.config.models import CheckpointConfig, FlightConfig
 from engine.models import CheckStatus
 from engine.preflight import checkpoint as check
 from engine.preflight.answers import Weights
@@ -87,13 +87,30 @@ async def test_a_good_place_passes_with_what_is_saved(saving: FlightConfig, adap
 
 
 async def test_what_is_needed_follows_the_adapters_and_how_often_they_are_saved(saving: FlightConfig) -> None:
-    for save_every, files in ((5, 6), (1, 12)):
+    """And the states beside them, of three float32 numbers for each that is trained: twice as many as are kept."""
+    for save_every, files in ((5, 4), (1, 12)):
         async with Fleet(saving.nodes, state_home()) as fleet:
             scene = Scene(told(saving, save_every=save_every), fleet)
             state = await check.saved_state(scene)
             await scene.close()
         assert state.saved_bytes == 2 * 2 * 64 * 8 * 4
-        assert state.needed_bytes == state.saved_bytes * files
+        assert state.needed_bytes == state.saved_bytes * files + 2 * 3 * 3 * state.saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "count"),
+    [
+        ({}, 6),
+        ({"keep": 1}, 2),
+        ({"enabled": False}, 1),
+        ({"destination": "/mnt/x"}, 1),
+        ({"destination": "s3://b"}, 6),
+    ],
+)
+def test_room_is_wanted_for_the_states_that_lie_there(
+    saving: FlightConfig, checkpoint: dict[str, Any], count: int
+) -> None:
+    assert check.states(saving.model_copy(update={"checkpoint": CheckpointConfig(**checkpoint)})) == count
 
 
 async def test_a_place_that_is_missing_is_tried_and_not_made(saving: FlightConfig, adapters: Path) -> None:
@@ -142,7 +159,7 @@ async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(
     (adapters / ".adapters.123.safetensors").write_bytes(b"being written")
     result = await looked(check.look, saving)
     assert result.status is CheckStatus.FAIL
-    assert "adapters.safetensors is damaged: it has " in result.summary
+    assert "adapters.safetensors is damaged: its tensors need " in result.summary
     assert "adapter_config.json is damaged: it is no JSON" in result.summary
     await pasted(result.fixes["node0"])
     assert (await looked(check.look, saving)).status is CheckStatus.PASS

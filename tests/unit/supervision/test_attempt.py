@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.config.models import CheckpointConfig, ClusterConfig, FlightConfig, JobConfig, NodeConfig
 from engine.launch.place import Place
 from engine.planning import nccl
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt, intend, spec_of
+from engine.supervision.planned_layers import planned_layers
 from tests.unit.launch.places import as_configured, local_place
 from tests.unit.planning.clusters import calibration
 
@@ -57,6 +58,36 @@ def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> No
     }
     assert spec.command is None
     assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce.2", 2, "ring")
+
+
+def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
+    """A path is the node's own; an address is everybody's."""
+    for named, there in (("/mnt/nas", "/mnt/nas"), ("states", "/w/states"), ("s3://b/x", "s3://b/x"), (None, None)):
+        checkpoint = CheckpointConfig(every=7, keep=2, compression="gzip", destination=named)
+        configured = plan(ssh="ana@10.0.0.2")
+        config = configured.config.model_copy(update={"checkpoint": checkpoint})
+        spec = spec_of(configured.model_copy(update={"config": config}), attempt(tmp_path, configured), {})
+        assert (spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression) == (7, 2, "gzip")
+        assert spec.ranks[1].checkpoint_folder == there
+
+
+def test_a_pipelines_layers_are_the_jobs_else_the_plans(tmp_path: Path) -> None:
+    """The plan's only where it is for so many ranks; without one the trainer divides them by its ranks' memory."""
+    directory = RunDir(tmp_path)
+    pipeline = plan(TRAINING.model_copy(update={"strategy": "pipeline"}))
+    assert planned_layers(directory, pipeline) is None
+    for written, found in (("0-8,8-36", "0-8,8-36"), ("0-8,8-20,20-36", None), ("0-8,9-36", None), (None, None)):
+        directory.training_plan.write_text(json.dumps({"version": "2.0.0", "strategy": {"layer_split": written}}))
+        assert planned_layers(directory, pipeline) == found
+        assert planned_layers(directory, plan()) is None
+    directory.training_plan.write_text("{")
+    assert planned_layers(directory, pipeline) is None
+    spec = spec_of(pipeline, attempt(tmp_path, pipeline), {}, layer_split="0-8,8-36")
+    assert spec.job is not None and spec.job["layer_split"] == "0-8,8-36"
+    own = plan(TRAINING.model_copy(update={"strategy": "pipeline", "layer_split": "0-1,1-36"}))
+    assert planned_layers(directory, own) is None
+    spec = spec_of(own, attempt(tmp_path, own), {})
+    assert spec.job is not None and spec.job["layer_split"] == "0-1,1-36"
 
 
 def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_loss_that_does_not_fall_is_said_not_to() -> None:
 def test_replicas_are_equal_only_as_the_newest_comparison_says() -> None:
     differ = replace(STARTED, compared_at=100, replicas_agree=False)
     assert lines(STARTED, differ)["replicas"] == Verification("replicas", False, "NOT equal at iteration 100")
+    assert "a part of its own" in lines(compared_every=None)["replicas"].text
     assert lines(compared_every=0)["replicas"].good is None
     assert lines(STARTED)["replicas"].text == "one rank: nothing to compare"
 

@@ -25,7 +25,9 @@ def written(path: Path, header: object, data: bytes = b"") -> Path:
 def test_what_mlx_writes_is_read(tmp_path: Path) -> None:
     arrays = {"a": mx.zeros((2, 3), dtype=mx.bfloat16), "b": mx.zeros((5,), dtype=mx.uint32), "c": mx.array(1.0)}
     mx.save_safetensors(str(tmp_path / "x.safetensors"), arrays, {"k": "v"})
-    assert check_header(tmp_path / "x.safetensors") == {"a": ("BF16", (2, 3)), "b": ("U32", (5,)), "c": ("F32", ())}
+    header = check_header(tmp_path / "x.safetensors")
+    assert header.tensors == {"a": ("BF16", (2, 3)), "b": ("U32", (5,)), "c": ("F32", ())}
+    assert header.metadata == {"k": "v"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,8 @@ def test_what_mlx_writes_is_read(tmp_path: Path) -> None:
             "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
         },
         {"a": {"dtype": "F32", "shape": [2**61, 8], "data_offsets": [0, 4]}},
+        {"__metadata__": [1], "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
         [],
         b"{",
         b"[" * 10_000,

@@ -1,0 +1,166 @@
+"""Whether training in bfloat16 learns what training in float32 learns: `python -m tests.bench.precision`.
+
+The demo's model, trained in float32 first so that there is something to fine-tune, then 200 steps at mlx-lm's own
+learning rate by the trainer's own arithmetic, from the same weights (those that bfloat16 can hold) over the same
+batches: in float32, in bfloat16 with float32 master weights and moments (our default), and with Adam in bfloat16
+(`optimizer_precision = "parameter"`, as stock mlx-lm trains). Exit code 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from engine.worker.arrays import number
+from engine.worker.data import Split, load_split
+from engine.worker.job import Job
+from engine.worker.model import load_model
+from engine.worker.optimizer import Updater
+from engine.worker.strategies.gradients import Gradients
+from tests.bench.logs import Figure, machine, report
+
+STEPS: Final = 200
+RATE: Final = 1e-5
+FIRST_STEPS, FIRST_RATE = 150, 1e-3
+VALIDATION: Final = 10
+"""Batches."""
+MOVEMENT_LIMIT: Final = 0.05
+LOSS_LIMIT: Final = 0.05
+"""Of the loss that float32 takes off: how far from its curve the other may be, on the mean of the steps."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What 200 steps have done."""
+
+    losses: list[float]
+    moved: float
+    """The length of the way from the first trained weights to the last, at the optimizer's precision."""
+    before: float
+    """Loss of the validation set, computed in float32 with the model's weights, at the beginning …"""
+    after: float
+    """… and at the end."""
+
+
+def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -> tuple[Trained, dict[str, mx.array]]:
+    """From `weights`, in `dtype`; and the model's weights after it."""
+    model, tokenizer = load_model(job)
+    model.update(tree_unflatten([(name, value.astype(dtype)) for name, value in weights.items()]))
+    mx.eval(model.parameters())
+    train_split, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
+    sampler = train_split.sampler(job.batch_size, job.seed)
+    gradients, updater = Gradients(model), Updater(job, model)
+    start = {name: value.astype(mx.float32) for name, value in updater.masters.items()}
+    mx.eval(start)
+    before = validation(job, dict(tree_flatten(model.parameters())), valid)
+    model.train()
+    losses = []
+    for position in range(steps):
+        batch = train_split.batch(sampler.batch(position))
+        loss, sums = gradients.of(batch)
+        updater.update(gradients.unpack(sums, batch.targets))
+        losses.append(loss / batch.targets)
+    squares = [mx.square(value.astype(mx.float32) - start[name]).sum() for name, value in updater.masters.items()]
+    after = dict(tree_flatten(model.parameters()))
+    return Trained(losses, math.sqrt(sum(map(number, squares))), before, validation(job, after, valid)), after
+
+
+def validation(job: Job, weights: dict[str, mx.array], valid: Split) -> float:
+    """Mean cross-entropy over some batches."""
+    model, _ = load_model(job)
+    model.update(tree_unflatten([(name, value.astype(mx.float32)) for name, value in weights.items()]))
+    model.eval()
+    forward = Gradients(model)
+    batches = [valid.batch(indices) for indices in valid.fixed_batches(job.batch_size, job.seed, VALIDATION)]
+    return sum(map(forward.loss, batches)) / sum(batch.targets for batch in batches)
+
+
+def deviation(one: Trained, other: Trained) -> float:
+    """Mean distance of two curves of losses."""
+    return sum(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)) / len(one.losses)
+
+
+def compare(home: Path, steps: int, rate: float) -> Iterator[Figure]:
+    subprocess.run([sys.executable, "-m", "engine.demo_model", str(home / "demo")], check=True)
+    raw = {
+        "model": "demo/model",
+        "data": "demo/data",
+        "fine_tune_type": "full",
+        "batch_size": 4,
+        "max_seq_length": 64,
+        "optimizer": "adam",
+    }
+
+    def job(**keys: Any) -> Job:
+        return Job.of({**raw, **keys}, model=None, data=None, workdir=home, home=home / "run")
+
+    random = dict(tree_flatten(load_model(job())[0].parameters()))
+    _, trained = train(job(learning_rate=FIRST_RATE), random, mx.float32, FIRST_STEPS)
+    weights = {name: value.astype(mx.bfloat16) for name, value in trained.items()}
+    mx.eval(weights)
+    kinds = {
+        "float32": (mx.float32, "float32"),
+        "bf16, float32 masters": (mx.bfloat16, "float32"),
+        "Adam in bf16": (mx.bfloat16, "parameter"),
+    }
+    runs = {
+        name: train(job(learning_rate=rate, seed=1, optimizer_precision=kept), weights, dtype, steps)[0]
+        for name, (dtype, kept) in kinds.items()
+    }
+    yield from figures(runs)
+
+
+def figures(runs: dict[str, Trained]) -> Iterator[Figure]:
+    exact = runs["float32"]
+    taken = exact.before - exact.after
+    yield Figure("float32: validation loss", f"{exact.before:.4f} to {exact.after:.4f}")
+    yield Figure("float32: weights moved by", f"{exact.moved:.5f}")
+    for name, run in list(runs.items())[1:]:
+        ours = "masters" in name
+        moved, learned = run.moved / exact.moved, (run.before - run.after) / taken
+        off = deviation(run, exact) / taken
+        limit = f"within {MOVEMENT_LIMIT:.0%}"
+        yield Figure(
+            f"{name}: weights moved",
+            f"× {moved:.3f} of float32's",
+            limit if ours else "(not so)",
+            (abs(moved - 1) <= MOVEMENT_LIMIT) is ours,
+        )
+        yield Figure(
+            f"{name}: validation loss taken off",
+            f"× {learned:.3f} of float32's",
+            limit if ours else "(not so)",
+            (abs(learned - 1) <= MOVEMENT_LIMIT) is ours,
+        )
+        yield Figure(
+            f"{name}: losses, mean distance",
+            f"{off:.1%} of what is learned",
+            f"≤ {LOSS_LIMIT:.0%}" if ours else "(not so)",
+            (off <= LOSS_LIMIT) is ours,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate")
+    options = parser.parse_args()
+    mx.disable_compile()
+    print(machine())
+    print(f"{options.steps} steps of Adam at {options.rate:g}")
+    with TemporaryDirectory() as name:
+        return report(compare(Path(name), options.steps, options.rate))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Recovery from the death of a rank, measured: `uv run python -m tests.bench.recovery [--seeds N]`.
+
+Four ranks train the demo's model on the test cluster, with nothing saved on the way. One of them is killed (-9) at a
+random step. Measured on the head's clock are the seconds from the kill until its supervisor has noticed, and until the
+first step of the next attempt; p50 and p99 over the seeds. The losses are compared with those of an undisturbed run,
+bit for bit. Exits 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine.config.models import RecoveryConfig
+from engine.models import RunState
+from tests.bench.logs import Figure, machine, report
+from tests.cluster.cluster import Cluster
+from tests.faults.cluster_runs import ClusterRun, fly_on
+from tests.faults.test_cluster_recovery import ITERATIONS, training
+from tests.faults.test_recovery import entries_of, losses
+from tests.faults.test_training import await_iteration
+
+NOTICED_S, RECOVERED_S = 2.0, 15.0
+LIMIT_S = 300.0
+
+
+STAGES = ("noticed", "fenced", "prepared", "running", "recovered")
+
+
+def killed(cluster: Cluster, home: Path, seed: int) -> tuple[ClusterRun, dict[str, float]]:
+    """A run of which a rank was killed; seconds from that until each of STAGES."""
+    moment = random.Random(seed)
+    run = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+    await_iteration(run, moment.randint(2, ITERATIONS - 5))
+    rank = moment.randint(0, 3)
+    pid = run.identity(rank).trainer_pid
+    at = time.time()
+    run.kill(rank, pid)
+    record = run.ended(within_s=LIMIT_S)
+    if record.state is not RunState.SUCCEEDED:
+        raise RuntimeError(f"seed {seed}: {record.state}: {record.cause}")
+    noticed = next(entry for entry in entries_of(run, "rank_ended") if entry["rank"] == rank)
+    running = [entry for entry in entries_of(run, "state") if entry["state"] == "running"]
+    told = {
+        "noticed": noticed,
+        "fenced": entries_of(run, "attempt_ended")[0],
+        "prepared": entries_of(run, "attempt")[1],
+        "running": running[1],
+        "recovered": entries_of(run, "recovered")[0],
+    }
+    return run, {stage: _at(told[stage]["at"]) - at for stage in STAGES}
+
+
+def figures(seeds: int, home: Path) -> Iterator[Figure]:
+    with Cluster(4) as cluster:
+        os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
+        os.environ["FLIGHTDECK_HOME"] = str(home)
+        calm = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+        calm.ended(within_s=LIMIT_S)
+        undisturbed = losses(calm)
+        seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        repeated, exact = [], 0
+        for seed in range(seeds):
+            run, took = killed(cluster, home, seed)
+            for stage in STAGES:
+                seconds[stage].append(took[stage])
+            repeated.append(len(set(losses(run, 1)) & set(losses(run, 2))))
+            exact += losses(run) == undisturbed
+        yield _spread("from the kill until it is noticed", seconds["noticed"], NOTICED_S)
+        yield _spread("  until nothing of the attempt is left", seconds["fenced"])
+        yield _spread("  until the next one is prepared", seconds["prepared"])
+        yield _spread("  until its ranks have started", seconds["running"])
+        yield _spread("from the kill to the first new step", seconds["recovered"], RECOVERED_S)
+        yield Figure("steps repeated, at most", str(max(repeated)), "<= 1", max(repeated) <= 1)
+        yield Figure("runs with bitwise equal losses", f"{exact} of {seeds}", f"{seeds}", exact == seeds)
+
+
+def _spread(name: str, seconds: list[float], limit_s: float | None = None) -> Figure:
+    ordered = sorted(seconds)
+    middle, last = ordered[(len(ordered) - 1) // 2], ordered[(99 * len(ordered) - 1) // 100]
+    target = f"<= {limit_s:g} s" if limit_s is not None else ""
+    return Figure(name, f"p50 {middle:.2f} s, p99 {last:.2f} s", target, limit_s is None or last <= limit_s)
+
+
+def _at(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Recovery from a rank's death, measured.")
+    options.add_argument("--seeds", type=int, default=10)
+    seeds = options.parse_args().seeds
+    print(machine())
+    with TemporaryDirectory() as directory:
+        return report(figures(seeds, Path(directory)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
