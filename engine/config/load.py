@@ -30,12 +30,8 @@ from engine.errors import ConfigError
 
 _SECTIONS = ("preflight", "consistency", "calibration", "checkpoint", "recovery", "ui")
 _TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
-_LATER = "nothing here: this comes with a later release"
-_LATER_TABLES = {"nodes": "[[node]], one table per rank"}
-_LATER_KEYS = {
-    "max_restarts": _LATER,
-    "min_nodes": _LATER,
-}
+_OTHERWISE = {"nodes": "[[node]], one table per rank"}
+"""Tables that people write, and what is meant."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
@@ -50,7 +46,7 @@ def load_config(path: Path) -> FlightConfig:
         raise ConfigError([error.fault]) from error
     file = path.absolute()
     faults, name = Faults(), file_text(path)
-    faults.unknown(Place(name), document, _TABLES, _LATER_TABLES)
+    faults.unknown(Place(name), document, _TABLES, _OTHERWISE)
     cluster_table, job_table = _table(faults, name, document, "cluster"), _table(faults, name, document, "job")
     cluster = read_cluster(faults, Place(name, "cluster"), cluster_table)
     defaults = read_defaults(faults, Place(name, "node_defaults"), _table(faults, name, document, "node_defaults"))
@@ -162,5 +158,5 @@ def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) ->
 
 def _section(faults: Faults, file: str, document: Mapping[str, Any], name: str, kind: type[Section]) -> Section | None:
     table, place = _table(faults, file, document, name), Place(file, name)
-    faults.unknown(place, table, kind.model_fields, _LATER_KEYS)
+    faults.unknown(place, table, kind.model_fields, {})
     return faults.validated(place, kind, table)
