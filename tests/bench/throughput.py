@@ -16,6 +16,7 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any, Final
 
 from engine.demo_model import calls
 from engine.launch import mlx_launch
+from engine.worker.wire import END
 from tests.bench.calibration import SPINNERS, spinning
 from tests.bench.logs import Figure, machine, report
 from tests.training.launching import launch, run_under_launcher
@@ -93,6 +95,8 @@ class Place:
             shutil.copytree(demo / "model", self._model(precision))
         _to_bfloat16(self._model("bfloat16") / "model.safetensors")
         write_data(root / "data")
+        self._kernels = root / "kernels"
+        self._kernels.mkdir()
 
     def ours(self, case: Case, shares: tuple[float, ...], cores: Iterable[int] = (0, 1)) -> Counted:
         """Our trainer, strategy data."""
@@ -100,8 +104,13 @@ class Place:
         directory = self._directory()
         overrides = {rank: {"python": str(_pinned(directory, pinned[rank]))} for rank in range(case.ranks)}
         job = self._job(case, directory) | {"optimizer_precision": "parameter"}
-        run = launch(directory, job, shares=shares, overrides=overrides)
-        run.launcher.wait(_RUN_LIMIT_S)
+        # Nobody says a word to the keepers meanwhile.
+        run = launch(directory, job, shares=shares, overrides=overrides, spec_fields={"lease_s": _RUN_LIMIT_S})
+        try:
+            run.launcher.wait(_RUN_LIMIT_S)
+        except BaseException:
+            run.say(END)
+            raise
         run.succeeded()
         return self._counted(run.events(0, "report"), padding=0)
 
@@ -113,14 +122,21 @@ class Place:
         program = shlex.join([sys.executable, str(_STOCK), str(options), str(log)])
         # mlx.launch gives a lone rank an empty hostfile, on which MLX fails. Else as our own ranks: in sessions of
         # their own, and off the launcher's pipes, on which it would burn a core.
-        lone = "unset MLX_HOSTFILE; " if case.ranks == 1 else ""
-        held = f"{lone}exec setsid --wait taskset -c $MLX_RANK {program} </dev/null >>rank$MLX_RANK.log 2>&1"
+        prepare = "unset MLX_HOSTFILE; " if case.ranks == 1 else ""
+        # The kernels that its compiled step is made of, by the system's C++ compiler for minutes, are built once.
+        prepare += f"export TMPDIR={shlex.quote(str(self._kernels))}; echo $$ >rank$MLX_RANK.pid; "
+        held = f"{prepare}exec setsid --wait taskset -c $MLX_RANK {program} </dev/null >>rank$MLX_RANK.log 2>&1"
         started = run_under_launcher(directory, case.ranks, ["/bin/sh", "-c", held], "0" * 32)
-        deadline = time.monotonic() + _RUN_LIMIT_S
-        while not (directory / "rank0.log").exists() and started.process.poll() is None:
-            time.sleep(0.1)
-        mlx_launch.drop_pipes(started.stdin)
-        started.process.wait(deadline - time.monotonic())
+        logs = [directory / f"rank{rank}.log" for rank in range(case.ranks)]
+        try:
+            while not all(path.exists() for path in logs) and started.process.poll() is None:
+                time.sleep(0.1)
+            mlx_launch.drop_pipes(started.stdin)
+            started.process.wait(_RUN_LIMIT_S)
+        except BaseException:
+            for path in directory.glob("rank*.pid"):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+            raise
         reports = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         if len(reports) <= self._epochs + 1:
             raise AssertionError((directory / "rank0.log").read_text()[-2000:])
@@ -231,6 +247,8 @@ def main() -> int:
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
         raise SystemExit("two cores are needed: each rank has one of its own")
+    # So that what runs is ended then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [case for case in CASES if options.only in case.name]
     slowed = options.only in ("", "slowed")
     print(machine())
