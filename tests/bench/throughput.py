@@ -134,6 +134,7 @@ class Place:
             mlx_launch.drop_pipes(started.stdin)
             started.process.wait(_RUN_LIMIT_S)
         except BaseException:
+            started.process.kill()
             for path in directory.glob("rank*.pid"):
                 os.kill(int(path.read_text()), signal.SIGKILL)
             raise
