@@ -14,6 +14,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from .data import Batch
+from .dropout import dropout_seed
 from .job import Job
 from .optimizer import Updater
 from .sampler import Indices
@@ -76,7 +77,6 @@ class Alone:
         self._targets = 0
         self._position = 0
         model.train()
-        mx.random.seed(job.seed * 65_537 + 1)
         trainable = tree_flatten(model.trainable_parameters())
         self.gradient_bytes = sum(4 * value.size for _, value in trainable)
         """What an all_sum of the gradients carries: float32."""
@@ -87,6 +87,7 @@ class Alone:
         indices = np.resize(self._order(self._position), batch_size)
         batch = self._data.batch(indices)
         self._position += 1
+        mx.random.seed(dropout_seed(self._job.seed, self._position, 0))
         self._accumulate(batch)
         if self._position % self._job.grad_accumulation_steps == 0:
             self._update()

@@ -6,7 +6,6 @@ that all ranks leave after the same one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from .arrays import floats
 from .collective import Collective
 from .control import Control
 from .data import Split
+from .dropout import dropout_seed
 from .job import Job
 from .periodic import Periodic
 from .replicas import Corrupted, Replicas
@@ -265,10 +265,3 @@ class Loop:
         if self._collective.rank in found.ranks:
             raise Corrupted(f"{said}; {kept}", found.ranks, certain=found.certain)
         return Outcome(False, True, agreed)
-
-
-def dropout_seed(seed: int, iteration: int, rank: int) -> int:
-    """64 bits, of which everything random in that rank's iteration follows: so no state of a generator has to be kept
-    or passed on, and what is resumed draws what it would have drawn."""
-    digest = hashlib.blake2b(f"{seed} {iteration} {rank}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")

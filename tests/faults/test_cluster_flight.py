@@ -35,6 +35,7 @@ def test_four_ranks_come_home(nodes: Cluster, home: Path, launcher: str) -> None
     assert [run.conditions(node.name) for node in run.nodes] == [["connected"]] * 4
 
 
+@pytest.mark.slow
 def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(nodes: Cluster, home: Path) -> None:
     run = fly_on(nodes, home, demo_on(nodes, home, iters=16))
 

@@ -33,6 +33,7 @@ def test_ten_seconds_without_a_node_lose_no_line_and_restart_nothing(nodes: Clus
     assert run.conditions("cyd") == ["connected"], "it was away for less than what counts as unreachable"
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
     run = fly_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
     everybody_steps(run)

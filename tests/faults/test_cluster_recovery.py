@@ -53,6 +53,7 @@ def whole_and_exact(run: ClusterRun, undisturbed: dict[int, float]) -> None:
     assert (told["source"], told["repeated"] <= 1) == ("rescue", True), told
 
 
+@pytest.mark.slow
 def test_a_rank_killed_at_a_random_step(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
     whole_and_exact(killed_at_random(nodes, home, 0), undisturbed)
 

@@ -17,7 +17,7 @@ from engine.worker.wire import NodeFiles
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 
-SAMPLE, KILLS = 6, 20
+SAMPLE, KILLS = 3, 20
 CONFIG = """
 [cluster]
 name = "local"

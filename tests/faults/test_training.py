@@ -95,12 +95,14 @@ def test_a_killed_trainer_is_the_cause_and_its_peer_is_not(home: Path, demo: Fli
     assert record.signal == signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_divergence_is_told_by_its_name(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_keys(demo, iters=200, learning_rate=1e30, val_batches=0))
     record = run.ended()
     assert (record.state, record.reason) == (RunState.FAILED, Reason.DIVERGED), run.troubles()
 
 
+@pytest.mark.slow
 def test_data_that_is_missing_is_the_trainers_own_line(home: Path, demo: FlightConfig, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

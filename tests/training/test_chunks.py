@@ -61,6 +61,7 @@ def same(one: Batch, other: Batch) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.bounds, other.bounds)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_chunks_as_one_does(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     """A whole epoch and the first chunk of the next."""
     iters = PER_EPOCH + 16

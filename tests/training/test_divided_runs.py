@@ -37,6 +37,7 @@ def logits(model: Any, tokenizer: Any) -> mx.array:
     return found
 
 
+@pytest.mark.slow
 def test_a_pipeline_validates_and_tests_as_its_own_model_does(tiny: Tiny, full: Launched) -> None:
     alone = launch(full.home.parent / "alone", tiny.job(val_batches=-1, steps_per_eval=4, test=True)).succeeded()
     assert np.abs(np.array(full.losses(1)) - alone.losses()).max() < 1e-4
@@ -122,6 +123,7 @@ def kill_and_go_on(what: dict[str, Any], home: Path) -> tuple[Launched, Launched
     return run, again
 
 
+@pytest.mark.slow
 def test_killed_on_all_ranks_it_goes_on_from_every_ranks_part(tiny: Tiny, tmp_path: Path) -> None:
     """What is trained twice is the same twice."""
     run, again = kill_and_go_on(tiny.job(iters=40, save_every=1000, **PIPELINE), tmp_path)

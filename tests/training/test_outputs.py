@@ -72,9 +72,8 @@ def test_the_saved_adapter_is_loaded_and_generates(tiny: Tiny, trained: Callable
     assert isinstance(generate(model, tokenizer, PROMPT, max_tokens=2), str)
 
 
-@pytest.mark.parametrize(
-    "kind", ["lora", pytest.param("dora", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 def test_it_is_fused_into_one_model_that_says_the_same(
     tiny: Tiny, trained: Callable[[str], Launched], tmp_path: Path, kind: str
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_one_corrupted_rank_of_three_is_named_and_the_others_leave_with_it(t
 
 
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
 def test_of_two_ranks_the_frozen_parameters_tell_which_one_is_wrong(tiny: Tiny, tmp_path: Path, bad: int) -> None:
     run = fly(tiny, tmp_path, 2, f"{bad} 7 frozen", **LORA)
     assert [record.code for record in run.ended()] == [7 * (rank == bad) for rank in (0, 1)]

@@ -171,6 +171,7 @@ def test_a_survivor_that_hangs_in_a_sum_is_rescued_by_the_heads_word(tiny: Tiny,
     assert resumed(again)["source"] == "rescue" and again.events(0, "step")[0]["iteration"] == kept + 1
 
 
+@pytest.mark.slow
 def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(
     tiny: Tiny, tmp_path: Path, plain: Launched
 ) -> None:
@@ -241,6 +242,7 @@ def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny,
     assert any(torn.name in warning and "it was never finished" in warning for warning in warnings)
 
 
+@pytest.mark.slow
 def test_when_none_is_left_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
     what = job(tiny, iters=12)
     run = fly(tmp_path, what, (1.0,), every=4)
@@ -256,6 +258,7 @@ def test_when_none_is_left_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
     assert min(by_iteration(again)) == 1
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Path, plain: Launched) -> None:
     what = job(tiny)
     run = fly(tmp_path, what, every=1000, stop_grace_s=30.0)

@@ -182,6 +182,7 @@ def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborte
     assert with_nonce(nonce_of(shared_home, run)) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:

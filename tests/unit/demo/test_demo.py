@@ -82,6 +82,7 @@ def test_figures_that_make_no_sense_are_refused(tmp_path: Path, ranks: int, iter
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stock_mlx_lm_learns_from_it_within_a_dozen_steps(made: tuple[Path, FlightConfig], tmp_path: Path) -> None:
     """With mlx-lm's own trainer, so that this stands on nothing of ours but the demo's files."""
     _, config = made
