@@ -18,6 +18,8 @@ STEPS_KEPT = 512
 """Of their durations, the last."""
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
 _MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
+_UPDATE = b'"update":'
+"""In the line of an update's last micro-batch alone. All of an update's lines come at its end, in one burst."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 
 
@@ -48,7 +50,10 @@ class Progress:
         """Iterations that the foremost rank has made."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
         self._told_at: dict[int, float] = {}
-        """Rank → its own monotonic time of its last step, until it does something else."""
+        """Rank → its own monotonic time of its last update, until it does something else."""
+        self._tells_updates = False
+        self._timed = 0
+        """Updates that the foremost rank has made; iterations, where no line tells of updates."""
 
     @property
     def furthest(self) -> int:
@@ -61,15 +66,12 @@ class Progress:
         if found is None:
             return
         iteration = int(found[1])
-        if iteration > max(self.reached.values(), default=0):
-            self.steps += 1
+        foremost = iteration > max(self.reached.values(), default=0)
+        self.steps += foremost
         self.reached[rank] = max(iteration, self.reached.get(rank, 0))
         self.moved_at = now
-        if told is not None:
-            at = float(told[1])
-            if rank in self._told_at and self.steps > FIRST_STEPS:
-                self._durations.append(max(0.0, at - self._told_at[rank]))
-            self._told_at[rank] = at
+        if told is not None and self._ends_an_update(line):
+            self._time(rank, float(told[1]), foremost=foremost)
 
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
@@ -87,10 +89,26 @@ class Progress:
                 self.moved_at = now
 
     def long_step_s(self) -> float | None:
-        """The 99th percentile of the steps' durations, by their nearest rank, without the first ones; None while
+        """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while
         there are none."""
         steps = sorted(self._durations)
         return steps[(99 * len(steps) - 1) // 100] if steps else None
+
+    def _ends_an_update(self, line: bytes) -> bool:
+        if _UPDATE not in line:
+            return not self._tells_updates
+        if not self._tells_updates:
+            # What came before the first update's end were micro-batches.
+            self._tells_updates, self._timed = True, 0
+            self._durations.clear()
+            self._told_at.clear()
+        return True
+
+    def _time(self, rank: int, at: float, *, foremost: bool) -> None:
+        self._timed += foremost
+        if rank in self._told_at and self._timed > FIRST_STEPS:
+            self._durations.append(max(0.0, at - self._told_at[rank]))
+        self._told_at[rank] = at
 
     def _enter(self, rank: int, phase: str, now: float) -> None:
         if self.phases.get(rank) != phase:

@@ -1,4 +1,4 @@
-"""Finds a training that hangs: no step for max(`hang_s`, 5 × the 99th percentile of the steps so far).
+"""Finds a training that hangs: no step for max(`hang_s`, 5 × the 99th percentile of the updates so far).
 
 Loading, validating, saving and the first steps have a limit of their own, `stall_s`. Time counts on the head's
 monotonic clock and only while events could come: some node of the attempt answers, and the head takes what it sends.

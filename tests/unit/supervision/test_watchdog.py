@@ -63,6 +63,21 @@ def test_slow_steps_have_five_times_their_99th_percentile() -> None:
     assert training.wait(1.0).limit_s == 20.0
 
 
+def test_micro_batches_that_are_told_of_in_one_burst_are_not_quick_steps() -> None:
+    training = Training()
+    for update in range(1, 9):
+        assert training.wait(15.0) is None, "an update takes longer than the limit of quick steps"
+        for micro in range(1, 9):
+            last = b', "update": %d}' % update if micro == 8 else b"}"
+            for rank in (0, 1):
+                told = line(8 * (update - 1) + micro, training.now - 900.0)[:-1] + last
+                training.progress.step(rank, told, training.now)
+    found = training.progress.long_step_s()
+    assert found is not None and round(found) == 15
+    assert training.wait(74.0) is None
+    assert training.wait(2.0) is not None
+
+
 def test_the_one_that_is_behind_is_named() -> None:
     training = Training()
     training.steps(1, 10)
