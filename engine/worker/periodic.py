@@ -26,6 +26,10 @@ class Cadence:
     keep: int = 3
     compression: str = "none"
 
+    def kept(self, parts: int) -> int:
+        """How many, of a state in so many parts: the newest of a part may be the only part of it that there is."""
+        return self.keep if parts == 1 else max(2, self.keep)
+
 
 @dataclass(frozen=True)
 class _Written:
@@ -158,8 +162,10 @@ class Periodic:
         # Older ones go only after this one has been read back.
         store.prove(written.path)
         if self._remote is not None:
-            self._remote.put(written, self._cadence.keep, told)
+            self._remote.put(written)
         if retain:
-            keep = self._cadence.keep if self._origin.parts == 1 else max(2, self._cadence.keep)
-            store.retain(self._folder, keep, told)
+            keep = self._cadence.kept(self._origin.parts)
+            if self._remote is not None:
+                self._remote.retain(keep, snapshot.update, told)
+            store.retain(self._folder, keep, snapshot.update, told)
         return _Written(written, tuple(refused))

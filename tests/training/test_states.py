@@ -358,6 +358,20 @@ def test_behind_an_address_are_whole_copies_and_the_newest_comes_back(tmp_path: 
     assert names(tmp_path / "again") == [4]
 
 
+def test_what_was_just_committed_stays_before_later_updates_here_and_elsewhere(tmp_path: Path) -> None:
+    there = tmp_path / "elsewhere"
+    for folder in (tmp_path / "p0", there):
+        for update in (20, 30, 40):
+            origin(job="another").write(folder, snapshot(update))
+    checkpoints = periodic(tmp_path, remote=Remote(f"file://{there}"))
+    for update in (2, 4):
+        checkpoints.begin(snapshot(update))
+        checkpoints.finish(None)
+        assert update in names(tmp_path / "p0")
+        assert update in names(there)
+    assert names(tmp_path / "p0") == names(there) == [2, 4]
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/folder", "nonsense://x"])
 def test_an_address_that_nothing_here_can_reach_is_one_line(tmp_path: Path, address: str) -> None:
     places = Places.of(tmp_path, tmp_path, "run", address)

@@ -45,15 +45,22 @@ class Remote:
     def address(self, name: str) -> str:
         return f"{self._address}/{name}"
 
-    def put(self, checkpoint: Checkpoint, keep: int, told: Told) -> None:
-        """Copy one that has been proved, and remove all but the newest `keep`; what cannot be removed is told. Raises
-        OSError."""
+    def put(self, checkpoint: Checkpoint) -> None:
+        """Copy one that has been proved. Raises OSError."""
         target = f"{self._root}/{checkpoint.path.name}"
         names = [entry.name for entry in checkpoint.manifest.files]
         self._try(partial(self._files.makedirs, target, exist_ok=True))
         for name in [*names, NAME]:
             self._try(partial(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}"))
-        for update in self._updates()[:-keep]:
+
+    def retain(self, count: int, committed: int, told: Told) -> None:
+        """Remove all but the newest `count` from the update `committed` on backwards, as store.retain does; what cannot
+        be removed is told. Raises OSError when it cannot be listed."""
+        updates = self._updates()
+        kept = [update for update in updates if update <= committed][-count:]
+        for update in updates:
+            if update in kept:
+                continue
             old = f"{self._root}/{folder_name(update)}"
             try:
                 self._try(partial(self._files.rm, old, recursive=True))

@@ -140,13 +140,15 @@ def load(checkpoint: Checkpoint) -> dict[str, dict[str, mx.array]]:
     return groups
 
 
-def retain(folder: Path, count: int, refused: Told) -> list[Path]:
-    """Remove all but the newest `count` that are whole, as far as their sizes tell: the newest has just been proved
-    when this is called. What was removed. One that is not whole counts for nothing, and is removed when `count` newer
-    ones are. Raises nothing: what cannot be removed is told."""
+def retain(folder: Path, count: int, committed: int, refused: Told) -> list[Path]:
+    """Remove all but the newest `count` that are whole, as far as their sizes tell, from the update `committed` on
+    backwards: that one has just been proved when this is called. What was removed. One that is not whole counts for
+    nothing, and is removed when `count` newer ones are. Raises nothing: what cannot be removed is told.
+
+    Those of a later update are of a time that the training has gone back from: they are removed, whole or not."""
     kept, removed = 0, []
     for path in reversed(listed(folder)):
-        if kept < count:
+        if kept < count and (update_of(path.name) or 0) <= committed:
             try:
                 prove(path, thorough=False)
             except (Refused, OSError):

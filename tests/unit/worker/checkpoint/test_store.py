@@ -181,12 +181,20 @@ def test_the_newest_are_kept_and_one_that_is_torn_is_none_of_them(tmp_path: Path
     for update in range(1, 7):
         commit(tmp_path, update)
     os.truncate(tmp_path / "step-000000005" / WEIGHTS, 10)
-    removed = store.retain(tmp_path, 3, never)
+    removed = store.retain(tmp_path, 3, 6, never)
     assert [path.name[-1] for path in removed] == ["2", "1"]
     assert [path.name[-1] for path in store.listed(tmp_path)] == ["3", "4", "5", "6"]
     commit(tmp_path, 7)
     commit(tmp_path, 8)
-    assert [path.name[-1] for path in store.retain(tmp_path, 3, never)] == ["5", "4", "3"]
+    assert [path.name[-1] for path in store.retain(tmp_path, 3, 8, never)] == ["5", "4", "3"]
+
+
+def test_the_one_just_committed_stays_and_those_of_a_later_update_go(tmp_path: Path) -> None:
+    """The training has gone back behind them, as when they were refused."""
+    for update in (3, 4, 7, 8, 9):
+        commit(tmp_path, update)
+    assert [path.name[-1] for path in store.retain(tmp_path, 1, 4, never)] == ["9", "8", "7", "3"]
+    assert [path.name[-1] for path in store.listed(tmp_path)] == ["4"]
 
 
 WRITER = """
