@@ -41,11 +41,13 @@ class Progress:
         self.reached: dict[int, int] = {}
         """Rank → the last iteration that it has told of."""
         self.phases: dict[int, str] = {}
+        self._announced: dict[int, str] = {}
+        """Rank → the last phase that its trainer has named."""
         self.rescues: dict[int, str] = {}
         """Rank → "begin" or "committed"."""
         self.resumed: Resumed | None = None
         self.moved_at: float | None = None
-        """When the last step or change of phase came, monotonic seconds of the head."""
+        """When the last step or change of phase came, or any event while loading, monotonic seconds of the head."""
         self.steps = 0
         """Iterations that the foremost rank has made."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -77,9 +79,12 @@ class Progress:
         """Any other event."""
         match event.get("event"):
             case "phase":
-                self._enter(rank, str(event.get("phase")), now)
+                self._announced[rank] = str(event.get("phase"))
+                self._enter(rank, self._announced[rank], now)
             case "checkpoint" if not event.get("background"):
-                self._enter(rank, "saving" if event.get("phase") == "begin" else "training", now)
+                # Several files may belong to one phase of saving: the trainer says itself when it goes on.
+                announced = self._announced.get(rank, "training")
+                self._enter(rank, "saving" if event.get("phase") == "begin" else announced, now)
             case "end" | "failure":
                 self._enter(rank, "ended", now)
             case "rescue":
@@ -87,6 +92,9 @@ class Progress:
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
                 self.moved_at = now
+        if self.phases.get(rank) == "loading":
+            # What it fetches may be large: as long as it tells of it, it moves.
+            self.moved_at = now
 
     def long_step_s(self) -> float | None:
         """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while

@@ -101,6 +101,35 @@ def test_loading_validating_saving_and_the_first_steps_have_a_limit_of_their_own
     assert training.wait(STALL_S + 1).doing == "validating"
 
 
+def test_what_tells_of_its_loading_does_not_hang() -> None:
+    training = Training()
+    training.event(0, event="phase", phase="loading")
+    for _ in range(3):
+        assert training.wait(STALL_S - 1.0) is None
+        training.event(0, event="fetch", done=1)
+    training.event(0, event="phase", phase="training")
+    assert training.wait(STALL_S - 1.0) is None
+    training.event(0, event="warning", message="w")
+    assert training.wait(2.0) is not None, "no other phase is kept up by words"
+
+
+def test_one_file_of_several_does_not_end_a_phase_of_saving() -> None:
+    progress = Progress()
+    progress.take(0, {"event": "phase", "phase": "saving"}, 1.0)
+    for phase in ("begin", "committed"):
+        progress.take(0, {"event": "checkpoint", "phase": phase}, 2.0)
+        assert progress.phases == {0: "saving"}
+    progress.take(0, {"event": "phase", "phase": "training"}, 3.0)
+    assert progress.phases == {0: "training"}
+
+
+def test_a_file_that_is_saved_outside_any_phase_leaves_it_training() -> None:
+    progress = Progress()
+    for phase, found in (("begin", "saving"), ("committed", "training")):
+        progress.take(0, {"event": "checkpoint", "phase": phase}, 2.0)
+        assert progress.phases == {0: found}
+
+
 def test_what_lies_between_two_steps_is_no_step() -> None:
     training = Training()
     training.steps(1, 10)
