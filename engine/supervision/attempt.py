@@ -64,6 +64,8 @@ class Attempt:
     """(rank, node): a run that goes on without a node counts its ranks anew. Empty: all of the plan's, as planned."""
     resume: bool = False
     """Whether its trainers go on from what an earlier attempt has left."""
+    reached: int = 0
+    """The iteration that the run had reached before."""
 
     def place(self, rank: int) -> Place:
         """The host of `rank`."""
@@ -83,6 +85,7 @@ class Attempt:
             "nonce": self.nonce,
             "members": [list(member) for member in self.members],
             "resume": self.resume,
+            "reached": self.reached,
             "starting_port": self.starting_port,
             "log_bases": {str(source): size for source, size in self.log_bases.items()},
             "event_bases": {str(rank): size for rank, size in self.event_bases.items()},
@@ -111,6 +114,7 @@ class Attempt:
             memory_kills=entry.get("memory_kills"),
             members=tuple((int(rank), str(node)) for rank, node in entry.get("members") or ()),
             resume=entry.get("resume") is True,
+            reached=int(entry.get("reached") or 0),
         )
 
 
@@ -134,8 +138,10 @@ def intend(  # noqa: PLR0917  (each is a fact of its own; nothing here groups th
     starting_port: int,
     *,
     resume: bool = False,
+    reached: int = 0,
 ) -> Attempt:
-    """What the attempt will be, and where it begins in the head's files. `nonce` is the run's."""
+    """What the attempt will be, and where it begins in the head's files. `nonce` is the run's, `reached` the iteration
+    that it has reached."""
     sources = [rank.rank for rank in plan.ranks]
     return Attempt(
         number=number,
@@ -148,6 +154,7 @@ def intend(  # noqa: PLR0917  (each is a fact of its own; nothing here groups th
         memory_kills=memory_kills(),
         members=tuple((rank.rank, rank.node) for rank in plan.ranks),
         resume=resume,
+        reached=reached,
     )
 
 
@@ -313,6 +320,7 @@ def spec_of(
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.resume,
+        reached=attempt.reached,
     )
 
 

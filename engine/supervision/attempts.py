@@ -29,7 +29,7 @@ from engine.supervision.attempt import Attempt, Launched, intend, launch
 from engine.supervision.culprit import Verdict, judge
 from engine.supervision.explanation import explained
 from engine.supervision.flight import Flight
-from engine.supervision.history import Ended, failed_attempts, policy_of
+from engine.supervision.history import Ended, failed_attempts, policy_of, reached_before
 from engine.supervision.inheritance import anybody_came, old_launcher
 from engine.supervision.interruption import TICK_S, Aborted, Asked, until_abort
 from engine.supervision.launcher_watch import LauncherWatch
@@ -75,6 +75,7 @@ class Attempts:
         self._rng = rng or random.Random()
         self._policy = policy_of(plan)
         self._ended = failed_attempts(logbook.entries)
+        self._reached_before = reached_before(logbook.entries)
         self._last: Attempt | None = None
         """The last one that was entered, by this supervisor."""
         self._links: Links | None = None
@@ -360,7 +361,10 @@ class Attempts:
         if self._flight is not None:
             # Only now: until then its nodes may have sent more.
             await self._flight.ground()
-        attempt = intend(self._run_dir, plan, number, self._nonce, places, wiring, port, resume=number > 1)
+        reached = self._history[-1].reached if self._ended else self._reached_before
+        attempt = intend(
+            self._run_dir, plan, number, self._nonce, places, wiring, port, resume=number > 1, reached=reached
+        )
         self._logbook.append("attempt", **attempt.entry())
         self._last = attempt
         return attempt

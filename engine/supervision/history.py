@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from engine.supervision.culprit import Verdict
 from engine.supervision.recovery import Failure, Policy
 
 _OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
+
+_OF_THE_JOB = re.compile(r"\bJobError: ")
+"""What our trainer says of what its job is or lacks, a lost state too."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Ended:
             signature=verdict.signature,
             reached=reached,
             rank=verdict.rank,
+            of_the_job=_OF_THE_JOB.search(verdict.cause or "") is not None,
         )
         return cls(failure, verdict, failed_at)
 
@@ -55,6 +60,13 @@ def failed_attempts(entries: Sequence[dict[str, Any]]) -> list[Ended]:
     """Since the run was launched, or last taken up by its user, in their order."""
     begun = max((at for at, entry in enumerate(entries) if entry["event"] == "reopened"), default=0)
     return [Ended.from_entry(entry) for entry in entries[begun:] if entry["event"] == "attempt_ended"]
+
+
+def reached_before(entries: Sequence[dict[str, Any]]) -> int:
+    """The iteration that the run is known to have reached, over everything that the journal holds; 0 when none."""
+    told = [entry.get("reached") for entry in entries if entry["event"] == "attempt_ended"]
+    told += [entry.get("iteration") for entry in entries if entry["event"] == "state"]
+    return max((int(each) for each in told if each is not None), default=0)
 
 
 def policy_of(plan: Plan) -> Policy:

@@ -79,6 +79,8 @@ class Failure:
     reached: int = 0
     """The last iteration that any rank finished, or that it went on from; 0 when none."""
     rank: int | None = None
+    of_the_job: bool = False
+    """A trainer of ours has refused its job, or what it was to go on from."""
 
     def is_like(self, other: Failure) -> bool:
         """Whether it is the same failure at the same iteration."""
@@ -149,6 +151,9 @@ def refusal(policy: Policy, history: Sequence[Failure]) -> End | None:
         return End(policy.why_never)
     if last.reason in _NEVER:
         return End(_NEVER[last.reason])
+    furthest = max((each.reached for each in earlier), default=0)
+    if last.of_the_job and last.reached <= furthest:
+        return End("a restart does not mend what a trainer refuses")
     if (why := _cannot_mend(last, first=not earlier)) is not None:
         return End(why)
     if len(history) > policy.max_restarts:

@@ -169,3 +169,8 @@ def test_an_entry_of_before_there_were_other_machines_is_read(tmp_path: Path) ->
     read = Attempt.from_entry({**entry, "node_root": str(tmp_path / "node")}, "nonce")
     assert read.files("r", 1) == attempt(tmp_path, plan()).files("r", 1)
     assert read.wiring == attempt(tmp_path, plan()).wiring
+
+
+def test_how_far_the_run_had_come_is_told_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
+    made = replace(attempt(tmp_path, plan()), reached=37)
+    assert spec_of(plan(), Attempt.from_entry(json.loads(json.dumps(made.entry())), "nonce"), {}).reached == 37

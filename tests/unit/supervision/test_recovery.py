@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.models import Reason
+from engine.models import Reason, RunState
+from engine.supervision.culprit import Verdict
+from engine.supervision.history import Ended, reached_before
 from engine.supervision.recovery import (
     STALLED_LIMIT,
     End,
@@ -85,6 +88,41 @@ def test_what_is_never_tried_again(reason: Reason) -> None:
 @pytest.mark.parametrize("signature", ["lora.no_train", "import.mlx", "disk.full", "launch.python_missing"])
 def test_a_known_cause_in_the_job_or_the_software_is_not_tried_again(signature: str) -> None:
     assert isinstance(step(replace(KILLED, reason=Reason.RANK_FAILED, signature=signature)), End)
+
+
+def test_what_a_trainer_refuses_is_not_tried_again_and_a_passing_fault_later_is() -> None:
+    refused = Failure(2, Reason.RANK_FAILED, "bea", exit_code=3, reached=37, rank=1, of_the_job=True)
+    assert isinstance(step(KILLED, refused), End)
+    assert isinstance(step(KILLED, replace(refused, of_the_job=False)), Retry)
+    assert isinstance(step(KILLED, replace(refused, reached=60)), Retry), "its data could not be read in the middle"
+
+
+@pytest.mark.parametrize(
+    ("cause", "of_the_job"),
+    [
+        ("JobError: no state to go on from", True),
+        ("exited with code 3: JobError: no state to go on from", True),
+        ("worker.job.JobError: no state to go on from", True),
+        ("NotAJobError: x", False),
+        (None, False),
+    ],
+)
+def test_a_refused_job_is_told_by_its_cause_also_by_the_journal(cause: str | None, of_the_job: bool) -> None:
+    ended = Ended.of(1, Verdict(RunState.FAILED, Reason.RANK_FAILED, cause), 37, "2026-01-01T00:00:00+00:00")
+    assert ended.failure.of_the_job is of_the_job
+    assert Ended.from_entry({"event": "attempt_ended", **ended.entry([])}) == ended
+
+
+def test_how_far_a_run_had_come_is_known_over_all_of_its_journal() -> None:
+    assert reached_before([]) == 0
+    assert reached_before([{"event": "state", "state": "running"}]) == 0
+    ended: list[dict[str, Any]] = [
+        {"event": "attempt_ended", "reached": 37},
+        {"event": "state", "iteration": 30},
+        {"event": "reopened"},
+    ]
+    assert reached_before(ended) == 37
+    assert reached_before(ended[1:]) == 30, "it was stopped"
 
 
 def test_a_port_that_was_taken_is_tried_again_on_others() -> None:
