@@ -124,15 +124,22 @@ class Resume:
         self._own: list[_Candidate] = []
         self._rows: list[list[Row]] = []
 
-    def run(self, places: Sequence[Place], *, adapter: bool = False) -> Start:
+    def run(self, places: Sequence[Place], *, adapter: bool = False, reached: int = 0) -> Start:
         """Restore the newest whole state and say so. `adapter`: the model has the weights of an adapter file, where
-        there is no state. Raises PeerLost, JobError."""
+        there is no state. Raises PeerLost, JobError: on all ranks, when there is none although the run had `reached`
+        an iteration."""
         begun = time.perf_counter()
         self._own = self._candidates(places)
         self._rows = gather_facts(self._collective, [candidate.row for candidate in self._own])
         none = Start(source="adapter" if adapter else "none")
         found = next((start for whole in wholes(self._rows) if (start := self._try(whole)) is not None), none)
         refused = sum(gather_facts(self._collective, self._refused))
+        if reached > 0 and found is none:
+            raise JobError(
+                f"no state to go on from ({_why_none(refused)}), and the run had reached iteration {reached}: to begin "
+                "again at 1 would overwrite the adapters that it has saved. Bring the node that has the state back and "
+                "`flightdeck resume`, or start a new run with `flightdeck launch`"
+            )
         self._tell(found, time.perf_counter() - begun, refused)
         return found
 
@@ -249,7 +256,7 @@ class Resume:
         )
         if not found.update:
             weights = ", with the weights of resume_adapter_file" if found.source == "adapter" else ""
-            why = f"{refused} were refused" if refused else "no rank has any"
+            why = _why_none(refused)
             self._reporter.warn(f"no state to go on from ({why}): the training begins again at iteration 1{weights}")
             return
         whose = "every rank's own part of it" if found.rank is None else f"rank {found.rank}'s"
@@ -257,3 +264,7 @@ class Resume:
             f"goes on after iteration {found.iteration} (update {found.update}) from a {found.source}, {whose}, "
             f"in {seconds:.2f} s"
         )
+
+
+def _why_none(refused: int) -> str:
+    return f"{refused} were refused" if refused else "no rank has any"

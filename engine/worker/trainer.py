@@ -190,7 +190,8 @@ def _loop(
     if spec.resume:
         places.fetch(rank, size, replicated=strategy.replicated, reporter=reporter)
         adapter = job.resume_adapter_file is not None
-        start = Resume(collective, strategy, hashed, reporter).run(places.states(), adapter=adapter)
+        search = Resume(collective, strategy, hashed, reporter)
+        start = search.run(places.states(), adapter=adapter, reached=spec.reached)
     writes = spec.checkpoint_every > 0 and (part > 0 or rank == 0)
     if writes:
         check_compression(spec.checkpoint_compression)

@@ -99,6 +99,8 @@ class AttemptSpec:
     """"none", "gzip" or "zstd"."""
     resume: bool = False
     """Go on from the newest whole state that any rank has, instead of from the beginning."""
+    reached: int = 0
+    """The iteration that the run had reached before this attempt: with `resume`, it then does not begin at 1 again."""
     version: int = WIRE_VERSION
 
     def to_json(self) -> str:

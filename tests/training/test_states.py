@@ -75,7 +75,9 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def look(home: Path, places: list[list[Path]], unfit: set[float] | None = None) -> tuple[list[Start], list[Kept], str]:
+def look(
+    home: Path, places: list[list[Path]], unfit: set[float] | None = None, reached: int = 0
+) -> tuple[list[Start], list[Kept], str]:
     """What as many ranks as `places` find in theirs, what they are restored to, and what they warn of."""
     kept = [Kept() for _ in places]
     for one in kept:
@@ -84,7 +86,7 @@ def look(home: Path, places: list[list[Path]], unfit: set[float] | None = None) 
     def run(collective: Collective) -> Start:
         rank = collective.rank
         search = Resume(collective, cast("Strategy", kept[rank]), "job", reporter(home / f"e{rank}", rank))
-        return search.run([Place("checkpoint", folder) for folder in places[rank]])
+        return search.run([Place("checkpoint", folder) for folder in places[rank]], reached=reached)
 
     starts = together(len(places), run)
     said = "\n".join(
@@ -194,6 +196,26 @@ def test_what_does_not_fit_the_job_is_told_and_the_one_before_used(tmp_path: Pat
     starts, kept, said = look(tmp_path, [[tmp_path / "a"], []], unfit={2.0})
     assert [start.update for start in starts] == [1, 1] and kept[1].restored == {0: 1.0}
     assert "w is of another shape" in said and "it is of another job" in said
+
+
+def test_a_run_whose_state_is_lost_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+    raised: list[str] = []
+
+    def run(collective: Collective) -> None:
+        rank = collective.rank
+        search = Resume(collective, cast("Strategy", Kept()), "job", reporter(tmp_path / f"e{rank}", rank))
+        with pytest.raises(JobError) as error:
+            search.run([Place("checkpoint", tmp_path / "none")], adapter=rank == 0, reached=40)
+        raised.append(str(error.value))
+
+    together(2, run)
+    assert len(raised) == 2 and raised[0] == raised[1]
+    assert "no rank has any" in raised[0] and "iteration 40" in raised[0] and "\n" not in raised[0]
+    assert "`flightdeck resume`" in raised[0] and "`flightdeck launch`" in raised[0]
+    # With a state, and where nothing had been reached, all is as before.
+    assert look(tmp_path / "one", [[], []])[0] == [Start()] * 2
+    origin().write(tmp_path / "a", snapshot(4))
+    assert [start.update for start in look(tmp_path / "two", [[tmp_path / "a"], []], reached=40)[0]] == [4, 4]
 
 
 @pytest.mark.parametrize(
