@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import store, streams
-from .checkpoint.manifest import update_of
+from .checkpoint import streams
 from .checkpoint.remote import Remote, is_address
 from .job import JobError
 from .reporting import Reporter
@@ -56,26 +55,33 @@ class Places:
             *(Place("checkpoint", folder) for folder in (self.base, *parts)),
         ]
 
-    def fetch(self, rank: int, size: int, *, replicated: bool, reporter: Reporter) -> None:
-        """Bring what is newer elsewhere than here: all of it to rank 0, or to each rank the parts that fall to it. What
-        cannot be brought is told. Raises JobError."""
+    def fetch(self, rank: int, size: int, *, replicated: bool, keep: int, reporter: Reporter) -> None:
+        """Bring the newest `keep` that lie elsewhere and not here: all of them to rank 0, or to each rank the parts
+        that fall to it. What cannot be brought is told. Raises JobError."""
         if self.address is None:
             return
         if replicated:
             if rank == 0:
-                self._fetch(self.remote(0, 1), self.base, reporter)
+                self._fetch(self.remote(0, 1), self.base, keep, reporter)
             return
         part, more = rank, True
         while more:
-            more = self._fetch(self.remote(part, 2), self.folder(part, 2), reporter)
+            more = self._fetch(self.remote(part, 2), self.folder(part, 2), keep, reporter)
             part += size
 
-    def _fetch(self, remote: Remote | None, folder: Path, reporter: Reporter) -> bool:
+    def _fetch(self, remote: Remote | None, folder: Path, keep: int, reporter: Reporter) -> bool:
         """Whether there was anything."""
         assert remote is not None
+
+        def refused(path: Path, why: str) -> None:
+            reporter.warn(f"the copy of {path.name} is not used: {why}")
+
+        def brought(path: Path, size: int) -> None:
+            # So that the head sees it move, however long all of it takes.
+            reporter.event("fetched", path=f"{path.parent.name}/{path.name}", bytes=size)
+
         try:
-            here = [update_of(path.name) or 0 for path in store.listed(folder)]
-            return remote.fetch(folder, max(here, default=-1), lambda path, why: _told(reporter, path, why))
+            return remote.fetch(folder, keep, refused, brought)
         except OSError as error:
             reporter.warn(f"{self.address} cannot be read, so that only what lies on the node is used: {error}")
             return False
@@ -87,10 +93,6 @@ def check_compression(compression: str) -> None:
         streams.check(compression)
     except ValueError as error:
         raise JobError(f"[checkpoint] compression: {error}") from error
-
-
-def _told(reporter: Reporter, path: Path, why: str) -> None:
-    reporter.warn(f"the copy of {path.name} is not used: {why}")
 
 
 def _name(part: int) -> str:

@@ -186,9 +186,10 @@ def _loop(
     hashed = state_hash(spec.job or {})
     origin = Origin(hashed, size, part, parts)
     places = Places.of(job.home, Path(here.workdir), spec.run_id, here.checkpoint_folder)
+    cadence = Cadence(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
     start = None
     if spec.resume:
-        places.fetch(rank, size, replicated=strategy.replicated, reporter=reporter)
+        places.fetch(rank, size, replicated=strategy.replicated, keep=cadence.kept(parts), reporter=reporter)
         adapter = job.resume_adapter_file is not None
         search = Resume(collective, strategy, hashed, reporter)
         start = search.run(places.states(), adapter=adapter, reached=spec.reached)
@@ -197,7 +198,7 @@ def _loop(
         check_compression(spec.checkpoint_compression)
     periodic = Periodic(
         places.folder(part, parts),
-        Cadence(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression),
+        cadence,
         origin,
         reporter,
         writes=writes,

@@ -367,17 +367,69 @@ def test_behind_an_address_are_whole_copies_and_the_newest_comes_back(tmp_path: 
     assert names(there) == [4, 6]
     assert events(tmp_path / "e0")[-1]["path"] == f"file://{tmp_path}/elsewhere/run/step-000000006"
     refused: list[str] = []
-    assert remote.fetch(tmp_path / "new", -1, lambda path, why: refused.append(why))
-    assert names(tmp_path / "new") == [6] and refused == []
+    brought: list[Path] = []
+
+    def fetch(name: str, count: int) -> list[int]:
+        def hear(path: Path, size: int) -> None:
+            brought.append(path)
+
+        assert remote.fetch(tmp_path / name, count, lambda path, why: refused.append(why), hear)
+        return names(tmp_path / name)
+
+    assert fetch("new", 1) == [6] and refused == [] and len(brought) == 2
     assert store.prove(tmp_path / "new" / "step-000000006").manifest.update == 6
-    # One that is cut off there is told, and the one before comes.
-    (there / "step-000000006" / "weights.safetensors").write_bytes(b"short")
-    assert remote.fetch(tmp_path / "again", -1, lambda path, why: refused.append(why))
-    assert names(tmp_path / "again") == [4]
-    assert len(refused) == 1 and "its manifest says" in refused[0]
-    # What is here already is not brought again.
-    remote.fetch(tmp_path / "again", 9, lambda path, why: refused.append(why))
-    assert names(tmp_path / "again") == [4]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-000000006"], "nothing else is left there"
+    # What is here already and proves itself is not brought again; what does not is.
+    assert fetch("new", 2) == [4, 6] and len(brought) == 4
+    (tmp_path / "new" / "step-000000006" / "weights.safetensors").write_bytes(b"short")
+    assert fetch("new", 2) == [4, 6] and len(brought) == 6 and refused == []
+    store.prove(tmp_path / "new" / "step-000000006")
+
+
+@pytest.mark.parametrize("words", ["its manifest says", "its hash is not the manifest's"])
+def test_a_copy_that_is_damaged_does_not_hide_the_one_before(tmp_path: Path, words: str) -> None:
+    there = tmp_path / "elsewhere" / "run"
+    for update in (2, 4, 6):
+        last = origin().write(there, snapshot(update))
+    if words == "its manifest says":
+        (last.path / "weights.safetensors").write_bytes(b"short")
+    else:
+        hurt(last)
+    places = Places.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
+    places.fetch(0, 1, replicated=True, keep=2, reporter=reporter(tmp_path / "e"))
+    assert names(places.base) == [2, 4]
+    told = events(tmp_path / "e")
+    (warning,) = [event["message"] for event in told if event["event"] == "warning"]
+    assert words in warning and "step-000000006" in warning
+    assert "step-000000004/weights.safetensors" in [event["path"] for event in told if event["event"] == "fetched"]
+
+
+def test_a_part_that_is_missing_elsewhere_leaves_the_state_before_it(tmp_path: Path) -> None:
+    for part, updates in enumerate([(4, 6), (4,)]):
+        for update in updates:
+            origin(part, 2).write(tmp_path / "elsewhere" / "run" / f"part{part}", snapshot(update))
+    places = Places.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
+    places.fetch(0, 1, replicated=False, keep=2, reporter=reporter(tmp_path / "e"))
+    assert [names(places.folder(part, 2)) for part in (0, 1)] == [[4, 6], [4]]
+
+
+def test_a_copy_that_is_replaced_has_no_manifest_meanwhile(tmp_path: Path) -> None:
+    remote = Remote(f"file://{tmp_path}/elsewhere")
+    remote.put(origin().write(tmp_path / "a", snapshot(4)))
+    other = origin().write(tmp_path / "b", snapshot(4, value=9.0))
+    (other.path / "weights.safetensors").unlink()
+    with pytest.raises(OSError, match=r"weights\.safetensors"):
+        remote.put(other)
+    assert not (tmp_path / "elsewhere" / other.path.name / NAME).exists()
+
+
+def test_copies_of_a_part_outlive_newer_ones_that_are_not_known_to_be_whole(tmp_path: Path) -> None:
+    checkpoints = periodic(tmp_path, parts=2, remote=Remote(f"file://{tmp_path}/elsewhere"))
+    for update in (2, 4, 6, 8):
+        checkpoints.agree(2.0, 1.0)
+        checkpoints.begin(snapshot(update))
+        checkpoints.finish(None)
+    assert names(tmp_path / "elsewhere") == [2, 4, 6, 8]
 
 
 def test_what_was_just_committed_stays_before_later_updates_here_and_elsewhere(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ last: without it, nothing is a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import shutil
@@ -17,9 +18,12 @@ from typing import Any
 
 from .errors import Refused
 from .manifest import MANIFEST_BYTES, NAME, Manifest, folder_name, update_of
-from .store import Checkpoint, Told
+from .store import Checkpoint, Told, prove
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+
+Brought = Callable[[Path, int], object]
+"""Hears of each file that has been fetched, and its bytes."""
 
 
 def is_address(destination: str) -> bool:
@@ -50,6 +54,9 @@ class Remote:
         target = f"{self._root}/{checkpoint.path.name}"
         names = [entry.name for entry in checkpoint.manifest.files]
         self._try(partial(self._files.makedirs, target, exist_ok=True))
+        # Of one that is there, another time's, the files must not be replaced below its manifest.
+        with contextlib.suppress(FileNotFoundError):
+            self._try(partial(self._files.rm_file, f"{target}/{NAME}"))
         for name in [*names, NAME]:
             self._try(partial(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}"))
 
@@ -67,40 +74,45 @@ class Remote:
             except OSError as error:
                 told(Path(folder_name(update)), f"it cannot be removed: {error}")
 
-    def fetch(self, folder: Path, beyond: int, told: Told) -> bool:
-        """Bring the newest checkpoint of an update after `beyond` into `folder`, where it still has to prove itself.
-        One that cannot be brought is told, and the one before is tried. Whether there are any. Raises OSError."""
-        updates = self._updates()
+    def fetch(self, folder: Path, count: int, told: Told, brought: Brought) -> bool:
+        """Have the newest `count` checkpoints that prove themselves in `folder`: which of them can be used is found out
+        later. One that is there and proves itself is not brought again; one that cannot be brought, or does not prove
+        itself then, is told and counts for nothing. Whether there are any. Raises OSError."""
+        updates, whole = self._updates(), 0
         for update in reversed(updates):
-            if update <= beyond:
+            if whole == count:
                 break
             try:
-                self._bring(folder, update)
+                if not _proved(folder / folder_name(update)):
+                    self._bring(folder, update, brought)
             except (Refused, OSError) as error:
                 told(Path(folder_name(update)), str(error))
             else:
-                break
+                whole += 1
         return bool(updates)
 
-    def _bring(self, folder: Path, update: int) -> None:
+    def _bring(self, folder: Path, update: int, brought: Brought) -> None:
         name = folder_name(update)
         source = f"{self._root}/{name}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
         try:
+            copy = temporary / name
+            copy.mkdir(mode=0o700)
             if self._size(f"{source}/{NAME}") > MANIFEST_BYTES:
                 raise Refused("its manifest is too long")
-            self._get(f"{source}/{NAME}", temporary / NAME)
-            for entry in Manifest.from_json((temporary / NAME).read_bytes()).files:
+            self._get(f"{source}/{NAME}", copy / NAME)
+            for entry in Manifest.from_json((copy / NAME).read_bytes()).files:
                 size = self._size(f"{source}/{entry.name}")
                 if size != entry.stored_bytes:
                     raise Refused(f"{entry.name} has {size:,} bytes, and its manifest says {entry.stored_bytes:,}")
-                self._get(f"{source}/{entry.name}", temporary / entry.name)
+                self._get(f"{source}/{entry.name}", copy / entry.name)
+                brought(copy / entry.name, size)
+            prove(copy)
             shutil.rmtree(folder / name, ignore_errors=True)
-            temporary.rename(folder / name)
-        except BaseException:
+            copy.rename(folder / name)
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
     def _updates(self) -> list[int]:
         """Of those that have a manifest, oldest first. Raises OSError."""
@@ -122,3 +134,11 @@ class Remote:
             raise
         except Exception as error:
             raise OSError(f"{self._address}: {error}") from error
+
+
+def _proved(path: Path) -> bool:
+    try:
+        prove(path)
+    except (Refused, OSError):
+        return False
+    return True
