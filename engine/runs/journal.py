@@ -9,8 +9,9 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     state         state; at the end also reason, rank, host, cause, fix, exit_code, signal, iteration, train_loss,
                   val_loss, tokens_per_second, unconfirmed
     reopened      the run had ended, and is to go on from the state that it has saved; preflight comes next
-    attempt       attempt, nonce, members [[rank, node]], resume, starting_port, log_bases {source: size of the head's
-                  log when the attempt began}, event_bases {rank: the same for its events}
+    attempt       attempt, nonce, members [[rank, node]], resume, reached (the run's iteration before), starting_port,
+                  log_bases {source: size of the head's log when the attempt began}, event_bases {rank: the same for its
+                  events}
     hung          rank, node (null: not known which), silent_s, limit_s, doing, iteration: no step for too long
     attempt_ended attempt, reason, rank, host, cause, fix, signature, exit_code, signal, reached (the last iteration
                   that any rank finished), failed_at (when that was noticed), unconfirmed [nodes]
@@ -23,7 +24,7 @@ Every entry is `{"at": UTC ISO time, "event": …, …}`:
     rank_started  rank, host, pid, start, pgid, started_at (wall, seconds since the epoch, on the node), identity
     rank_ended    rank, host, code, signal, stopped_by, error
     request       request, now, by: what a face asked for
-    stop          stage (asked, stop, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence, end),
+    stop          stage (asked, stop, rescue, term, kill, verifying, stopped, unconfirmed), purpose (abort, fence, end),
                   acknowledged [ranks whose keeper has written an exit record], left ["node pid command"]
     node          node, condition (connected, unreachable, lost), since, why, silent_s (engine.supervision.conditions):
                   a node with a connection answers, or does not

@@ -2,8 +2,8 @@
 clock.
 
     stop        every keeper is asked for a cooperative stop (left out by a fence, and by "now")
-    rescue      only before a restart: "end" to the rank that began it, "rescue" to all others, whose trainers write the
-                state of their last finished step and leave
+    rescue      only after a failure that leaves the state sound: "end" to the rank that began it, "rescue" to all
+                others, whose trainers write the state of their last finished step and leave
     term        "end" to the keepers, which TERM and KILL their own groups; TERM to the launcher's group
     kill        KILL to the ranks' groups, to the launcher's, and to whatever still carries the nonce
     verifying   nobody with the nonce may be left on any host; what is left is killed
@@ -35,6 +35,8 @@ _AWAY_S = 15.0
 """A host whose ranks have been asked for their last checkpoint, or are to be, may be silent for as long: it does not
 find out that they are to be killed when it is back after a moment."""
 _ASK_AGAIN_S = 1.0
+RESCUE_BYTES_PER_S = 100e6
+"""At which a disk at least takes a rescued state; what is slower is not waited for to the end."""
 _KEEPER_MARGIN_S = 0.3
 """What a keeper needs beyond its graces to drain the log, sweep and write its exit record."""
 _LEAVES_S = 1.0
@@ -65,7 +67,7 @@ class Graces:
 
 @dataclass(frozen=True)
 class Rescue:
-    """What a fence before a restart waits for."""
+    """What a fence after a failure waits for."""
 
     culprit: int | None
     """The rank that is to be ended at once; None when it is not known which."""
@@ -73,6 +75,8 @@ class Rescue:
     """Rank → "begin" or "committed", as the trainers have told by now."""
     patience_s: float
     """Until a trainer has begun: it may be in the middle of a step."""
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    """Rank → bytes of the state that it writes, as the trainers have told by now."""
 
 
 @dataclass
@@ -188,7 +192,14 @@ class Stop:
             self._written_at = self._written_at or now
             return not awaited or now - self._written_at > _LEAVES_S
         writing = any(told.get(rank) == "begin" for rank in awaited)
-        return waited > (self._graces.save_s if writing else min(self._rescue.patience_s, self._graces.save_s))
+        return waited > (self._writes_s() if writing else min(self._rescue.patience_s, self._graces.save_s))
+
+    def _writes_s(self) -> float:
+        """How long the ranks may write their states; those of one host share its disk."""
+        assert self._rescue is not None
+        sizes = self._rescue.sizes
+        largest = max((sum(sizes.get(rank, 0) for rank in link.ranks) for link in self._links), default=0)
+        return self._graces.save_s + largest / RESCUE_BYTES_PER_S
 
     def _while_verifying(self, now: float) -> None:
         if self.stage is Stage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():

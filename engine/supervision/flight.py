@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from engine.models import RunState
+from engine.models import Reason, RunState
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.mirror import Gap, Mirror
 from engine.runs.plan_file import Plan
@@ -44,6 +44,9 @@ _SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that began it."""
 _LATE_BYTES_S = 10.0
 """The end of a log may take as long to come, after the last byte that came."""
+_NOT_WORTH_RESCUING = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
+"""Reasons of an end that speak against the state itself. After all others it is what the user may go on from, whether
+the run restarts by itself or not."""
 _PURPOSES = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
 P = ParamSpec("P")
@@ -242,9 +245,9 @@ class Flight:
             self._on_first_step = None
         if abort is not None and self._stop is None and not self._all_home():
             self._abort(abort)
-        elif abort is not None and (abort.now or self.recovering) and self._stop is not None:
+        elif abort is not None and self._stop is not None:
             # Whatever it is that ends the attempt, it has been judged worth ending: an abort can only hurry it.
-            self._hurry()
+            self._abort_the_end(abort)
         if self._stop is None:
             self._decide(now, launcher_alive)
         if self._stop is None:
@@ -316,20 +319,22 @@ class Flight:
         )
         self._begin_stop(RunState.FINISHING, cooperative=not abort.now)
 
-    def _hurry(self) -> None:
+    def _abort_the_end(self, abort: Request) -> None:
         assert self._stop is not None
         if self.recovering and self._purpose is None:
             # From here on it is the user's stop, and told as such.
             self._purpose = _PURPOSES[Trigger.ABORT]
             self._enter_stage(Stage.ASKED, self._stop.proofs)
-        self._stop.hurry()
+        if abort.now:
+            # Otherwise what the ranks are writing, perhaps the only newest state, is still of use.
+            self._stop.hurry()
 
     def _end(self, trigger: Trigger) -> None:
         self._trigger = trigger
         so_far = judge(self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False))
         going_on = self._logbook.state is not RunState.FINISHING
         self.recovering = going_on and self._recovers(so_far, self.intake.progress.furthest)
-        rescue = self._rescue(so_far.rank) if self.recovering else None
+        rescue = self._rescue(so_far.rank) if so_far.reason not in _NOT_WORTH_RESCUING else None
         state = RunState.RECOVERING if self.recovering else RunState.FINISHING
         self._begin_stop(state, cooperative=False, rescue=rescue)
 
@@ -340,7 +345,7 @@ class Flight:
             return None
         progress, graces = self.intake.progress, self._plan.config.recovery
         patience_s = max(graces.stop_grace_s, 2 * (progress.long_step_s() or 0.0))
-        return Rescue(culprit, progress.rescues, patience_s)
+        return Rescue(culprit, progress.rescues, patience_s, progress.rescue_bytes)
 
     def _begin_stop(self, state: RunState, *, cooperative: bool, rescue: Rescue | None = None) -> None:
         if self._logbook.state not in (state, RunState.FINISHING):

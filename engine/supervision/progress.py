@@ -45,6 +45,8 @@ class Progress:
         """Rank → the last phase that its trainer has named."""
         self.rescues: dict[int, str] = {}
         """Rank → "begin" or "committed"."""
+        self.rescue_bytes: dict[int, int] = {}
+        """Rank → size of the state that it has begun to rescue."""
         self.resumed: Resumed | None = None
         self.moved_at: float | None = None
         """When the last step or change of phase came, or any event while loading, monotonic seconds of the head."""
@@ -89,6 +91,8 @@ class Progress:
                 self._enter(rank, "ended", now)
             case "rescue":
                 self.rescues[rank] = str(event.get("phase"))
+                if (size := _whole(event.get("bytes"))) is not None:
+                    self.rescue_bytes[rank] = size
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
                 self.moved_at = now

@@ -56,6 +56,12 @@ class Rescue:
         self._leaving = True
         return self._write()
 
+    def keep(self) -> None:
+        """The training is stopped, and nothing else keeps its state: write that of the last finished update, where a
+        rank has all of it."""
+        if self._origin.parts == 1:
+            self._write()
+
     def left_by_control(self, code: int) -> None:
         """The head asks for it while the main thread may hang: write the state and end the process with `code`, unless
         the main thread is about to."""
@@ -90,7 +96,8 @@ class Rescue:
             return False
         begun = time.perf_counter()
         facts = {"iteration": snapshot.iteration, "update": snapshot.update}
-        self._reporter.event("rescue", phase="begin", **facts)
+        size = sum(array.nbytes for group in snapshot.state.values() for array in group.values())
+        self._reporter.event("rescue", phase="begin", bytes=size, **facts)
         try:
             self._origin.write(self._folder, snapshot)
         except (OSError, ValueError) as error:

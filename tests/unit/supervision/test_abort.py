@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from engine.runs.plan_file import PlannedRank
-from engine.supervision.abort import SILENT_S, UNCONFIRMED_S, Graces, Rescue, Stage, Stop
+from engine.supervision.abort import RESCUE_BYTES_PER_S, SILENT_S, UNCONFIRMED_S, Graces, Rescue, Stage, Stop
 from engine.supervision.links.base import LinkState
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
@@ -205,8 +205,8 @@ def words(ending: Ending, rank: int) -> bytes:
         os.close(fifo)
 
 
-def rescuing(directory: Path, culprit: int | None, told: dict[int, str]) -> Ending:
-    return Ending(directory, cooperative=False, rescue=Rescue(culprit, told, patience_s=2.5))
+def rescuing(directory: Path, culprit: int | None, told: dict[int, str], sizes: Mapping[int, int] = {}) -> Ending:
+    return Ending(directory, cooperative=False, rescue=Rescue(culprit, told, 2.5, sizes))
 
 
 def test_before_a_restart_the_culprit_is_ended_and_the_others_are_asked_for_their_state(tmp_path: Path) -> None:
@@ -228,11 +228,17 @@ def test_a_trainer_that_writes_has_the_time_of_a_save_and_one_that_does_not_begi
     assert ending.advance(1.0) == [Stage.RESCUE, Stage.TERM]
 
 
+def test_a_large_state_has_its_time_beyond_that_of_a_save(tmp_path: Path) -> None:
+    ending = rescuing(tmp_path, 1, {0: "begin"}, {0: int(20 * RESCUE_BYTES_PER_S)})
+    assert ending.advance(GRACES.save_s + 19.5) == [Stage.RESCUE]
+    assert ending.advance(1.0) == [Stage.RESCUE, Stage.TERM]
+
+
 def test_a_trainer_that_is_deaf_is_not_waited_for(tmp_path: Path) -> None:
     assert rescuing(tmp_path, None, {}).advance(2.8) == [Stage.RESCUE, Stage.TERM]
 
 
-def test_an_abort_cuts_a_rescue_short(tmp_path: Path) -> None:
+def test_hurry_cuts_a_rescue_short(tmp_path: Path) -> None:
     ending = rescuing(tmp_path, 1, {0: "begin"})
     ending.advance(0.5)
     ending.stop.hurry()

@@ -161,9 +161,10 @@ def test_what_an_attempt_went_on_from_and_what_its_ranks_rescue() -> None:
     training = Training()
     training.event(1, event="resumed", source="rescue", iteration=37, update=36, from_rank=1)
     training.event(0, event="resumed", source="rescue", iteration=37, update=36, from_rank=1)
-    training.event(0, event="rescue", phase="begin", iteration=40)
+    training.event(0, event="rescue", phase="begin", iteration=40, bytes=512)
     training.event(1, event="rescue", phase="committed", iteration=40, seconds=0.1)
     progress = training.progress
     assert progress.resumed is not None
     assert (progress.resumed.source, progress.resumed.from_rank, progress.furthest) == ("rescue", 1, 37)
     assert progress.rescues == {0: "begin", 1: "committed"}
+    assert progress.rescue_bytes == {0: 512}
