@@ -245,6 +245,9 @@ class Loop:
             self._saver.save(outcome.iteration, last=True)
             # A run that was stopped can go on where it was; one that is complete needs no more than its weights.
             self._periodic.finish(None if outcome.completed else self._snapshot(outcome.iteration))
+            if not outcome.completed and not self._periodic.on:
+                # Without checkpoints too; and an older rescue must not be what it goes on from.
+                self._rescue.keep()
             # Who leaves first would take the others down.
             self._collective.barrier()
             if outcome.completed:

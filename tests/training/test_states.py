@@ -508,6 +508,7 @@ def test_a_state_that_became_no_number_is_not_rescued(tmp_path: Path) -> None:
 def test_what_is_nothing_or_only_a_part_is_not_rescued(tmp_path: Path, update: int, fields: dict[str, Any]) -> None:
     one = rescue(tmp_path, **fields)
     one.hold(snapshot(update))
+    one.keep()
     assert not one.leave() and not (tmp_path / "rescue").exists()
 
 

@@ -17,6 +17,7 @@ from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 
 from engine.worker.arrays import number
+from engine.worker.checkpoint import store
 from engine.worker.collective import Collective
 from engine.worker.control import Control
 from engine.worker.data import Batch, Examples, load_split
@@ -342,6 +343,16 @@ def test_a_stop_before_the_first_step_is_heard_in_the_validation(
 def test_a_stop_is_taken_after_a_whole_update(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(tiny, tmp_path, stopped_control(monkeypatch), grad_accumulation_steps=3)
     assert trained.outcome == Outcome(completed=False, stopped=True, iteration=3)
+
+
+def test_without_checkpoints_a_stop_leaves_its_state_and_no_older_rescue(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rescue" / "0" / "rank0" / "step-000000009").mkdir(parents=True)
+    train(tiny, tmp_path, stopped_control(monkeypatch), grad_accumulation_steps=3)
+    assert [path.name for path in (tmp_path / "rescue").iterdir()] == ["1"]
+    found = store.newest(tmp_path / "rescue" / "1" / "rank0", lambda path, why: pytest.fail(why))
+    assert found is not None and (found.manifest.update, found.manifest.state["iteration"]) == (1, 3)
 
 
 def test_a_save_that_fails_on_the_way_is_a_warning(tiny: Tiny, tmp_path: Path) -> None:
