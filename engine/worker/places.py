@@ -9,7 +9,7 @@ from .checkpoint import streams
 from .checkpoint.remote import Remote, is_address
 from .job import JobError
 from .reporting import Reporter
-from .rescue import rescue_root
+from .rescue import author_of, rescue_root
 from .resume import Place
 
 
@@ -48,10 +48,10 @@ class Places:
 
     def states(self) -> list[Place]:
         """All folders in which there may be one, rescues first."""
-        rescued = sorted(rescue_root(self.home).glob("*/rank*"))
+        rescued = sorted(rescue_root(self.home).glob("[0-9]*/rank[0-9]*"))
         parts = sorted(self.base.glob("part*"))
         return [
-            *(Place("rescue", folder) for folder in rescued),
+            *(Place("rescue", folder, author_of(folder)) for folder in rescued),
             *(Place("checkpoint", folder) for folder in (self.base, *parts)),
         ]
 

@@ -16,12 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .reporting import Reporter
+from .rescued import Author
 from .snapshot import Origin, Snapshot
 
 
 def rescue_root(home: Path) -> Path:
     """Where the rescues of a run's attempts lie: below it <attempt>/rank<k>/."""
     return home / "rescue"
+
+
+def author_of(folder: Path) -> Author | None:
+    """Whose rescues lie in a folder; None for a name that is none of ours."""
+    attempt, rank = folder.parent.name, folder.name.removeprefix("rank")
+    return Author(int(attempt), int(rank)) if attempt.isdecimal() and rank.isdecimal() else None
 
 
 class Rescue:

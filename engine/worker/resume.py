@@ -18,7 +18,9 @@ from .checkpoint.errors import Refused
 from .collective import Collective
 from .job import JobError
 from .passing import gather_facts, pass_arrays, pass_facts
+from .replicas import Corrupted
 from .reporting import Reporter
+from .rescued import Author, digest, judged
 from .strategies.strategy import State, Strategy
 
 _MOST = 32
@@ -33,6 +35,8 @@ class Place:
     source: str
     """ "rescue" or "checkpoint"."""
     folder: Path
+    author: Author | None = None
+    """Of a rescue."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,18 @@ class _Candidate:
     path: Path
     update: int
     facts: _Facts
+    author: Author | None
+    digest: int
 
     @property
     def row(self) -> list[Any]:
-        return [self.update, self.facts.parts, self.facts.part, self.source, self.facts.iteration, self.facts.window]
+        facts = self.facts
+        author = None if self.author is None else (self.author.attempt, self.author.rank)
+        return [self.update, facts.parts, facts.part, self.source, facts.iteration, facts.window, author, self.digest]
 
 
+_AUTHOR, _DIGEST = 6, 7
+"""Their places in a row."""
 Row = Sequence[Any]
 Holder = tuple[int, int]
 """A rank, and which of its rows."""
@@ -115,7 +125,17 @@ def wholes(rows: Sequence[Sequence[Row]]) -> list[Whole]:
 class Resume:
     """The search of one rank. Every call is made by every rank."""
 
-    def __init__(self, collective: Collective, strategy: Strategy, config_hash: str, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        strategy: Strategy,
+        config_hash: str,
+        reporter: Reporter,
+        *,
+        stops: bool = True,
+    ) -> None:
+        """`stops`: whether rescues that differ, and of which none is known to be right, are not gone on from."""
+        self._stops = stops
         self._collective = collective
         self._strategy = strategy
         self._config_hash = config_hash
@@ -127,7 +147,7 @@ class Resume:
     def run(self, places: Sequence[Place], *, adapter: bool = False, reached: int = 0) -> Start:
         """Restore the newest whole state and say so. `adapter`: the model has the weights of an adapter file, where
         there is no state. Raises PeerLost, JobError: on all ranks, when there is none although the run had `reached`
-        an iteration."""
+        an iteration; Corrupted, likewise."""
         begun = time.perf_counter()
         self._own = self._candidates(places)
         self._rows = gather_facts(self._collective, [candidate.row for candidate in self._own])
@@ -156,7 +176,8 @@ class Resume:
                     manifest = store.prove(path, thorough=False).manifest
                     if manifest.config_hash != self._config_hash:
                         raise Refused("it is of another job")
-                    found.append(_Candidate(place.source, path, manifest.update, _Facts.of(manifest.state)))
+                    facts, hashed = _Facts.of(manifest.state), digest(manifest)
+                    found.append(_Candidate(place.source, path, manifest.update, facts, place.author, hashed))
                 except (Refused, OSError) as error:
                     self._refuse(path, error)
         return sorted(found, key=lambda each: -each.update)[:_MOST]
@@ -167,7 +188,11 @@ class Resume:
 
     def _try(self, whole: Whole) -> Start | None:
         """Restore it, on all ranks or on none; None when a part of it cannot be read by anybody who has it."""
-        chosen = [self._holder(holders) for holders in whole.holders]
+        differing = self._differing(whole)
+        chosen = [
+            self._holder([holder for holder in holders if self._author(holder) not in differing])
+            for holders in whole.holders
+        ]
         if None in chosen:
             return None
         holders = [holder for holder in chosen if holder is not None]
@@ -182,6 +207,32 @@ class Resume:
                 state = self._passed(holder)
                 faults.append(self._put(state, part, len(holders), holder))
         return self._started(whole, holders, apart=apart, faults=gather_facts(self._collective, faults))
+
+    def _differing(self, whole: Whole) -> set[Author | None]:
+        """Who has rescued another state than most of its attempt: told. Raises Corrupted where there is no majority."""
+        if len(whole.holders) > 1:
+            return set()
+        (holders,) = whole.holders
+        authors = [(self._author(holder), self._rows[holder[0]][holder[1]][_DIGEST]) for holder in holders]
+        outvoted: set[Author | None] = set()
+        for verdict in judged((author, int(said)) for author, said in authors if author is not None):
+            ranks = ", ".join(map(str, verdict.ranks))
+            said = (
+                f"the states of update {whole.update} that the ranks of attempt {verdict.attempt} have rescued differ: "
+            )
+            if verdict.certain:
+                self._reporter.warn(f"{said}rank {ranks} has another one than most, which is not used")
+                outvoted |= {Author(verdict.attempt, rank) for rank in verdict.ranks}
+                continue
+            said += f"those of ranks {ranks}, and which is right cannot be told"
+            if self._stops:
+                raise Corrupted(f"{said}; remove the wrong one, and resume again", verdict.ranks, certain=False)
+            self._reporter.warn(said)
+        return outvoted
+
+    def _author(self, holder: Holder) -> Author | None:
+        author = self._rows[holder[0]][holder[1]][_AUTHOR]
+        return None if author is None else Author(*author)
 
     def _holder(self, holders: Sequence[Holder]) -> Holder | None:
         """The first whose copy proves itself."""
@@ -241,7 +292,7 @@ class Resume:
                 "resume again"
             )
         rank, place = holders[0]
-        _, _, _, source, iteration, window = self._rows[rank][place]
+        _, _, _, source, iteration, window, *_ = self._rows[rank][place]
         return Start(int(iteration), whole.update, dict(window), str(source), None if apart else rank)
 
     def _tell(self, found: Start, seconds: float, refused: int) -> None:

@@ -191,7 +191,7 @@ def _loop(
     if spec.resume:
         places.fetch(rank, size, replicated=strategy.replicated, keep=cadence.kept(parts), reporter=reporter)
         adapter = job.resume_adapter_file is not None
-        search = Resume(collective, strategy, hashed, reporter)
+        search = Resume(collective, strategy, hashed, reporter, stops=spec.on_corruption == "stop")
         start = search.run(places.states(), adapter=adapter, reached=spec.reached)
     writes = spec.checkpoint_every > 0 and (part > 0 or rank == 0)
     if writes:

@@ -26,6 +26,7 @@ from engine.worker.optimizer import Updater
 from engine.worker.passing import gather_facts, pass_arrays
 from engine.worker.periodic import Cadence, Periodic
 from engine.worker.places import Places, check_compression
+from engine.worker.replicas import Corrupted
 from engine.worker.reporting import Reporter
 from engine.worker.rescue import Rescue
 from engine.worker.resume import Place, Resume, Start, wholes
@@ -216,6 +217,61 @@ def test_a_run_whose_state_is_lost_does_not_begin_again_by_itself(tmp_path: Path
     assert look(tmp_path / "one", [[], []])[0] == [Start()] * 2
     origin().write(tmp_path / "a", snapshot(4))
     assert [start.update for start in look(tmp_path / "two", [[tmp_path / "a"], []], reached=40)[0]] == [4, 4]
+
+
+def resumed(home: Path, runs: list[Path], *, stops: bool = True) -> tuple[list[Start | Corrupted], list[Kept], str]:
+    """What ranks with these folders of the run go on from, or raise."""
+    kept = [Kept() for _ in runs]
+
+    def run(collective: Collective) -> Start | Corrupted:
+        rank = collective.rank
+        told = reporter(home / f"e{rank}", rank)
+        search = Resume(collective, cast("Strategy", kept[rank]), "job", told, stops=stops)
+        try:
+            return search.run(Places.of(runs[rank], runs[rank], "run", None).states())
+        except Corrupted as error:
+            return error
+
+    found = together(len(runs), run)
+    said = [event["message"] for rank in range(len(runs)) for event in events(home / f"e{rank}") if "message" in event]
+    return found, kept, "\n".join(said)
+
+
+def rescued(home: Path, attempt: int, values: list[float]) -> list[Path]:
+    """A node for each rank of an attempt, which has rescued its state of update 4."""
+    for rank, value in enumerate(values):
+        origin().write(home / f"n{rank}" / "rescue" / str(attempt) / f"rank{rank}", snapshot(4, value))
+    return [home / f"n{rank}" for rank in range(len(values))]
+
+
+def test_a_rescue_that_most_ranks_outvote_is_not_gone_on_from(tmp_path: Path) -> None:
+    found, kept, said = resumed(tmp_path / "one", rescued(tmp_path, 1, [9.0, 4.0, 4.0]))
+    assert found == [Start(8, 4, WINDOW, "rescue", 1)] * 3 and [one.restored for one in kept] == [{0: 4.0}] * 3
+    assert "update 4" in said and "attempt 1" in said and "rank 0 has another one than most" in said
+    # Two ranks of one node see the same folders: these count once.
+    (tmp_path / "n1").rename(tmp_path / "gone")
+    (tmp_path / "n1").mkdir()
+    nodes = [tmp_path / "n0", tmp_path / "n0", tmp_path / "n2"]
+    assert all(isinstance(one, Corrupted) for one in resumed(tmp_path / "two", nodes)[0])
+
+
+def test_rescues_that_differ_without_a_majority_are_not_gone_on_from(tmp_path: Path) -> None:
+    runs = rescued(tmp_path, 1, [9.0, 4.0])
+    found, kept, _ = resumed(tmp_path / "stop", runs)
+    for error in found:
+        assert isinstance(error, Corrupted) and error.facts == {"ranks": [0, 1], "certain": False}
+        assert "those of ranks 0, 1" in str(error) and "\n" not in str(error)
+    assert [one.restored for one in kept] == [{}, {}]
+    found, kept, said = resumed(tmp_path / "warn", runs, stops=False)
+    assert [one.restored for one in kept] == [{0: 9.0}] * 2 and "which is right cannot be told" in said
+
+
+def test_rescues_of_different_attempts_may_differ(tmp_path: Path) -> None:
+    """Another number of ranks sums in another order."""
+    origin().write(tmp_path / "n0" / "rescue" / "1" / "rank0", snapshot(4, 9.0))
+    origin().write(tmp_path / "n1" / "rescue" / "2" / "rank1", snapshot(4, 4.0))
+    found, _, said = resumed(tmp_path, [tmp_path / "n0", tmp_path / "n1"])
+    assert found == [Start(8, 4, WINDOW, "rescue", 0)] * 2 and said == ""
 
 
 @pytest.mark.parametrize(
