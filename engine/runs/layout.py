@@ -24,6 +24,7 @@ class RunDir:
     """The paths of one run on the head, `<home>/runs/<run id>/` (0700).
 
     plan.json               what was launched: resolved config and ranks (written before anything starts)
+    plan.whole.json         the first plan.json, where a preflight has left nodes out since
     training_plan.json      the training plan as `flightdeck plan` makes it; written while the checks run
     journal.jsonl           the append-only record, the truth about the run's states; written by the supervisor
     metrics.jsonl           mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`
@@ -47,6 +48,10 @@ class RunDir:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def whole_plan(self) -> Path:
+        return self.path / "plan.whole.json"
 
     @property
     def training_plan(self) -> Path:

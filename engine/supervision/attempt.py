@@ -158,6 +158,14 @@ def intend(  # noqa: PLR0917  (each is a fact of its own; nothing here groups th
     )
 
 
+def plan_of(attempt: Attempt, plan: Plan, whole: Plan) -> Plan:
+    """The plan of an earlier attempt's own nodes. `plan` is the run's by now, `whole` as it was before a preflight left
+    nodes out."""
+    members = {node for _, node in attempt.members}
+    known = members <= {node.name for node in plan.config.nodes}
+    return (plan if known else whole).among(members)
+
+
 async def launch(run_dir: RunDir, plan: Plan, attempt: Attempt, fleet: Ways) -> Launched:
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 

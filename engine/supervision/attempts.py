@@ -25,7 +25,7 @@ from engine.preflight.scene import Scene
 from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.abort import SILENT_S, Proof, Stage
-from engine.supervision.attempt import Attempt, Launched, intend, launch
+from engine.supervision.attempt import Attempt, Launched, intend, launch, plan_of
 from engine.supervision.culprit import Verdict, judge
 from engine.supervision.explanation import explained
 from engine.supervision.flight import Flight
@@ -62,11 +62,14 @@ class Attempts:
         nonce: str,
         nodes: Path,
         asked: Asked,
+        whole: Plan | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`plan` has every node that the run may use; `nodes` is this machine's own node root; `nonce` the run's."""
+        """`plan` has every node that the run may use, `whole` also those that a preflight has left out since (None:
+        none); `nodes` is this machine's own node root; `nonce` the run's."""
         self._run_dir = run_dir
         self._plan = plan
+        self._whole = whole or plan
         self._logbook = logbook
         self._fleet = fleet
         self._nonce = nonce
@@ -112,7 +115,7 @@ class Attempts:
     async def take_up(self, planned: dict[str, Any], *, rebooted: bool) -> Verdict:
         """Go on where an earlier supervisor stopped; `planned` is its last attempt's entry."""
         attempt = Attempt.from_entry(planned, self._nonce)
-        plan = self._plan.among([node for _, node in attempt.members])
+        plan = plan_of(attempt, self._plan, self._whole)
         self._look_after_the_left_out(plan)
         ended = any(entry["event"] == "attempt_ended" for entry in of_attempt(self._logbook, attempt.number))
         links = self._link(plan, attempt)
@@ -133,7 +136,7 @@ class Attempts:
     async def after_the_end(self, planned: dict[str, Any], unconfirmed: Sequence[str]) -> None:
         """In place of a life: the run has ended, and on `unconfirmed` that has not been proved yet."""
         attempt = Attempt.from_entry(planned, self._nonce)
-        plan = self._plan.among([node for _, node in attempt.members])
+        plan = plan_of(attempt, self._plan, self._whole)
         self._look_after_the_left_out(plan)
         links = self._link(plan, attempt)
         self._flight = await asyncio.to_thread(self._make_flight, plan, attempt, links, None, adopted=True)
@@ -178,7 +181,7 @@ class Attempts:
     async def _prove_the_last(self) -> None:
         """Of a run that is taken up again: nothing of it may be left anywhere. Raises LaunchError."""
         planned = next(entry for entry in reversed(self._logbook.entries) if entry["event"] == "attempt")
-        await self.after_the_end(planned, [node.name for node in self._plan.config.nodes])
+        await self.after_the_end(planned, [node.name for node in self._whole.config.nodes])
         deadline = time.monotonic() + _PROOF_LIMIT_S
         while self.unconfirmed and time.monotonic() < deadline:
             await self._tend()
@@ -339,7 +342,7 @@ class Attempts:
                     break
 
     def _keep_link(self, attempt: Attempt, node: str) -> None:
-        plan = self._plan.among([name for _, name in attempt.members])
+        plan = plan_of(attempt, self._plan, self._whole)
         links = links_to(plan, attempt, self._fleet, self._nodes, known_identities(self._logbook, attempt.number))
         for link in links:
             if node in link.names and not link.local:

@@ -21,7 +21,7 @@ from engine.preflight.planned import plan_with_checks, with_results
 from engine.preflight.scene import Scene
 from engine.preflight.survey import counted, surveyed, to_count
 from engine.runs.layout import RunDir
-from engine.runs.plan_file import Plan, write_plan
+from engine.runs.plan_file import Plan, read_plan, write_plan
 from engine.security.audit import audit_log
 from engine.supervision.culprit import Verdict
 from engine.transport.fleet import Fleet
@@ -113,9 +113,11 @@ def excluded(report: PreflightReport) -> dict[str, str]:
 
 
 def replan(run_dir: RunDir, plan: Plan, left_out: Mapping[str, str], home: Path) -> Plan:
-    """The plan without these nodes, written in place of the run's. Raises StateError."""
+    """The plan without these nodes, written in place of the run's, of which the first is kept. Raises StateError."""
     made = plan.without(left_out)
     try:
+        if not run_dir.whole_plan.exists():
+            write_plan(run_dir.whole_plan, plan)
         write_plan(run_dir.plan, made)
     except OSError as error:
         why = error.strerror or str(error)
@@ -125,6 +127,12 @@ def replan(run_dir: RunDir, plan: Plan, left_out: Mapping[str, str], home: Path)
     context = {"run": plan.run_id, "excluded": list(left_out), "ranks": len(made.ranks), "why": [*left_out.values()]}
     audit_log("replan", "excluded", context, home=home)
     return made
+
+
+def whole_plan(run_dir: RunDir, plan: Plan) -> Plan:
+    """`plan`, the run's, as it was before any node was left out: of those, earlier attempts may tell. Raises
+    StateError."""
+    return read_plan(run_dir.whole_plan) if run_dir.whole_plan.exists() else plan
 
 
 def verdict_of(failed: CheckResult) -> Verdict:

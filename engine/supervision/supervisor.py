@@ -30,13 +30,13 @@ from engine.runs.plan_file import Plan, read_plan
 from engine.store.store import Store
 from engine.supervision import lock
 from engine.supervision.adopt import AFTERMATH_S
-from engine.supervision.attempt import Attempt
+from engine.supervision.attempt import Attempt, plan_of
 from engine.supervision.attempts import Attempts
 from engine.supervision.culprit import Verdict
 from engine.supervision.inheritance import kill_everywhere
 from engine.supervision.interruption import Aborted, until_abort
 from engine.supervision.logbook import Logbook
-from engine.supervision.preflight_phase import check, excluded, replan, scene_of, verdict_of
+from engine.supervision.preflight_phase import check, excluded, replan, scene_of, verdict_of, whole_plan
 from engine.supervision.requests import ABORT, Request, take_requests
 from engine.supervision.states import may_follow
 from engine.transport.fleet import Fleet
@@ -52,6 +52,7 @@ class Supervisor:
     def __init__(self, run_dir: RunDir, plan: Plan, logbook: Logbook, nodes: Path) -> None:
         self._run_dir = run_dir
         self._plan = plan
+        self._whole = whole_plan(run_dir, plan)
         self._logbook = logbook
         self._nodes = nodes
         self._abort: Request | None = None
@@ -133,7 +134,8 @@ class Supervisor:
     async def _kill_everywhere(self) -> None:
         planned = _last(self._logbook.entries, "attempt")
         attempt = Attempt.from_entry(planned, self._nonce) if planned else None
-        nodes = self._plan.among([name for _, name in attempt.members] if attempt is not None else ()).config.nodes
+        plan = plan_of(attempt, self._plan, self._whole) if attempt is not None else self._plan
+        nodes = plan.config.nodes
         places = attempt.places if attempt is not None else ()
         missed = await kill_everywhere(self._fleet, nodes, places, self._nonce)
         self._unconfirmed = list(missed)
@@ -190,6 +192,7 @@ class Supervisor:
             nonce=self._nonce,
             nodes=self._nodes,
             asked=self._asked_to_stop,
+            whole=self._whole,
         )
         return self._attempts
 

@@ -14,8 +14,8 @@ import pytest
 from engine.measured import Calibration, Division, NodeMeasure
 from engine.preflight.registry import CHECKS
 from engine.runs.layout import RunDir
-from engine.runs.plan_file import Plan
-from engine.supervision.preflight_phase import check, replan, scene_of
+from engine.runs.plan_file import Plan, read_plan
+from engine.supervision.preflight_phase import check, replan, scene_of, whole_plan
 from engine.transport.fleet import Fleet
 from tests.unit.preflight.conftest import flight
 
@@ -115,3 +115,11 @@ async def test_a_run_without_a_node_has_the_plan_of_the_others(run_dir: RunDir, 
     )
     assert document["hardware_calibration"]["enabled"] is True, "the calibration of all three is still known"
     assert any("node0 is left out" in warning["text"] for warning in document["warnings"])
+
+
+def test_the_first_plan_is_kept_for_what_earlier_attempts_tell_of(run_dir: RunDir, plan: Plan, home: Path) -> None:
+    assert whole_plan(run_dir, plan) == plan
+    once = replan(run_dir, plan, {"node0": "differs"}, home)
+    twice = replan(run_dir, once, {"node1": "differs"}, home)
+    assert [rank.node for rank in read_plan(run_dir.plan).ranks] == ["node2"]
+    assert whole_plan(run_dir, twice) == plan
