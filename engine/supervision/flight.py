@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from engine.supervision.consistency_watch import ConsistencyWatch
 from engine.supervision.culprit import Evidence, Trigger, Verdict, is_consequence, judge
 from engine.supervision.event_intake import EventIntake
 from engine.supervision.evidence import Witnesses
+from engine.supervision.explanation import explained
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
@@ -76,6 +78,7 @@ class Flight:
         (exit code, words). `recovers`: whether another attempt may follow such an end, at that iteration.
         `on_first_step` is told once that the attempt has made one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight")
+        self._run_dir = run_dir
         self._plan = plan
         self._attempt = attempt
         self._links = links
@@ -331,12 +334,18 @@ class Flight:
 
     def _end(self, trigger: Trigger) -> None:
         self._trigger = trigger
-        so_far = judge(self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False))
+        so_far = self._judged_so_far(trigger)
         going_on = self._logbook.state is not RunState.FINISHING
         self.recovering = going_on and self._recovers(so_far, self.intake.progress.furthest)
         rescue = self._rescue(so_far.rank) if so_far.reason not in _NOT_WORTH_RESCUING else None
         state = RunState.RECOVERING if self.recovering else RunState.FINISHING
         self._begin_stop(state, cooperative=False, rescue=rescue)
+
+    def _judged_so_far(self, trigger: Trigger) -> Verdict:
+        """With the known failure text that explains it: whether a restart can mend it depends on that."""
+        evidence = self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False)
+        environment = {**os.environ, **self._plan.config.job.env}
+        return explained(judge(evidence), evidence, self._run_dir, self._attempt.log_bases, environment)
 
     def _rescue(self, culprit: int | None) -> Rescue | None:
         """What the ranks that are left may save: of replicas each has the whole state."""

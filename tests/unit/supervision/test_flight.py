@@ -15,11 +15,15 @@ import pytest
 
 from engine.models import RunState
 from engine.runs.journal import read_journal
+from engine.runs.signatures import BY_ID
 from engine.supervision.attempt import Attempt
+from engine.supervision.culprit import Verdict
 from engine.supervision.flight import Flight
+from engine.supervision.history import Ended, policy_of
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
 from engine.supervision.logbook import Logbook
+from engine.supervision.recovery import refusal
 from engine.supervision.requests import ABORT, Request
 from engine.worker.processes import boot_id, start_time
 from engine.worker.wire import ExitRecord, Identity, write_atomic
@@ -31,17 +35,21 @@ PATIENCE_S = 10.0
 class Air:
     """An attempt of two ranks in its flight; their keepers and trainers are the test itself."""
 
-    def __init__(self, home: Path, *, restarts: bool) -> None:
+    def __init__(self, home: Path, *, restarts: bool, steps: bool = True) -> None:
         run = MadeRun(home).attempt().state("preflight", "launching", "running").close()
-        self.directory = run.directory
+        self.directory, self.plan = run.directory, run.plan
         entries = read_journal(run.directory.journal)
         attempt = Attempt.from_entry(next(each for each in entries if each["event"] == "attempt"), "n")
         self.files = attempt.files(run.id, 0)
         self.files.directory.mkdir(parents=True, exist_ok=True)
         self.logbook = Logbook(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
         self.abort: Request | None = None
+        self.asked: list[Verdict] = []
+        self._restarts = restarts
         for rank in (0, 1):
             self._start(rank, attempt.nonce, run.id)
+            if steps:
+                self.tell(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
         links = Links([LocalLink(self.files, attempt.nonce, (0, 1), ("node0", "node1"))])
         self.flight = Flight(
             run.directory,
@@ -50,7 +58,7 @@ class Air:
             links=links,
             launcher=None,
             logbook=self.logbook,
-            recovers=lambda _verdict, _reached: restarts,
+            recovers=self._recovers,
         )
 
     def _start(self, rank: int, nonce: str, run_id: str) -> None:
@@ -61,7 +69,10 @@ class Air:
         nobody = 2**22 + 7
         identity = Identity(rank, run_id, 1, nonce, boot_id(), pid, start, nobody, nobody, start, 1.0)
         write_atomic(self.files.identity(rank), json.dumps(asdict(identity)))
-        self.tell(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
+
+    def _recovers(self, verdict: Verdict, _reached: int) -> bool:
+        self.asked.append(verdict)
+        return self._restarts
 
     def tell(self, rank: int, **event: Any) -> None:
         with self.files.events(rank).open("a") as file:
@@ -86,8 +97,8 @@ class Air:
 def made(tmp_path: Path) -> Iterator[Callable[..., Air]]:
     airs: list[Air] = []
 
-    def make(*, restarts: bool) -> Air:
-        airs.append(Air(tmp_path, restarts=restarts))
+    def make(**how: bool) -> Air:
+        airs.append(Air(tmp_path, **how))
         return airs[-1]
 
     yield make
@@ -142,3 +153,19 @@ async def test_an_abort_leaves_a_rescue_its_time_unless_it_is_to_be_now(made: Ca
     await watched
     assert air.flight.hurried
     assert ("term" in air.stages()) is now
+
+
+@pytest.mark.parametrize("signature", ["ring.bind", "ring.connect"])
+async def test_a_first_launch_that_fails_for_a_passing_cause_is_judged_by_it(
+    made: Callable[..., Air], signature: str
+) -> None:
+    air = made(restarts=True, steps=False)
+    air.files.log(1).write_text(BY_ID[signature].example + "\n")
+    air.exit(1, 1)
+    watched = air.watch()
+    await air.until(lambda: "term" in air.stages())
+    air.exit(0, 1)
+    await watched
+    [verdict] = air.asked
+    assert verdict.signature == signature
+    assert refusal(policy_of(air.plan), [Ended.of(1, verdict, 0, "").failure]) is None
