@@ -18,6 +18,7 @@ from engine.supervision.attempt import Attempt
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
+from engine.supervision.rank_entries import of_attempt
 from engine.worker import processes
 
 _KILL_LIMIT_S = 10.0
@@ -28,7 +29,8 @@ _LOOK_EVERY_S = 0.1
 
 def old_launcher(run_dir: RunDir, logbook: Logbook, attempt: Attempt) -> LauncherWatch | None:
     """The attempt's mlx.launch; one whose start nobody had time to enter is found by its nonce, and entered."""
-    entry = next((entry for entry in reversed(logbook.entries) if entry["event"] == "launcher"), None)
+    own = of_attempt(logbook, attempt.number)
+    entry = next((entry for entry in reversed(own) if entry["event"] == "launcher"), None)
     if entry is None:
         found = [each.pid for each in processes.with_nonce(attempt.nonce) if "mlx.launch" in each.command]
         leader = next((pid for pid in found if _leads_its_group(pid)), None)

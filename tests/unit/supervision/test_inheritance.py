@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
 from typing import cast
 
 import pytest
@@ -12,13 +13,20 @@ import pytest
 from engine.config.models import NodeConfig
 from engine.launch.place import Place
 from engine.launch.staging import Ways
-from engine.supervision.inheritance import anybody_came, kill_everywhere
+from engine.runs.journal import Journal, read_journal
+from engine.supervision.attempt import Attempt
+from engine.supervision.inheritance import anybody_came, kill_everywhere, old_launcher
 from engine.supervision.links.base import NodeLink, Sighting
 from engine.supervision.links.links import Links
+from engine.supervision.logbook import Logbook
 from engine.transport.base import Completed
 from engine.transport.local import LocalTransport
 from engine.worker import processes
 from engine.worker.processes import Process
+from tests.unit.watch.run_maker import MadeRun
+
+NOBODY = 2**22 + 7
+"""A pid above Linux's highest."""
 
 
 @dataclass
@@ -51,6 +59,32 @@ async def test_nobody_came_counts_once_the_host_is_fenced() -> None:
 
 async def test_a_shell_that_was_still_starting_at_the_first_look_came() -> None:
     assert await came(Somewhere(late=True))
+
+
+def test_an_earlier_attempts_launcher_is_not_this_ones(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt(1)
+    run.journal.append("launcher", pid=NOBODY, start="then")
+    run.close()
+    assert inherited(run, 1) == NOBODY
+    again = Journal(run.directory.journal, lambda: datetime.now(UTC))
+    again.append("attempt", **{**attempt_of(run, 1).entry(), "attempt": 2, "nonce": "n.2"})
+    again.close()
+    assert inherited(run, 2) is None
+
+
+def attempt_of(run: MadeRun, number: int) -> Attempt:
+    entries = read_journal(run.directory.journal)
+    return Attempt.from_entry(next(each for each in entries if each.get("attempt") == number), "n")
+
+
+def inherited(run: MadeRun, number: int) -> int | None:
+    """The pid of the launcher that an adopter takes for the attempt's."""
+    logbook = Logbook(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    try:
+        launcher = old_launcher(run.directory, logbook, attempt_of(run, number))
+    finally:
+        logbook.close()
+    return launcher.pid if launcher is not None else None
 
 
 class Told(LocalTransport):
