@@ -79,10 +79,17 @@ class Updater:
                 moments |= {f"{name}{_OF}{kind}": moment for kind, moment in value.items()}
         return {"weights": dict(self.masters), "optimizer": moments}
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        """Whether `state` is one that `restore` takes."""
+        try:
+            self._check(state)
+        except ValueError:
+            return False
+        return True
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
         """Put back what `state` gave. Raises ValueError when it is of another job: nothing has changed then."""
-        for group, arrays in self.state().items():
-            check_same(group, arrays, state.get(group, {}))
+        self._check(state)
         self.masters.update(state["weights"])
         for name, value in state["optimizer"].items():
             parameter, _, kind = name.rpartition(_OF)
@@ -92,6 +99,10 @@ class Updater:
                 self._optimizer.state[name] = value
         self._give()
         mx.eval(self._model.trainable_parameters())
+
+    def _check(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
+        for group, arrays in self.state().items():
+            check_same(group, arrays, state.get(group, {}))
 
     def _give(self) -> None:
         """The model its parameters."""

@@ -197,16 +197,27 @@ class Resume:
             return None
         holders = [holder for holder in chosen if holder is not None]
         size = self._collective.size
-        apart = len(holders) == size > 1 and [rank for rank, _ in holders] == list(range(size))
-        if apart:
-            part = self._collective.rank
-            faults = [self._put(self._loaded(holders[part]), part, size, holders[part])]
-        else:
-            faults = []
-            for part, holder in enumerate(holders):
-                state = self._passed(holder)
-                faults.append(self._put(state, part, len(holders), holder))
-        return self._started(whole, holders, apart=apart, faults=gather_facts(self._collective, faults))
+        if len(holders) == size > 1 and [rank for rank, _ in holders] == list(range(size)):
+            own = holders[self._collective.rank]
+            state = self._loaded(own)
+            known = gather_facts(self._collective, None if state is None else self._strategy.fits(state))
+            if None in known:
+                return None
+            if all(known):
+                return self._started(whole, holders, apart=True, worked=self._put(state, 0, 1, own))
+            # As many ranks, divided otherwise: each picks its own out of all parts.
+            del state
+        return self._started(whole, holders, apart=False, worked=self._put_all(holders))
+
+    def _put_all(self, holders: Sequence[Holder]) -> bool:
+        """Every part, on every rank; whether they could be restored. Nothing is when one of them cannot be read."""
+        worked = True
+        for part, holder in enumerate(holders):
+            state = self._passed(holder)
+            if state is None:
+                return False
+            worked = self._put(state, part, len(holders), holder) and worked
+        return worked
 
     def _differing(self, whole: Whole) -> set[Author | None]:
         """Who has rescued another state than most of its attempt: told. Raises Corrupted where there is no majority."""
@@ -281,9 +292,9 @@ class Resume:
             return False
         return True
 
-    def _started(self, whole: Whole, holders: list[Holder], *, apart: bool, faults: list[list[bool]]) -> Start | None:
-        """`faults`: of each rank, whether each part could be restored."""
-        good = [worked for row in faults for worked in row]
+    def _started(self, whole: Whole, holders: list[Holder], *, apart: bool, worked: bool) -> Start | None:
+        """`worked`: whether this rank's could be restored."""
+        good = gather_facts(self._collective, worked)
         if not any(good):
             return None
         if not all(good):

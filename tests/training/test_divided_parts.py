@@ -150,7 +150,7 @@ def test_a_state_in_parts_is_picked_up_by_any_number_of_ranks(tiny: Tiny, tmp_pa
     assert mx.array_equal(before[0]["weights"]["p1"], before[1]["weights"]["p1"]).item(), (
         "what both hold stays the same"
     )
-    for division in ([[0, 1, 2, 3]], [[3], [0, 2], [1]]):
+    for division in ([[0, 1, 2, 3]], [[3], [0, 2], [1]], [[0], [1, 2, 3]]):
         for part in parts_of(job, division):
             for number_, state in enumerate(before):
                 part.restore(state, number_, len(before))
@@ -176,8 +176,9 @@ def test_parts_that_are_not_all_of_it_are_refused(tiny: Tiny, tmp_path: Path) ->
     alone.restore(right, 0, 2)
     alone.restore(left, 1, 2)
     mine, _ = parts_of(job, [[0, 1], [2, 3]])
+    assert mine.fits(left) and not mine.fits(right)
     with pytest.raises(ValueError, match="weights"):
-        mine.restore(right, 0, 2)
+        mine.restore(right, 0, 1)
 
 
 def test_what_is_written_one_after_the_other_is_what_mlx_reads(tmp_path: Path) -> None:

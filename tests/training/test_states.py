@@ -45,6 +45,11 @@ class Kept:
     def __init__(self) -> None:
         self.restored: dict[int, float] = {}
         self.unfit: set[float] = set()
+        self.others: set[float] = set()
+        """Of another rank's part."""
+
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return float(np.asarray(state["weights"]["w"])[0]) not in self.unfit | self.others
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         value = float(np.asarray(state["weights"]["w"])[0])
@@ -77,12 +82,16 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def look(
-    home: Path, places: list[list[Path]], unfit: set[float] | None = None, reached: int = 0
+    home: Path,
+    places: list[list[Path]],
+    unfit: set[float] | None = None,
+    reached: int = 0,
+    others: set[float] | None = None,
 ) -> tuple[list[Start], list[Kept], str]:
     """What as many ranks as `places` find in theirs, what they are restored to, and what they warn of."""
     kept = [Kept() for _ in places]
     for one in kept:
-        one.unfit = unfit or set()
+        one.unfit, one.others = unfit or set(), others or set()
 
     def run(collective: Collective) -> Start:
         rank = collective.rank
@@ -303,7 +312,11 @@ def test_each_rank_takes_its_own_part_and_others_ranks_take_all(tmp_path: Path) 
     folders = [[tmp_path / "p0"], [tmp_path / "p1"]]
     starts, kept, _ = look(tmp_path / "same", folders)
     assert starts == [Start(12, 6, WINDOW, "checkpoint", None)] * 2
-    assert [one.restored for one in kept] == [{0: 20.0}, {1: 21.0}]
+    assert [one.restored for one in kept] == [{0: 20.0}, {0: 21.0}]
+    # One rank's layers are others than they were: all parts go to all.
+    starts, kept, said = look(tmp_path / "divided", folders, others={21.0})
+    assert starts == [Start(12, 6, WINDOW, "checkpoint", 0)] * 2 and said == ""
+    assert [one.restored for one in kept] == [{0: 20.0, 1: 21.0}] * 2
     _, kept, _ = look(tmp_path / "three", [*folders, []])
     assert [one.restored for one in kept] == [{0: 20.0, 1: 21.0}] * 3
     _, kept, _ = look(tmp_path / "one", [folders[0] + folders[1]])
@@ -317,7 +330,7 @@ def test_a_part_that_is_hurt_takes_the_whole_state_with_it(tmp_path: Path) -> No
     hurt(newer[1])
     starts, kept, said = look(tmp_path, [[tmp_path / "p0"], [tmp_path / "p1"]])
     assert [start.update for start in starts] == [5, 5]
-    assert [one.restored for one in kept] == [{0: 10.0}, {1: 11.0}] and "step-000000006" in said
+    assert [one.restored for one in kept] == [{0: 10.0}, {0: 11.0}] and "step-000000006" in said
 
 
 # Writing beside the training.
@@ -537,6 +550,7 @@ def test_a_rescue_is_written_once_and_takes_the_place_of_older_ones(tmp_path: Pa
         ("begin", 14, 7),
         ("committed", 14, 7),
     ]
+    assert told[0]["bytes"] == sum(each.nbytes for group in snapshot(7).state.values() for each in group.values()) > 0
 
 
 def test_while_an_update_changes_the_state_nobody_writes_it(tmp_path: Path) -> None:

@@ -108,6 +108,9 @@ class DataParallel:
     def state(self) -> State:
         return self._updater.state()
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return self._updater.fits(state)
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """Raises ValueError for a state that does not fit."""
         if (part, parts) != (0, 1):

@@ -111,11 +111,11 @@ class Part:
     def state(self) -> State:
         return self._updater.state()
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return self._updater.fits(state)
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        """As strategy.Strategy has it: of another number of ranks, this rank's own is picked out of all parts."""
-        if parts == self._collective.size:
-            self._updater.restore(state)
-            return
+        """As strategy.Strategy has it: this rank's own is picked out of all parts, and put back with the last."""
         ours = self._updater.state()
         if part == 0:
             self._found = {group: {} for group in ours}

@@ -134,6 +134,9 @@ class Pipeline:
     def state(self) -> State:
         return self._part.state()
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return self._part.fits(state)
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         self._part.restore(state, part, parts)
 

@@ -108,6 +108,9 @@ class Sharded:
     def state(self) -> State:
         return self._part.state()
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return self._part.fits(state)
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         self._part.restore(state, part, parts)
 

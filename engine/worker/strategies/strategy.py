@@ -85,7 +85,10 @@ class Strategy(Protocol):
         """What this rank needs to go on after the last update: trained parameters at the optimizer's precision, the
         optimizer's state. The same groups, names, shapes and types at every update. Local."""
 
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        """Whether `state` is just what this rank needs. Local."""
+
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        """Put back a state that `state` gave once: of rank `part` of `parts`, or part 0 of 1 where it is replicated.
-        Where the parts were made by as many ranks, this is called with the rank's own part alone; else with all of
-        them, in order. Raises ValueError for a state that does not fit this job. Local."""
+        """Put back a state that `state` gave once: of rank `part` of `parts`, with all of them in order; nothing
+        changes before the last. One that is replicated, or of which the rank's own part `fits`, is part 0 of 1. Raises
+        ValueError for a state that does not fit this job: nothing has changed then. Local."""
