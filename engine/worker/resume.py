@@ -8,11 +8,12 @@ refused is told, and the next older one is tried.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .candidates import AUTHOR, DIGEST, Candidate, Facts, Holder, Row, Whole, wholes
 from .checkpoint import store
 from .checkpoint.errors import Refused
 from .collective import Collective
@@ -25,7 +26,6 @@ from .strategies.strategy import State, Strategy
 
 _MOST = 32
 """States of one rank that are looked at."""
-_MOST_PARTS = 1000
 
 
 @dataclass(frozen=True)
@@ -53,75 +53,6 @@ class Start:
     """Whose state it is; None where each rank has its own part."""
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What a manifest says of the training, as far as it can be believed."""
-
-    iteration: int
-    part: int
-    parts: int
-    window: dict[str, Any]
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _Facts:
-        """Raises Refused for what no training of ours has written."""
-        iteration, part, parts, window = (state.get(key) for key in ("iteration", "part", "parts", "window"))
-        if not (type(iteration) is type(part) is type(parts) is int and isinstance(window, dict)):
-            raise Refused("its manifest does not say of which iteration it is")
-        if not (iteration >= 0 and 0 <= part < parts <= _MOST_PARTS):
-            raise Refused(f"its manifest says iteration {iteration}, part {part} of {parts}")
-        if not all(isinstance(value, int | float) for value in window.values()):
-            raise Refused("its manifest counts what is no number")
-        return cls(iteration, part, parts, window)
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A state, or a part of one, that is whole as far as names and sizes tell."""
-
-    source: str
-    path: Path
-    update: int
-    facts: _Facts
-    author: Author | None
-    digest: int
-
-    @property
-    def row(self) -> list[Any]:
-        facts = self.facts
-        author = None if self.author is None else (self.author.attempt, self.author.rank)
-        return [self.update, facts.parts, facts.part, self.source, facts.iteration, facts.window, author, self.digest]
-
-
-_AUTHOR, _DIGEST = 6, 7
-"""Their places in a row."""
-Row = Sequence[Any]
-Holder = tuple[int, int]
-"""A rank, and which of its rows."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A state of which every part lies somewhere."""
-
-    update: int
-    holders: tuple[tuple[Holder, ...], ...]
-    """Of each part: all who have it, the rank of its number first."""
-
-
-def wholes(rows: Sequence[Sequence[Row]]) -> list[Whole]:
-    """All whole states in `rows` (every rank's candidates), newest first; of one update, that in the fewest parts."""
-    found: dict[tuple[int, int], dict[int, list[Holder]]] = {}
-    for rank, candidates in enumerate(rows):
-        for place, (update, parts, part, *_) in enumerate(candidates):
-            found.setdefault((update, parts), {}).setdefault(part, []).append((rank, place))
-    return [
-        Whole(update, tuple(tuple(sorted(held[part], key=lambda one: (one[0] != part, one))) for part in range(parts)))
-        for (update, parts), held in sorted(found.items(), key=lambda entry: (-entry[0][0], entry[0][1]))
-        if len(held) == parts
-    ]
-
-
 class Resume:
     """The search of one rank. Every call is made by every rank."""
 
@@ -141,7 +72,7 @@ class Resume:
         self._config_hash = config_hash
         self._reporter = reporter
         self._refused = 0
-        self._own: list[_Candidate] = []
+        self._own: list[Candidate] = []
         self._rows: list[list[Row]] = []
 
     def run(self, places: Sequence[Place], *, adapter: bool = False, reached: int = 0) -> Start:
@@ -163,7 +94,7 @@ class Resume:
         self._tell(found, time.perf_counter() - begun, refused)
         return found
 
-    def _candidates(self, places: Sequence[Place]) -> list[_Candidate]:
+    def _candidates(self, places: Sequence[Place]) -> list[Candidate]:
         found = []
         for place in places:
             try:
@@ -176,8 +107,8 @@ class Resume:
                     manifest = store.prove(path, thorough=False).manifest
                     if manifest.config_hash != self._config_hash:
                         raise Refused("it is of another job")
-                    facts, hashed = _Facts.of(manifest.state), digest(manifest)
-                    found.append(_Candidate(place.source, path, manifest.update, facts, place.author, hashed))
+                    facts, hashed = Facts.of(manifest.state), digest(manifest)
+                    found.append(Candidate(place.source, path, manifest.update, facts, place.author, hashed))
                 except (Refused, OSError) as error:
                     self._refuse(path, error)
         return sorted(found, key=lambda each: -each.update)[:_MOST]
@@ -224,7 +155,7 @@ class Resume:
         if len(whole.holders) > 1:
             return set()
         (holders,) = whole.holders
-        authors = [(self._author(holder), self._rows[holder[0]][holder[1]][_DIGEST]) for holder in holders]
+        authors = [(self._author(holder), self._rows[holder[0]][holder[1]][DIGEST]) for holder in holders]
         outvoted: set[Author | None] = set()
         for verdict in judged((author, int(said)) for author, said in authors if author is not None):
             ranks = ", ".join(map(str, verdict.ranks))
@@ -242,7 +173,7 @@ class Resume:
         return outvoted
 
     def _author(self, holder: Holder) -> Author | None:
-        author = self._rows[holder[0]][holder[1]][_AUTHOR]
+        author = self._rows[holder[0]][holder[1]][AUTHOR]
         return None if author is None else Author(*author)
 
     def _holder(self, holders: Sequence[Holder]) -> Holder | None:
@@ -253,7 +184,7 @@ class Resume:
                 return rank, place
         return None
 
-    def _proves(self, candidate: _Candidate) -> bool:
+    def _proves(self, candidate: Candidate) -> bool:
         try:
             store.prove(candidate.path)
         except (Refused, OSError) as error:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from engine.worker import passing
+from engine.worker.candidates import wholes
 from engine.worker.checkpoint import store
 from engine.worker.checkpoint.manifest import NAME
 from engine.worker.checkpoint.remote import Remote
@@ -29,7 +30,7 @@ from engine.worker.places import Places, check_compression
 from engine.worker.replicas import Corrupted
 from engine.worker.reporting import Reporter
 from engine.worker.rescue import Rescue
-from engine.worker.resume import Place, Resume, Start, wholes
+from engine.worker.resume import Place, Resume, Start
 from engine.worker.snapshot import Origin, Snapshot, state_hash
 from engine.worker.stand_in import stand_in
 from engine.worker.strategies.strategy import State, Strategy
