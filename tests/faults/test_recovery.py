@@ -141,6 +141,7 @@ def test_the_same_failure_without_a_step_in_between_is_not_tried_again(home: Pat
     assert "the same failure" in entries_of(run, "given_up")[0]["why"]
 
 
+@pytest.mark.slow
 def test_a_program_of_the_users_own_is_restarted_only_when_that_is_asked_for(home: Path, tmp_path: Path) -> None:
     fault = (
         "if rank == 1 and step == 40 and not os.path.exists('once'): open('once', 'w').close(); os.kill(os.getpid(), 9)"
@@ -173,6 +174,7 @@ def in_back_off(home: Path, demo: FlightConfig) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_an_abort_in_the_back_off_works_at_once(home: Path, demo: FlightConfig) -> None:
     run = in_back_off(home, demo)
     assert run.abort() < 3.0
@@ -242,6 +244,7 @@ def test_the_metrics_have_every_iteration(home: Path, demo: FlightConfig) -> Non
     assert sorted(set(trained(run))) == list(range(1, ITERATIONS + 1))
 
 
+@pytest.mark.slow
 async def test_a_run_that_was_aborted_is_taken_up_where_it_was(
     home: Path, demo: FlightConfig, undisturbed: dict[int, float]
 ) -> None:

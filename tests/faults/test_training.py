@@ -57,6 +57,7 @@ def test_a_training_succeeds_and_its_figures_are_in_the_record(home: Path, demo:
     assert record.val_loss is not None and record.tokens_per_second is not None
 
 
+@pytest.mark.slow
 def test_a_supervisor_killed_in_training_doubles_no_metric(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_keys(demo, iters=20))
     for iteration in (3, 8):

@@ -83,6 +83,7 @@ def test_mlx_lm_fuses_it_and_goes_on_from_it(tiny: Tiny, tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("own", [SHARDED, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=["sharded", "pipeline"])
+@pytest.mark.slow
 def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path, own: dict[str, Any]) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000, **own), shares=BOTH, spec_fields={"stop_grace_s": 30.0})
     wait_until(lambda: len(run.events(1, "step")) >= 3, 60)
@@ -97,6 +98,7 @@ def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path, ow
 
 
 @pytest.mark.parametrize("own", [PIPELINE, pytest.param(SHARDED, marks=pytest.mark.slow)], ids=["pipeline", "sharded"])
+@pytest.mark.slow
 def test_who_loses_its_neighbour_says_so_and_that_its_part_alone_is_no_state(
     tiny: Tiny, tmp_path: Path, own: dict[str, Any]
 ) -> None:

@@ -92,6 +92,7 @@ def test_of_two_ranks_the_frozen_parameters_tell_which_one_is_wrong(tiny: Tiny, 
     assert all(np.array_equal(value, saved(clean)[name]) for name, value in saved(run).items())
 
 
+@pytest.mark.slow
 def test_of_two_ranks_with_nothing_frozen_to_witness_both_are_named_as_differing(tiny: Tiny, tmp_path: Path) -> None:
     run = fly(tiny, tmp_path, 2, "1 7 trained")
     assert [record.code for record in run.ended()] == [7, 7]

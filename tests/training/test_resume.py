@@ -149,6 +149,7 @@ def lose_one(home: Path, what: dict[str, Any], whole: Launched, *, victim: int, 
     assert not (again.home / "rescue").exists()
 
 
+@pytest.mark.slow
 def test_a_survivor_that_hangs_in_a_sum_is_rescued_by_the_heads_word(tiny: Tiny, tmp_path: Path) -> None:
     """A stopped peer breaks no connection: nobody would ever notice."""
     what = job(tiny, iters=100_000)
@@ -192,6 +193,7 @@ def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(
     ("before", "after"),
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_on_another_number_of_ranks_it_goes_on_to_1e_4(
     tiny: Tiny, tmp_path: Path, plain: Launched, before: int, after: int
 ) -> None:
