@@ -126,6 +126,7 @@ def test_a_rank_that_never_appears_is_named(home: Path, tmp_path: Path, sleeper:
 
 
 @pytest.mark.parametrize("fault", ["import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]"])
+@pytest.mark.slow
 def test_survivors_deaf_to_signals_are_ended_too(home: Path, tmp_path: Path, fault: str) -> None:
     script = fault + "\n" + ring("if step == 30: (os._exit(3) if rank == 1 else time.sleep(600))")
     run = fly(home, tmp_path, script=script)

@@ -91,6 +91,7 @@ def test_a_killed_rank_costs_at_most_one_step_and_no_bit_of_the_losses(
     assert told["iteration"] == min(second) - 1
 
 
+@pytest.mark.slow
 def test_a_suspended_rank_is_found_and_named(home: Path, demo: FlightConfig, undisturbed: dict[int, float]) -> None:
     run = fly_config(home, with_recovery(demo, hang_s=2.0))
     await_iteration(run, 7)

@@ -122,6 +122,7 @@ def test_preflight_blocks_and_names_rank_node_and_check(home: Path, demo: Flight
     assert record.cause is not None and "/no/such/python" in record.cause
 
 
+@pytest.mark.slow
 def test_a_rank_corrupted_on_purpose_is_named_in_record_journal_and_audit_log(
     home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

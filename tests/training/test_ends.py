@@ -40,6 +40,7 @@ def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path) ->
     assert (run.adapters / "adapters.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_only_the_asked_rank_needs_to_hear_the_stop(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)

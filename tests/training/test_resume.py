@@ -114,6 +114,7 @@ def test_killed_at_many_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path:
     kill_and_go_on(tmp_path / "killed", what, whole, [dice.randint(11, 15), dice.randint(18, 24)])
 
 
+@pytest.mark.slow
 def test_one_killed_rank_costs_at_most_one_step_and_no_bit(tiny: Tiny, tmp_path: Path, dropping: Launched) -> None:
     """Without any periodic checkpoint, and with dropout: the survivor's state is all there is."""
     lose_one(tmp_path, job(tiny, **DROPOUT), dropping, victim=0, at=random.Random(2).randint(2, 20))
@@ -225,10 +226,13 @@ def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, stra
 
 
 def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny, tmp_path: Path) -> None:
-    what = job(tiny)
+    what = job(tiny, iters=80)
     run = fly(tmp_path, what, (1.0,), checkpoint_keep=5)
-    kill_all_at(run, 1, 22)
     folder = run.home / "checkpoints"
+    # As many as the disk takes: one that is due while another is being written is left out.
+    wait_until(lambda: len(list(folder.glob("step-*"))) >= 3, 60)
+    run.kill(0)
+    run.ended()
     flipped, torn, *rest = sorted(folder.glob("step-*"), reverse=True)
     assert len(rest) >= 1
     data = bytearray((flipped / "optimizer.safetensors").read_bytes())

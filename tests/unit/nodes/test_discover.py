@@ -51,7 +51,11 @@ async def test_both_ways_are_one_list_each_host_once(alone: Path) -> None:
         ("evil", "-oProxyCommand=id.local.", "192.0.2.5", 22),
         ("own", "head-7.local.", "127.0.0.1", 22),
     ):
-        found = await discover(2.0)
+        # A busy machine's answers may come too late for one look.
+        for _ in range(5):
+            found = await discover(2.0)
+            if len(found) == 4 and all("Bonjour" in found[place].sources for place in (0, 1, 3)):
+                break
     assert found[:3] == [
         FoundHost("head", LOCAL, ("this machine", "Bonjour"), "own"),
         FoundHost("big", "big", ("ssh config", "Bonjour"), "user ana, at ultra.local"),
