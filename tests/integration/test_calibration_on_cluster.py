@@ -118,6 +118,7 @@ async def test_every_node_and_the_link_are_measured_and_kept(
         assert_nothing_left(node)
 
 
+@pytest.mark.slow
 async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
     cluster: Cluster, config: FlightConfig, tmp_path: Path
 ) -> None:
