@@ -13,6 +13,7 @@ from typing import Literal, cast
 from engine.config.models import FlightConfig
 from engine.measured import Calibration, Division, HardwareMetrics, NodeMeasure
 from engine.planning.fingerprint import age_days, stale
+from engine.worker.shares import share_counts
 
 UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares are worth it."""
@@ -47,8 +48,8 @@ class Shares:
         return cls(division.parts, source, division.reason, left_out=division.left_out, warnings=division.warnings)
 
     def micro_batches(self, batch: int) -> dict[str, int]:
-        """Node → sequences of a global batch. Raises ValueError for a batch that is too small."""
-        counts = micro_batches(batch, list(self.parts.values()))
+        """Node → sequences of a global batch, as the trainer will. Raises ValueError for one that is too small."""
+        counts = share_counts(batch, list(self.parts.values()))
         return dict(zip(self.parts, counts, strict=True))
 
 
@@ -95,27 +96,6 @@ def calculate_workload_distribution(metrics: Sequence[HardwareMetrics]) -> dict[
         if name not in online:
             _log.warning("node %s has no throughput: it counts as offline and is left out", name)
     return _normalised(online)
-
-
-def micro_batches(total: int, parts: Sequence[float]) -> list[int]:
-    """`total` sequences divided as `parts` ask, by largest remainder (Hamilton's method), at least 1 each; they sum to
-    `total`. The trainer divides a batch by the same rule.
-
-    Raises ValueError for a part that is not above 0, or fewer sequences than parts.
-    """
-    if not parts or not all(0 < part < float("inf") for part in parts):
-        raise ValueError(f"shares must be above 0: {list(parts)}")
-    if total < len(parts):
-        raise ValueError(f"a batch of {total} is too small for {len(parts)} ranks: batch_size must be at least that")
-    whole = sum(parts)
-    quotas = [total * part / whole for part in parts]
-    counts = [max(1, int(quota)) for quota in quotas]
-    ranks = range(len(parts))
-    while sum(counts) < total:
-        counts[max(ranks, key=lambda rank: (quotas[rank] - counts[rank], -rank))] += 1
-    while sum(counts) > total:
-        counts[max((r for r in ranks if counts[r] > 1), key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
-    return counts
 
 
 def variation(throughputs: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.planning.fingerprint import age_days, changed, matching, stale
 from engine.planning.outlook import Outlook, outlook
 from engine.planning.prediction import step_s
-from engine.planning.shares import MISSING, micro_batches
+from engine.planning.shares import MISSING
 from engine.preflight import connectivity, sync, versions
 from engine.preflight.check import Check, Findings
 from engine.preflight.fixes import ours
@@ -26,6 +26,7 @@ from engine.preflight.need import Need, needs
 from engine.preflight.notes import NodeNotes
 from engine.preflight.scene import Scene
 from engine.store.store import Store
+from engine.worker.shares import share_counts
 
 NAME = "performance_layer"
 LATENCY_S = 0.5
@@ -183,9 +184,7 @@ def _slower(calibration: Calibration, seen: Outlook) -> dict[str, float]:
     if len(speeds) != len(compute):
         return {}
     batch = sum(seen.micro_batches.values())
-    balanced = max(
-        step_s(measure, count) for measure, count in zip(measures, micro_batches(batch, speeds), strict=True)
-    )
+    balanced = max(step_s(measure, count) for measure, count in zip(measures, share_counts(batch, speeds), strict=True))
     return {name: seconds / balanced - 1 for name, seconds in compute.items()}
 
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from .chunks import progress_text
 from .data import Batch, Split
-from .job import Job
+from .job import Job, JobError
 from .reporting import Reporter
-from .sampler import share_slice
+from .sampler import Indices
+from .shares import share_counts, share_slice
 
 
 class Feed:
     """A pure function of the position, which is the whole state of it: going on at a position is resuming there."""
 
-    def __init__(self, train: Split, job: Job, counts: list[int], rank: int, reporter: Reporter) -> None:
-        """`counts` is how many examples of a batch each rank takes. Raises ValueError for too few examples."""
+    def __init__(self, train: Split, job: Job, shares: Sequence[float], rank: int, reporter: Reporter) -> None:
+        """`shares` is what each rank takes of a batch beside the others. Raises JobError when the batch is too small
+        for the ranks or too large for the data."""
         self._train = train
-        self._sampler = train.sampler(job.batch_size, job.seed)
-        self._mine = share_slice(job.batch_size, counts, rank)
+        try:
+            self._counts = share_counts(job.batch_size, shares)
+            self._sampler = train.sampler(job.batch_size, job.seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self._rank = rank
         self._reporter = reporter
 
     @property
@@ -29,7 +36,11 @@ class Feed:
 
     def batch(self, position: int) -> Batch:
         """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
-        return self._train.batch(self._sampler.batch(position)[self._mine])
+        return self._train.batch(self.mine(self._sampler.batch(position)))
+
+    def mine(self, batch: Indices) -> Indices:
+        """This rank's examples of any global batch; perhaps none of one that is shorter than others."""
+        return batch[share_slice(len(batch), self._counts, self._rank)]
 
     def finish(self, position: int) -> None:
         """The batch at `position` has been trained on: where a chunk ends with it, free what it took, and say so."""

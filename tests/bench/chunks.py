@@ -87,7 +87,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     train = load_split(job, "train", tokenizer, lambda _: None)
     if (train.num_chunks is not None) != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
-    feed, order = Feed(train, job, [BATCH], 0, Reporter(0, EventWriter(None, 0, 1))), train.sampler(BATCH, job.seed)
+    feed, order = Feed(train, job, [1.0], 0, Reporter(0, EventWriter(None, 0, 1))), train.sampler(BATCH, job.seed)
     ready = time.perf_counter()
     taken, blocks = 0, 0
     for position in range(feed.batches_per_epoch):

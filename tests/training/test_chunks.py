@@ -54,7 +54,7 @@ def load(job: Job, name: str = "train") -> Split:
 
 def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> Feed:
     reporter = Reporter(rank, EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
-    return Feed(load(job), job, list(counts), rank, reporter)
+    return Feed(load(job), job, counts, rank, reporter)
 
 
 def same(one: Batch, other: Batch) -> bool:

@@ -18,10 +18,10 @@ from ..arrays import floats, number
 from ..collective import Collective
 from ..data import Split
 from ..feed import Feed
-from ..job import Job, JobError
+from ..job import Job
 from ..optimizer import Updater
 from ..reporting import Reporter
-from ..sampler import Indices, share_counts, share_slice
+from ..sampler import Indices
 from ..streamed import Weights
 from .gradients import Gradients
 from .strategy import Share, State
@@ -45,11 +45,7 @@ class DataParallel:
         """Raises JobError when the batch is too small for the ranks or too large for the data."""
         self.model = model
         self._collective = collective
-        try:
-            self._counts = share_counts(job.batch_size, shares)
-            self.feed = Feed(train, job, self._counts, collective.rank, reporter)
-        except ValueError as error:
-            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self.feed = Feed(train, job, shares, collective.rank, reporter)
         self._gradients = Gradients(model)
         self._updater = Updater(job, model)
         self._sums: list[mx.array] | None = None
@@ -93,7 +89,7 @@ class DataParallel:
         return number(self._updater.update(self._gradients.unpack(totals, tokens))) if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        mine = indices[share_slice(len(indices), self._counts, self._collective.rank)]
+        mine = self.feed.mine(indices)
         if not len(mine):
             return 0.0, 0
         batch = examples.batch(mine)

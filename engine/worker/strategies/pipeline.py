@@ -26,13 +26,13 @@ from ..layers import Split as Layers
 from ..layers import check_split
 from ..reporting import Reporter
 from ..sampler import Indices
-from ..streamed import Weights
+from .divided import Divided
 from .messages import Kind, Messages
-from .parts import Held, Part, collected
+from .parts import Held
 from .passes import Rows, forward, forward_backward, like_output
 from .sections import Section, check
 from .stages import Step, micro_batches, schedule
-from .strategy import Share, State
+from .strategy import Share
 
 
 @dataclass
@@ -49,10 +49,8 @@ class _Micro:
     """The gradient of `hidden`."""
 
 
-class Pipeline:
+class Pipeline(Divided):
     """One rank's stage (a Strategy)."""
-
-    replicated = False
 
     def __init__(
         self,
@@ -77,30 +75,20 @@ class Pipeline:
             Section(model, start, end, first=stage == 0, last=stage == stages - 1)
             for stage, (start, end) in enumerate(layers)
         ]
-        trained = _held([dict(tree_flatten(section.model.trainable_parameters())) for section in sections])
-        self._trained, self._whole = trained, _held([dict(tree_flatten(each.model.parameters())) for each in sections])
         self._section = sections[rank]
-        self.model = self._section.model
-        mx.eval(self.model.parameters())
-        try:
-            self.feed = Feed(train, job, [job.batch_size], 0, reporter)
-        except ValueError as error:
-            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
-        self._collective = collective
+        mx.eval(self._section.model.parameters())
+        trained = _held([dict(tree_flatten(section.model.trainable_parameters())) for section in sections])
+        super().__init__(
+            job,
+            self._section.model,
+            Feed(train, job, [1.0], 0, reporter),
+            collective=collective,
+            trained=trained,
+            whole=_held([dict(tree_flatten(section.model.parameters())) for section in sections]),
+        )
         self._messages = Messages(collective)
-        self._part = Part(job, self.model, trained, collective)
         self._first_trained = min(parameter.ranks[0] for parameter in trained)
-        self._half = any(parameter.dtype == mx.float16 for parameter in trained)
         self._batches = 0
-        self._waited_s = 0.0
-
-    @property
-    def learning_rate(self) -> float:
-        return self._part.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        return self._part.in_16_bits
 
     def accumulate(self, position: int) -> Share:
         begun = time.perf_counter()
@@ -111,34 +99,10 @@ class Pipeline:
         tokens = batch.targets if self._section.last else 0
         return Share(loss, tokens, ready - begun, seconds - self._waited_s, self._waited_s)
 
-    def own_norm(self, tokens: int) -> None:
-        """None: a stage's gradients are of its own layers, and no measure of the others'."""
-
-    def exchange(self, counters: list[float]) -> list[float]:
-        return self._part.exchange(counters)
-
-    def apply(self, tokens: float) -> float | None:
-        return self._part.apply(tokens)
-
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         batch = examples.batch(indices)
         loss = self._run(batch, train=False)
         return loss, batch.targets if self._section.last else 0
-
-    def trained(self) -> Weights:
-        return collected(self._trained, self.model, self._collective)
-
-    def whole(self) -> Weights:
-        return collected(self._whole, self.model, self._collective)
-
-    def state(self) -> State:
-        return self._part.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._part.fits(state)
-
-    def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        self._part.restore(state, part, parts)
 
     def _run(self, batch: Batch, *, train: bool) -> float:
         """All of this stage's work on one global batch; the sum of cross-entropies on the last stage, else 0."""

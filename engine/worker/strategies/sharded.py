@@ -11,7 +11,6 @@ what it owns. Nothing communicates while something computes, so that no GPU wait
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -22,21 +21,18 @@ from ..arrays import number
 from ..collective import Collective
 from ..data import Split
 from ..feed import Feed
-from ..job import Job, JobError
+from ..job import Job
 from ..reporting import Reporter
-from ..sampler import Indices, share_counts, share_slice
-from ..streamed import Weights
-from .parts import Part, collected
+from ..sampler import Indices
+from .divided import Divided
 from .passes import Rows, forward, forward_backward
 from .sections import check
 from .shards import Shards
-from .strategy import Share, State
+from .strategy import Share
 
 
-class Sharded:
+class Sharded(Divided):
     """One rank's part (a Strategy)."""
-
-    replicated = False
 
     def __init__(
         self,
@@ -50,28 +46,16 @@ class Sharded:
     ) -> None:
         """`model` is whole and has not been evaluated: what other ranks own never is. Raises JobError."""
         check(model, "sharded")
-        self._collective = collective
-        try:
-            self._counts = share_counts(job.batch_size, shares)
-            self.feed = Feed(train, job, self._counts, collective.rank, reporter)
-        except ValueError as error:
-            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
-        self.model = model
-        self._shards = Shards(model, collective)
-        trained = self._shards.held(trained=True)
-        self._part = Part(job, model, trained, collective)
-        self._half = any(parameter.dtype == mx.float16 for parameter in trained)
-        last = len(self._shards.sections)
-        self._first_trained = min(number for number in range(last) if self._shards.trained_in(number))
-        self._waited_s = 0.0
-
-    @property
-    def learning_rate(self) -> float:
-        return self._part.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        return self._part.in_16_bits
+        self._shards = shards = Shards(model, collective)
+        super().__init__(
+            job,
+            model,
+            Feed(train, job, shares, collective.rank, reporter),
+            collective=collective,
+            trained=shards.held(trained=True),
+            whole=shards.held(trained=False),
+        )
+        self._first_trained = min(number for number in range(len(shards.sections)) if shards.trained_in(number))
 
     def accumulate(self, position: int) -> Share:
         begun = time.perf_counter()
@@ -81,38 +65,14 @@ class Sharded:
         seconds = time.perf_counter() - ready
         return Share(loss, batch.targets, ready - begun, seconds - self._waited_s, self._waited_s)
 
-    def own_norm(self, tokens: int) -> None:
-        """None: a rank keeps no gradient of its own examples."""
-
-    def exchange(self, counters: list[float]) -> list[float]:
-        return self._part.exchange(counters)
-
-    def apply(self, tokens: float) -> float | None:
-        return self._part.apply(tokens)
-
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        mine = indices[share_slice(len(indices), self._counts, self._collective.rank)]
+        mine = self.feed.mine(indices)
         batch = examples.batch(mine) if len(mine) else None
         rows = Rows.of(batch) if batch else None
         hidden = None
         for number_ in range(len(self._shards.sections)):
             hidden = self._forward(number_, rows, hidden)
         return (number(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
-
-    def trained(self) -> Weights:
-        return collected(self._shards.held(trained=True), self.model, self._collective)
-
-    def whole(self) -> Weights:
-        return collected(self._shards.held(trained=False), self.model, self._collective)
-
-    def state(self) -> State:
-        return self._part.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._part.fits(state)
-
-    def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        self._part.restore(state, part, parts)
 
     def _forward_backward(self, rows: Rows) -> float:
         """Add the gradients of `rows`; their sum of cross-entropies."""

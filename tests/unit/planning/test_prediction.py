@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from engine.measured import LinkMeasure
 from engine.planning.prediction import Prediction, all_sum_s, predict, prediction, step_s
-from engine.planning.shares import micro_batches, shares
+from engine.planning.shares import shares
+from engine.worker.shares import share_counts
 from engine.worker.wire import ALL_SUM_LARGE_BYTES
 from tests.unit.planning.calibrations import calibration, config, measure
 
@@ -18,7 +19,7 @@ LINK = LinkMeasure(nodes=("a", "b"), latency_s=0.001, bandwidth_bytes_per_s=ALL_
 
 def predicted(speeds: list[float], batch: int, communicate_s: float = 0.0) -> Prediction:
     names = [f"n{number}" for number in range(len(speeds))]
-    counts = dict(zip(names, micro_batches(batch, speeds), strict=True))
+    counts = dict(zip(names, share_counts(batch, speeds), strict=True))
     return predict([measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, communicate_s)
 
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.measured import HardwareMetrics
-from engine.planning.shares import MISSING, calculate_workload_distribution, micro_batches, noise, shares, variation
-from engine.worker.sampler import share_counts
+from engine.planning.shares import MISSING, calculate_workload_distribution, noise, shares, variation
 from tests.unit.planning.calibrations import TAKEN, calibration, config, measure
 
 SPEEDS = st.lists(st.floats(0.01, 1e4), min_size=1, max_size=9)
@@ -110,24 +109,6 @@ def test_shares_sum_to_one_and_follow_the_throughputs(speeds: list[float]) -> No
         assert list(found.parts.values()) == pytest.approx([speed / sum(speeds) for speed in speeds])
     else:
         assert set(found.parts.values()) == {1 / len(speeds)}
-
-
-@given(SPEEDS, st.integers(1, 1000))
-def test_micro_batches_sum_to_the_batch_and_are_the_trainers_own(parts: list[float], batch: int) -> None:
-    if batch < len(parts):
-        with pytest.raises(ValueError, match="too small"):
-            micro_batches(batch, parts)
-        return
-    counts = micro_batches(batch, parts)
-    assert sum(counts) == batch and min(counts) >= 1
-    assert counts == share_counts(batch, parts)
-
-
-@pytest.mark.parametrize("parts", [[], [0.0, 1.0], [-1.0], [float("nan")], [float("inf")]])
-def test_parts_that_are_none_are_refused_as_the_trainer_refuses_them(parts: list[float]) -> None:
-    for divide in (micro_batches, share_counts):
-        with pytest.raises(ValueError, match="above 0"):
-            divide(8, parts)
 
 
 def test_the_distribution_is_throughput_over_the_sum() -> None:
