@@ -12,9 +12,7 @@ import functools
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,15 @@ from engine.supervision.attempt import Attempt, Launched, intend, launch, plan_o
 from engine.supervision.culprit import Verdict, judge
 from engine.supervision.explanation import explained
 from engine.supervision.flight import Flight
-from engine.supervision.history import Ended, failed_attempts, policy_of, reached_before
+from engine.supervision.history import Failures, utc_now
 from engine.supervision.inheritance import anybody_came, old_launcher
 from engine.supervision.interruption import TICK_S, Aborted, Asked, until_abort
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook
-from engine.supervision.progress import Progress, Resumed
+from engine.supervision.outset import Outset
 from engine.supervision.rank_entries import known_identities, of_attempt
-from engine.supervision.recovery import End, Failure, Present, Retry, Wait, first_cause, next_step, refusal
+from engine.supervision.recovery import End, Present, Retry, Wait, next_step
 from engine.supervision.remnants import Remnants
 from engine.transport.fleet import Fleet
 from engine.worker.wire import END
@@ -76,19 +74,13 @@ class Attempts:
         self._nodes = nodes
         self._asked = asked
         self._rng = rng or random.Random()
-        self._policy = policy_of(plan)
-        self._ended = failed_attempts(logbook.entries)
-        self._reached_before = reached_before(logbook.entries)
+        self._failures = Failures(plan, logbook)
         self._last: Attempt | None = None
         """The last one that was entered, by this supervisor."""
         self._links: Links | None = None
         self._flight: Flight | None = None
         self._remnants = Remnants(logbook.append)
         self.figures: dict[str, Any] = {}
-
-    @property
-    def _history(self) -> list[Failure]:
-        return [ended.failure for ended in self._ended]
 
     @property
     def _number(self) -> int:
@@ -99,6 +91,11 @@ class Attempts:
     def unconfirmed(self) -> list[str]:
         """Nodes on which it could not be proved that nothing of the run is left."""
         return [*(self._flight.unconfirmed if self._flight is not None else ()), *self._remnants.unconfirmed]
+
+    @property
+    def _owed(self) -> bool:
+        """Whether a node has not sent the end of its files yet."""
+        return self._flight is not None and self._flight.owes
 
     async def fly(self, scene: Scene) -> Verdict:
         """From a launch to the run's end; `scene` is the plan's. Raises Aborted before anything has started."""
@@ -121,17 +118,19 @@ class Attempts:
         links = self._link(plan, attempt)
         if ended and self._logbook.state in (RunState.RECOVERING, RunState.LAUNCHING):
             await self._fence_again(plan, attempt, links)
-            return await self._to_the_end(self._ended[-1].verdict)
+            return await self._to_the_end(self._failures.last.verdict)
         # Pids of before a restart of the machine are anybody's.
         launcher = None if rebooted else old_launcher(self._run_dir, self._logbook, attempt)
         if launcher is None and not rebooted and not await anybody_came(links):
-            if not self._ended:
+            if not self._failures:
                 return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH)
             # The run had been going: it goes on.
             await self._fence_again(plan, attempt, links)
             verdict = Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _LOST_IN_LAUNCH)
-            return await self._to_the_end(self._enter_failure(attempt.number, verdict, 0, _now()))
-        return await self._to_the_end(await self._watch(plan, attempt, launcher, adopted=True, rebooted=rebooted))
+            return await self._to_the_end(self._enter_failure(attempt.number, verdict, 0, utc_now()))
+        return await self._to_the_end(
+            await self._watch(plan, attempt, Outset(launcher, adopted=True, rebooted=rebooted))
+        )
 
     async def after_the_end(self, planned: dict[str, Any], unconfirmed: Sequence[str]) -> None:
         """In place of a life: the run has ended, and on `unconfirmed` that has not been proved yet."""
@@ -139,15 +138,12 @@ class Attempts:
         plan = plan_of(attempt, self._plan, self._whole)
         self._look_after_the_left_out(plan)
         links = self._link(plan, attempt)
-        self._flight = await asyncio.to_thread(self._make_flight, plan, attempt, links, None, adopted=True)
+        self._flight = await asyncio.to_thread(self._make_flight, plan, attempt, links, Outset(adopted=True))
         self._flight.resume_aftermath(unconfirmed)
 
     async def aftermath(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it could not be proved."""
-        deadline = time.monotonic() + limit_s
-        while (self.unconfirmed or (self._flight is not None and self._flight.owes)) and time.monotonic() < deadline:
-            await self._tend()
-            await asyncio.sleep(TICK_S)
+        await self._tend_while(lambda: bool(self.unconfirmed) or self._owed, limit_s)
 
     async def close(self) -> None:
         if self._flight is not None:
@@ -164,28 +160,19 @@ class Attempts:
             try:
                 step = await self._next_step()
                 if isinstance(step, End):
-                    return self._give_up(step)
+                    return self._failures.give_up(step)
                 verdict = await self._retry(step)
             except Aborted:
                 return await self._aborted()
-        if verdict.state is RunState.FAILED and (no := refusal(self._policy, self._history)) is not None:
-            return self._give_up(no)
+        if verdict.state is RunState.FAILED and (no := self._failures.refusal()) is not None:
+            return self._failures.give_up(no)
         return verdict
-
-    def _give_up(self, end: End) -> Verdict:
-        """Of the last failures the one that the others follow from."""
-        self._logbook.append("given_up", after=self._history[-1].attempt, why=end.why)
-        first = first_cause(self._history)
-        return next(ended.verdict for ended in self._ended if ended.failure is first)
 
     async def _prove_the_last(self) -> None:
         """Of a run that is taken up again: nothing of it may be left anywhere. Raises LaunchError."""
         planned = next(entry for entry in reversed(self._logbook.entries) if entry["event"] == "attempt")
         await self.after_the_end(planned, [node.name for node in self._whole.config.nodes])
-        deadline = time.monotonic() + _PROOF_LIMIT_S
-        while self.unconfirmed and time.monotonic() < deadline:
-            await self._tend()
-            await asyncio.sleep(TICK_S)
+        await self._tend_while(lambda: bool(self.unconfirmed), _PROOF_LIMIT_S)
         if self.unconfirmed:
             where = ", ".join(self.unconfirmed)
             why = "its last attempt is not proved to be gone there"
@@ -194,16 +181,17 @@ class Attempts:
     async def _next_step(self) -> Retry | End:
         """Once it is known who is there. Raises Aborted."""
         begun, told = time.monotonic(), None
+        failures = self._failures
         while True:
             if self._asked() is not None:
                 raise Aborted
             await self._tend()
-            step = next_step(self._policy, self._history, self._roll(), time.monotonic() - begun, self._rng)
+            step = next_step(failures.policy, failures.all, self._roll(), time.monotonic() - begun, self._rng)
             if not isinstance(step, Wait):
                 return step
             if step.why != told:
                 told = step.why
-                self._logbook.append("recovery_waits", after=self._history[-1].attempt, why=told)
+                self._logbook.append("recovery_waits", after=failures.last.failure.attempt, why=told)
             await asyncio.sleep(TICK_S)
 
     def _roll(self) -> list[Present]:
@@ -226,7 +214,7 @@ class Attempts:
         self._logbook.append(
             "recovery",
             attempt=number,
-            after=self._history[-1].attempt,
+            after=self._failures.last.failure.attempt,
             members=list(step.members),
             left_out=list(step.left_out),
             delay_s=round(step.delay_s, 3),
@@ -241,7 +229,7 @@ class Attempts:
         except FlightDeckError as error:
             # The nodes and links of the last attempt are what there still is.
             self._logbook.change(RunState.RECOVERING)
-            return self._enter_failure(number, _unlaunched(error), 0, _now())
+            return self._enter_failure(number, _unlaunched(error), 0, utc_now())
         finally:
             await scene.close()
         await self._hand_over(step.members)
@@ -250,7 +238,7 @@ class Attempts:
         except (LaunchError, NodeUnreachable) as error:
             assert self._links is not None
             await self._fence_again(plan, attempt, self._links)
-            return self._enter_failure(number, _unlaunched(error), 0, _now())
+            return self._enter_failure(number, _unlaunched(error), 0, utc_now())
 
     async def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -259,6 +247,12 @@ class Attempts:
                 raise Aborted
             await self._tend()
             await asyncio.sleep(min(TICK_S, left))
+
+    async def _tend_while(self, condition: Callable[[], bool], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while condition() and time.monotonic() < deadline:
+            await self._tend()
+            await asyncio.sleep(TICK_S)
 
     async def _tend(self) -> None:
         if self._flight is not None:
@@ -284,50 +278,18 @@ class Attempts:
     async def _aborted(self) -> Verdict:
         """There is nothing to stop: only what was fenced, and that is proved, but for nodes that do not answer."""
         self._logbook.append("stop", stage=Stage.ASKED.value, purpose="abort", acknowledged=[], left=[])
-        deadline = time.monotonic() + SILENT_S
-        while self.unconfirmed and time.monotonic() < deadline:
-            await self._tend()
-            await asyncio.sleep(TICK_S)
+        await self._tend_while(lambda: bool(self.unconfirmed), SILENT_S)
         stage = Stage.UNCONFIRMED if self.unconfirmed else Stage.STOPPED
         self._logbook.append("stop", stage=stage.value, purpose="abort", acknowledged=[], left=[])
         return self._stopped()
 
     def _stopped(self) -> Verdict:
-        why = f"stopped as asked, while it recovered from {self._history[-1].words}"
+        why = f"stopped as asked, while it recovered from {self._failures.last.failure.words}"
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, why)
 
-    def _may_follow(self, attempt: Attempt, verdict: Verdict, reached: int) -> bool:
-        """Whether another attempt may follow if this one ends so."""
-        if verdict.state is not RunState.FAILED:
-            return False
-        ended = Ended.of(attempt.number, verdict, self._at_least(reached), _now())
-        return refusal(self._policy, [*self._history, ended.failure]) is None
-
     def _enter_failure(self, attempt: int, verdict: Verdict, reached: int, failed_at: str) -> Verdict:
-        ended = Ended.of(attempt, verdict, self._at_least(reached), failed_at)
-        self._ended.append(ended)
-        self._logbook.append("attempt_ended", **ended.entry(self.unconfirmed))
+        self._failures.enter(attempt, verdict, reached, failed_at, self.unconfirmed)
         return verdict
-
-    def _at_least(self, reached: int) -> int:
-        """An attempt that never got going leaves the run where it was."""
-        return reached or (self._history[-1].reached if self._ended else 0)
-
-    def _tell_recovered(self, attempt: int, progress: Progress) -> None:
-        if any(entry["event"] == "recovered" for entry in of_attempt(self._logbook, attempt)):
-            return
-        resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
-        if self._ended:
-            last = self._ended[-1]
-            repeated = max(0, last.failure.reached - resumed.iteration)
-            seconds = round((datetime.now(UTC) - datetime.fromisoformat(last.failed_at)).total_seconds(), 2)
-        self._logbook.append(
-            "recovered",
-            attempt=attempt,
-            **asdict(resumed),
-            repeated=repeated,
-            seconds=seconds,
-        )
 
     def _look_after_the_left_out(self, plan: Plan) -> None:
         """Those of the run's nodes that an earlier supervisor has gone on without: the proof is sought anew."""
@@ -364,9 +326,16 @@ class Attempts:
         if self._flight is not None:
             # Only now: until then its nodes may have sent more.
             await self._flight.ground()
-        reached = self._history[-1].reached if self._ended else self._reached_before
         attempt = intend(
-            self._run_dir, plan, number, self._nonce, places, wiring, port, resume=number > 1, reached=reached
+            self._run_dir,
+            plan,
+            number,
+            self._nonce,
+            places,
+            wiring,
+            port,
+            resume=number > 1,
+            reached=self._failures.reached,
         )
         self._logbook.append("attempt", **attempt.entry())
         self._last = attempt
@@ -376,7 +345,7 @@ class Attempts:
         """The last attempt, when it was on the same nodes and nothing that happened to it changes what is known of
         them: they answer, or there would be no other. What has been removed there meanwhile fails the launch, and the
         nodes are asked again."""
-        if self._last is None or not self._ended or self._ended[-1].failure.reason not in _OF_A_RANK:
+        if self._last is None or not self._failures or self._failures.last.failure.reason not in _OF_A_RANK:
             return None
         same = [node for _, node in self._last.members] == [rank.node for rank in plan.ranks]
         return self._last if same else None
@@ -392,7 +361,7 @@ class Attempts:
             launched = Launched(None)
         # Not on the loop: the ranks have started, and a disk that stalls must not hold up their beats.
         launcher = await asyncio.to_thread(self._watch_on, launched, attempt)
-        return await self._watch(plan, attempt, launcher, refusals=_refusals(launched))
+        return await self._watch(plan, attempt, Outset(launcher, _refusals(launched)))
 
     def _watch_on(self, launched: Launched, attempt: Attempt) -> LauncherWatch | None:
         if launched.launcher is None:
@@ -409,29 +378,12 @@ class Attempts:
         self._links.start()
         return self._links
 
-    async def _watch(
-        self,
-        plan: Plan,
-        attempt: Attempt,
-        launcher: LauncherWatch | None,
-        *,
-        refusals: Mapping[int, tuple[int, str]] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
-    ) -> Verdict:
+    async def _watch(self, plan: Plan, attempt: Attempt, outset: Outset) -> Verdict:
         """The attempt's whole life, and its end in the journal when that is a failure."""
         assert self._links is not None
         # Not on the loop: the indices of a week of logs may want mending, and the ranks want their beats.
-        flight = self._flight = await asyncio.to_thread(
-            self._make_flight,
-            plan,
-            attempt,
-            self._links,
-            launcher,
-            refusals=refusals,
-            adopted=adopted,
-            rebooted=rebooted,
-        )
+        flight = await asyncio.to_thread(self._make_flight, plan, attempt, self._links, outset)
+        self._flight = flight
         evidence = await flight.watch(self._asked)
         self.figures = flight.intake.latest
         environment = {**os.environ, **plan.config.job.env}
@@ -445,34 +397,21 @@ class Attempts:
 
     async def _fence_again(self, plan: Plan, attempt: Attempt, links: Links) -> None:
         """An attempt that has been ended, or never got going: prove once more that nothing of it is left."""
-        self._flight = await asyncio.to_thread(self._make_flight, plan, attempt, links, None, adopted=True)
+        self._flight = await asyncio.to_thread(self._make_flight, plan, attempt, links, Outset(adopted=True))
         self._flight.resume_aftermath([name for link in links for name in link.names])
         if self._logbook.state is not RunState.RECOVERING:
             self._logbook.change(RunState.RECOVERING)
 
-    def _make_flight(
-        self,
-        plan: Plan,
-        attempt: Attempt,
-        links: Links,
-        launcher: LauncherWatch | None,
-        *,
-        refusals: Mapping[int, tuple[int, str]] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
-    ) -> Flight:
+    def _make_flight(self, plan: Plan, attempt: Attempt, links: Links, outset: Outset) -> Flight:
         return Flight(
             self._run_dir,
             plan,
             attempt,
             links=links,
-            launcher=launcher,
             logbook=self._logbook,
-            refusals=refusals,
-            adopted=adopted,
-            rebooted=rebooted,
-            recovers=lambda verdict, reached: self._may_follow(attempt, verdict, reached),
-            on_first_step=functools.partial(self._tell_recovered, attempt.number) if attempt.resume else None,
+            outset=outset,
+            recovers=functools.partial(self._failures.may_follow, attempt.number),
+            on_first_step=functools.partial(self._failures.overcome, attempt.number) if attempt.resume else None,
         )
 
 
@@ -484,7 +423,3 @@ def _refusals(launched: Launched) -> dict[int, tuple[int, str]]:
     """The ranks that did not start, where nobody else tells of them → (exit code, words)."""
     unknown = 255
     return {each.rank: (unknown if each.code is None else each.code, each.words) for each in launched.failures}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat()

@@ -16,9 +16,9 @@ from engine.security.redact import redact, redact_document
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions
 from engine.supervision.culprit import Evidence, RankEvidence, Trigger, lacks_port
-from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
+from engine.supervision.outset import Outset
 from engine.supervision.ranks import Rank
 from engine.supervision.watchdog import Hang
 from engine.worker.last_words import tail
@@ -39,24 +39,17 @@ class Witnesses:
         attempt: Attempt,
         links: Links,
         conditions: Conditions,
-        launcher: LauncherWatch | None,
+        outset: Outset,
         *,
         launching: Path,
-        refusals: dict[int, str] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
     ) -> None:
-        """`launching` is the attempt's directory on the head; `refusals` are the words about ranks that did not start,
-        where they were not started by mlx.launch."""
+        """`launching` is the attempt's directory on the head."""
         self._plan = plan
         self._attempt = attempt
         self._links = links
         self._conditions = conditions
-        self._launcher = launcher
+        self._outset = outset
         self._launching = launching
-        self._refusals = refusals or {}
-        self._adopted = adopted
-        self._rebooted = rebooted
         self._trainer = plan.config.job.command is None
         # What a rank has printed of its secrets must not be quoted.
         self._environment = {**os.environ, **plan.config.job.env}
@@ -98,13 +91,14 @@ class Witnesses:
         self, ranks: Sequence[Rank], trigger: Trigger, hang: Hang | None = None, *, over: bool = True
     ) -> Evidence:
         """Everything, once all is `over`; before that, who holds a port is not asked."""
+        launcher = self._outset.launcher
         return Evidence(
             ranks=[self._with_port(self.of(rank)) if over else self.of(rank) for rank in ranks],
             trigger=trigger,
             trainer=self._trainer,
-            launcher_tail=self._quotable(self._launcher.tail()) if self._launcher is not None else "",
-            adopted=self._adopted,
-            rebooted=self._rebooted,
+            launcher_tail=self._quotable(launcher.tail()) if launcher is not None else "",
+            adopted=self._outset.adopted,
+            rebooted=self._outset.rebooted,
             hang=hang,
         )
 
@@ -116,7 +110,8 @@ class Witnesses:
 
     def _words_of_the_start(self, rank: int) -> str:
         """What ssh has said, or whoever else was to start it."""
-        return self._refusals.get(rank) or tail(words_of(self._launching, rank))
+        _, words = self._outset.refusals.get(rank, (0, ""))
+        return words or tail(words_of(self._launching, rank))
 
     def _memory_killed(self, rank: Rank) -> bool:
         """Whether its node has killed processes for want of memory since the attempt began."""

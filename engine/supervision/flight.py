@@ -6,30 +6,31 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from engine.models import Reason, RunState
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
-from engine.runs.mirror import Gap, Mirror
+from engine.runs.layout import RunDir
+from engine.runs.mirror import Gap
 from engine.runs.plan_file import Plan
 from engine.security.audit import audit_log
 from engine.supervision.abort import Graces, Proof, Rescue, Stage, Stop
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions, lost_after_s
 from engine.supervision.consistency_watch import ConsistencyWatch
+from engine.supervision.copies import Copies
 from engine.supervision.culprit import Evidence, Trigger, Verdict, is_consequence, judge
 from engine.supervision.event_intake import EventIntake
 from engine.supervision.evidence import Witnesses
 from engine.supervision.explanation import explained
-from engine.supervision.launcher_watch import LauncherWatch
+from engine.supervision.history import utc_now
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
+from engine.supervision.outset import Outset
 from engine.supervision.progress import Progress
 from engine.supervision.rank_entries import RankEntries, of_attempt
 from engine.supervision.ranks import Rank, Ranks
@@ -44,8 +45,6 @@ _SECOND_S = 1.0
 START_LIMIT_S = 60.0
 _SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that began it."""
-_LATE_BYTES_S = 10.0
-"""The end of a log may take as long to come, after the last byte that came."""
 _NOT_WORTH_RESCUING = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
 """Reasons of an end that speak against the state itself. After all others it is what the user may go on from, whether
 the run restarts by itself or not."""
@@ -65,49 +64,36 @@ class Flight:
         attempt: Attempt,
         *,
         links: Links,
-        launcher: LauncherWatch | None,
         logbook: Logbook,
-        refusals: Mapping[int, tuple[int, str]] | None = None,
-        adopted: bool = False,
-        rebooted: bool = False,
+        outset: Outset,
         recovers: Callable[[Verdict, int], bool] = lambda _verdict, _reached: False,
         on_first_step: Callable[[Progress], None] | None = None,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
-        """`links` have been started. `refusals`: ranks that did not start, where mlx.launch does not tell of them →
-        (exit code, words). `recovers`: whether another attempt may follow such an end, at that iteration.
+        """`links` have been started. `recovers`: whether another attempt may follow such an end, at that iteration.
         `on_first_step` is told once that the attempt has made one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight")
         self._run_dir = run_dir
         self._plan = plan
         self._attempt = attempt
         self._links = links
-        self._launcher = launcher
+        self._launcher = outset.launcher
         self._logbook = logbook
         self._start_limit_s = start_limit_s
         self._ranks = Ranks(links, plan.ranks)
         self._entries = RankEntries(logbook, attempt.number)
         before = [entry for entry in of_attempt(logbook, attempt.number) if entry["event"] == "node"]
         self._conditions = Conditions(links, logbook.append, lost_after_s(plan.config), before)
-        self._refused = [(rank, code) for rank, (code, _) in (refusals or {}).items()]
+        self._refused = [(rank, code) for rank, (code, _) in outset.refusals.items()]
         self._witnesses = Witnesses(
             plan,
             attempt,
             links,
             self._conditions,
-            launcher,
+            outset,
             launching=run_dir.attempt(attempt.number),
-            refusals={rank: words for rank, (_, words) in (refusals or {}).items()},
-            adopted=adopted,
-            rebooted=rebooted,
         )
-        self._mirror = Mirror(run_dir, on_gap=self._note_gap)
-        for number in (rank.number for rank in self._ranks.all):
-            link, names = links.to(number), attempt.files(plan.run_id, number)
-            log, events = link.file(names.log(number).name), link.file(names.events(number).name)
-            self._mirror.follow(number, attempt.number, log, attempt.log_bases[number])
-            self._mirror.follow_events(number, attempt.number, events, attempt.event_bases[number])
-        self._mirror.follow(LAUNCHER_SOURCE, attempt.number, None, attempt.log_bases[LAUNCHER_SOURCE])
+        self._copies = Copies(run_dir, plan, attempt, links, self._note_gap)
         self.intake = EventIntake(run_dir, attempt.number, attempt.event_bases, self._consistency(run_dir.path))
         self._began = time.monotonic()
         self._second_at = float("-inf")
@@ -116,7 +102,7 @@ class Flight:
         self._settling_since: float | None = None
         self._stop: Stop | None = None
         self._trigger = Trigger.ENDED
-        self._hang = _found_before(of_attempt(logbook, attempt.number))
+        self._hang = Hang.told(of_attempt(logbook, attempt.number))
         """Also when an earlier supervisor has found it, and had begun to end it."""
         self._purpose: str | None = None
         self._failed_at: str | None = None
@@ -124,13 +110,13 @@ class Flight:
         self._on_first_step = on_first_step
         self.recovering = False
         """Another attempt may follow: the state was RECOVERING when this one was ended."""
-        self._grounded = False
         recovery, numbers = plan.config.recovery, [rank.rank for rank in plan.ranks]
         self._watchdog = (
             Watchdog(self.intake.progress, numbers, recovery.hang_s, recovery.stall_s, self._began)
             if plan.config.job.command is None
             else None
         )
+        self._grounded = False
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -160,7 +146,7 @@ class Flight:
     @property
     def failed_at(self) -> str:
         """When it was noticed that it fails (UTC, ISO)."""
-        return self._failed_at or _now()
+        return self._failed_at or utc_now()
 
     @property
     def hurried(self) -> bool:
@@ -179,12 +165,11 @@ class Flight:
         while not await self._aside(self._tick, requests):
             await asyncio.sleep(TICK_S)
         proved = [proof.link for proof in self._stop.proofs if proof.found] if self._stop is not None else []
-        await self._aside(self._last_bytes, proved)
-        await self._aside(self._mirror.settle)
-        if missing := self._mirror.behind():
+        await self._aside(self._copies.await_the_rest, proved)
+        if missing := await self._aside(self._copies.settle):
             lacking = f"the mirrors are not complete: the nodes hold what is missing of {', '.join(missing)}"
             self._logbook.append("note", message=lacking)
-            self._owing = [link for link in proved if self._owes(link)]
+            self._owing = [link for link in proved if self._copies.owed_by(link)]
         self.intake.poll()
         return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger, self._hang)
 
@@ -195,34 +180,25 @@ class Flight:
     async def ground(self) -> None:
         """After `watch`: nothing of the attempt is copied any more, since another one is to write the same files on the
         head. What a node has not sent by now stays there."""
-        if not self._grounded:
-            self._grounded, self._owing = True, []
-            await self._aside(self._close_files)
-
-    async def aftermath(self, limit_s: float) -> None:
-        """After the end: wait for the nodes on which it could not be proved, end there what is left, fetch what is
-        missing of their logs, and enter each as confirmed. Those that were proved and then went away in the middle of
-        their logs are waited for likewise."""
-        deadline = time.monotonic() + limit_s
-        while (self.unconfirmed or self._owing) and time.monotonic() < deadline:
-            await self.tend()
-            await asyncio.sleep(TICK_S)
+        self._owing = []
+        await self._aside(self._close_files)
 
     def resume_aftermath(self, nodes: Sequence[str]) -> None:
-        """Before `aftermath`, in place of `watch`: the run has ended, and on `nodes` that has not been proved yet."""
+        """Before `tend`, in place of `watch`: the run has ended, and on `nodes` that has not been proved yet."""
         self._stop = self._new_stop(cooperative=False)
         for proof in self._stop.proofs:
             proof.found = not set(nodes) & set(proof.link.names)
 
     def close(self) -> None:
         """The files. The links are their maker's."""
-        if not self._grounded:
-            self._close_files()
+        self._close_files()
         self._thread.shutdown(wait=False)
 
     def _close_files(self) -> None:
-        self._mirror.finish()
-        self.intake.close()
+        if not self._grounded:
+            self._grounded = True
+            self._copies.close()
+            self.intake.close()
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`work` in the flight's own thread: the loop's common ones may all be waiting for the names of nodes that are
@@ -240,7 +216,7 @@ class Flight:
         launcher_alive = self._launcher is not None and self._launcher.alive(thorough=thorough)
         lost = self._conditions.look()
         changed = self._ranks.look(thorough=thorough) + self._listen_to_launcher() + self._ranks.lose(lost)
-        self._mirror.pump()
+        self._copies.pump()
         self.intake.poll()
         self._enter_changes(changed)
         if self._on_first_step is not None and self.intake.progress.steps:
@@ -289,7 +265,7 @@ class Flight:
             node = next((rank.planned.node for rank in self._ranks.all if rank.number == hang.rank), None)
             self._logbook.append("hung", **asdict(hang), node=node)
         if self._hang is not None:
-            self._failed_at = _now()
+            self._failed_at = utc_now()
             self._end(Trigger.HUNG)
 
     def _miss_launcher(self) -> None:
@@ -387,31 +363,14 @@ class Flight:
             left=[_named(proof.link, process) for proof in proofs if not proof.found for process in proof.left],
         )
 
-    def _owes(self, *links: NodeLink) -> bool:
-        """Whether these nodes have not sent all of their files yet."""
-        theirs = tuple(f"rank{rank}." for link in links for rank in link.ranks)
-        return any(name.startswith(theirs) for name in self._mirror.behind())
-
-    def _last_bytes(self, links: Sequence[NodeLink]) -> None:
-        """Wait for what these nodes have not sent yet of their files, as long as it comes."""
-        moved_at = time.monotonic()
-        while self._owes(*links):
-            if self._mirror.pump():
-                moved_at = time.monotonic()
-            elif time.monotonic() - moved_at > _LATE_BYTES_S:
-                return
-            else:
-                time.sleep(TICK_S / 4)
-
     def _try_to_confirm(self) -> None:
         """One look at the nodes that are not confirmed yet."""
         assert self._stop is not None
         now = time.monotonic()
         self._conditions.look()
         self._ranks.look(thorough=False)
-        if not self._grounded:
-            self._mirror.pump()
-        for link in [link for link in self._owing if not self._owes(link)]:
+        self._copies.pump()
+        for link in [link for link in self._owing if not self._copies.owed_by(link)]:
             self._owing.remove(link)
             self._logbook.append("note", message=f"the logs of {', '.join(link.names)} are complete")
         for proof in self._stop.proofs:
@@ -421,8 +380,7 @@ class Flight:
             proof.seek(now)
             if not proof.found:
                 continue
-            if not self._grounded:
-                self._last_bytes([proof.link])
+            self._copies.await_the_rest([proof.link])
             # One that goes away again in the middle of its log is waited for once more.
             proof.found = proof.link.state.answering
             if proof.found:
@@ -444,7 +402,7 @@ class Flight:
     def _enter_changes(self, changed: Sequence[Rank]) -> None:
         self._entries.enter(changed)
         self._failed_at = self._failed_at or next(
-            (_now() for rank in changed if rank.ended and self._failed(rank)), None
+            (utc_now() for rank in changed if rank.ended and self._failed(rank)), None
         )
         if changed and all(rank.started for rank in self._ranks.all):
             if self._logbook.state is RunState.LAUNCHING:
@@ -460,16 +418,6 @@ class Flight:
 
     def _note_gap(self, gap: Gap) -> None:
         self._logbook.append("note", message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}", **asdict(gap))
-
-
-def _found_before(entries: Sequence[dict[str, Any]]) -> Hang | None:
-    """The hang that these entries of an attempt tell of."""
-    entry = next((entry for entry in entries if entry["event"] == "hung"), None)
-    return Hang(**{each.name: entry[each.name] for each in fields(Hang)}) if entry is not None else None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
 
 
 def _named(link: NodeLink, process: Process) -> str:

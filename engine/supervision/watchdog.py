@@ -7,8 +7,9 @@ A node whose disk is full loses its events; as long as one rank's come, that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from engine.supervision.progress import SLOW_PHASES, Progress
 
@@ -26,6 +27,12 @@ class Hang:
     iteration: int
     """The last one that any rank finished."""
     rank: int | None = None
+
+    @classmethod
+    def told(cls, entries: Sequence[Mapping[str, Any]]) -> Hang | None:
+        """The one that these entries of an attempt's journal tell of."""
+        entry = next((entry for entry in entries if entry["event"] == "hung"), None)
+        return cls(**{each.name: entry[each.name] for each in fields(cls)}) if entry is not None else None
 
 
 class Watchdog:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -64,37 +66,38 @@ class Saver:
         """The whole model, beside its trained parameters: no rank has it otherwise. Raises OSError, PeerLost."""
         weights = self._strategy.whole()
         if self._collective.rank == 0:
-            path, begun = self._job.adapter_path / "model", time.perf_counter()
-            self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
+            path = self._job.adapter_path / "model"
             try:
-                size = model_directory.write(path, self._job.model, weights)
+                self._told(iteration, path, lambda: (path, model_directory.write(path, self._job.model, weights)))
             finally:
                 weights.drain()
-            seconds = time.perf_counter() - begun
-            self._reporter.event(
-                "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
-            )
-            self._reporter.say(f"saved {path}")
         weights.drain()
 
     def _write(self, weights: Weights, iteration: int, *, last: bool) -> bool:
         """Whether the disk has taken it."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
-        numbered = not last or iteration < self._job.iters
-        begun = time.perf_counter()
-        where = str(self._job.adapter_path)
-        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=where)
+        numbered = iteration if not last or iteration < self._job.iters else None
         try:
-            path, size = checkpoints.save_adapters(self._job, weights, iteration if numbered else None)
+            self._told(
+                iteration,
+                self._job.adapter_path,
+                lambda: checkpoints.save_adapters(self._job, weights, numbered),
+            )
         except OSError as error:
             weights.drain()
             if last:
                 raise
             self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             return False
+        return True
+
+    def _told(self, iteration: int, where: Path, write: Callable[[], tuple[Path, int]]) -> None:
+        """`write`, which gives the file and its bytes, told from its beginning to its end. Raises OSError."""
+        begun = time.perf_counter()
+        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(where))
+        path, size = write()
         seconds = time.perf_counter() - begun
         self._reporter.event(
             "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
         )
         self._reporter.say(f"saved {path}")
-        return True

@@ -12,6 +12,7 @@ from engine.supervision.conditions import Conditions
 from engine.supervision.evidence import Witnesses
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
+from engine.supervision.outset import Outset
 from engine.supervision.ranks import Rank
 from engine.worker.events import EventWriter
 from engine.worker.wire import NodeFiles
@@ -28,5 +29,5 @@ def test_a_failure_is_heard_though_its_message_holds_a_line_separator(tmp_path: 
     conditions = Conditions(links, print, None)
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
-    heard = Witnesses(plan, attempt, links, conditions, None, launching=tmp_path).of(Rank(plan.ranks[0]))
+    heard = Witnesses(plan, attempt, links, conditions, Outset(), launching=tmp_path).of(Rank(plan.ranks[0]))
     assert heard.failure is not None and heard.failure["message"] == message

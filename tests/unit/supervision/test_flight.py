@@ -23,6 +23,7 @@ from engine.supervision.history import Ended, policy_of
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
 from engine.supervision.logbook import Logbook
+from engine.supervision.outset import Outset
 from engine.supervision.recovery import refusal
 from engine.supervision.requests import ABORT, Request
 from engine.worker.processes import boot_id, start_time
@@ -56,8 +57,8 @@ class Air:
             run.plan,
             attempt,
             links=links,
-            launcher=None,
             logbook=self.logbook,
+            outset=Outset(),
             recovers=self._recovers,
         )
 
