@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ pytest_plugins = ["tests.cluster.fixtures"]
 
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected by now stays: no garbage collection looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -11,10 +11,26 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui.fake_engine import NOW, FakeEngine, configuration
+from tui import app as app_module
 from tui.app import FlightDeckApp
+from tui.tidying import Tidying
 
 DASHBOARD = (120, 36)
 SMALL = (80, 24)
+
+
+class Untidy(Tidying):
+    """Leaves garbage to the interpreter: hundreds of consoles in one process need no full collection each."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def untidy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one has tests of its own, and is in every console on a real cluster."""
+    monkeypatch.setattr(app_module, "Tidying", Untidy)
 
 
 @pytest.fixture
