@@ -17,6 +17,7 @@ from engine.worker.wire import NodeFiles
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import DATA, MODEL, install_demo
 from tests.cluster.node import Node
+from tests.demo_copies import demo_below
 from tests.faults.flying import HURRIED, PLANNED, Run, plan_config, ring
 
 
@@ -106,7 +107,7 @@ def ring_config(
 
 def demo_on(cluster: Cluster, home: Path, *, iters: int, recovery: RecoveryConfig = HURRIED) -> FlightConfig:
     """The demo's training on the nodes."""
-    install_demo(cluster, home)
+    install_demo(cluster, demo_below(home))
     config = demo_config(home, ranks=4, iters=iters)
     keys = {"batch_size": 4, "max_seq_length": 64, "adapter_path": "~/adapters"}
     job = config.job.model_copy(update={"model": MODEL, "data": DATA, "mlx_lm": {**config.job.mlx_lm, **keys}})

@@ -19,11 +19,14 @@ from tests.faults.test_cluster_flight import everybody_steps
 SHORT_LEASE = HURRIED.model_copy(update={"lease_s": 8.0})
 
 
-def test_ten_seconds_without_a_node_lose_no_line_and_restart_nothing(nodes: Cluster, home: Path) -> None:
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
+    nodes: Cluster, home: Path, seconds: float
+) -> None:
     run = fly_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     nodes["cyd"].cut()
-    time.sleep(10.0)
+    time.sleep(seconds)
     nodes["cyd"].flush_rules()
     for rank in range(4):
         run.await_more_output(rank)

@@ -21,6 +21,7 @@ from engine.models import Reason, RunState
 from engine.runs.watch import supervisor_alive
 from engine.session import Engine
 from engine.supervision.adopt import adopt_orphans
+from tests.demo_copies import demo_below
 from tests.faults.flying import HURRIED, Run, fly, fly_config, kill_and_await, ring
 from tests.faults.test_training import await_iteration, trained, with_keys
 
@@ -30,7 +31,7 @@ ITERATIONS = 12
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> FlightConfig:
     """Two ranks of the demo, with nothing saved on the way."""
-    config = demo_config(tmp_path_factory.mktemp("demo"), ranks=2, iters=ITERATIONS)
+    config = demo_config(demo_below(tmp_path_factory.mktemp("demo")), ranks=2, iters=ITERATIONS)
     keys = {"batch_size": 2, "max_seq_length": 64, "save_every": 1000, "val_batches": 0}
     return with_keys(config, **keys).model_copy(update={"recovery": RecoveryConfig()})
 

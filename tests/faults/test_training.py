@@ -16,6 +16,7 @@ from engine.demo import demo_config
 from engine.models import Reason, RunState
 from engine.runs.watch import RunWatch
 from engine.supervision.adopt import adopt_orphans
+from tests.demo_copies import demo_below
 from tests.faults.flying import Run, fly_config, kill_and_await
 from tests.training.test_replicas import CORRUPTING
 
@@ -23,7 +24,7 @@ from tests.training.test_replicas import CORRUPTING
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> FlightConfig:
     """The demo on two ranks with small batches; its model and data are made once."""
-    config = demo_config(tmp_path_factory.mktemp("demo"), ranks=2, iters=8)
+    config = demo_config(demo_below(tmp_path_factory.mktemp("demo")), ranks=2, iters=8)
     once = RecoveryConfig(max_restarts=0)
     return with_keys(config, batch_size=2, max_seq_length=64).model_copy(update={"recovery": once})
 
@@ -126,7 +127,7 @@ def test_preflight_blocks_and_names_rank_node_and_check(home: Path, demo: Flight
 def test_a_rank_corrupted_on_purpose_is_named_in_record_journal_and_audit_log(
     home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    config = demo_config(tmp_path_factory.mktemp("three"), ranks=3, iters=40)
+    config = demo_config(demo_below(tmp_path_factory.mktemp("three")), ranks=3, iters=40)
     config = with_keys(config, batch_size=3, max_seq_length=64, val_batches=0, save_every=4)
     environment = {**config.job.env, "PYTHONPATH": str(CORRUPTING), "CORRUPT": "1 6 trained"}
     job = config.job.model_copy(update={"env": environment})

@@ -158,6 +158,7 @@ async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
     assert engine.last_calibration(config) is None
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_not_there_is_not_measured_and_the_other_is(
     isolated_cluster: Cluster, config: FlightConfig, tmp_path: Path
 ) -> None:

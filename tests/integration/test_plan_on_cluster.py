@@ -17,6 +17,7 @@ import pytest
 from engine.worker.processes import kill_group
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import flightdeck_toml, install_demo
+from tests.demo_copies import demo_below
 from tests.tui.commands import environment, flightdeck
 
 PATIENCE_S = 120.0
@@ -33,7 +34,7 @@ def studio(cluster: Cluster, home: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """A folder with a configuration of two of the nodes; the model and the data are on each of them. Stock ranks spin
     while they wait, so more of them than cores would take minutes."""
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
-    install_demo(cluster, home)
+    install_demo(cluster, demo_below(home))
     head, first, second, *_, job = flightdeck_toml(cluster, iters=4, max_seq_length=64, val_batches=1).split("\n[")
     (tmp_path / "flightdeck.toml").write_text("\n[".join([head, first, second, job]))
     return tmp_path

@@ -11,10 +11,11 @@ import pytest
 from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
 from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
 
+*USUAL, WIDEST = TERMINALS
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("size", TERMINALS)
+@pytest.mark.parametrize("size", [*USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
 def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
     app, reach = scene.open(tmp_path)

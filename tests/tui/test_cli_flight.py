@@ -18,17 +18,18 @@ from engine.planning.document import TrainingPlan
 from engine.runs.journal import read_journal
 from engine.session import Engine
 from engine.worker.processes import with_nonce
+from tests.demo_copies import demo_below
 from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
 
-ITERATIONS = 8
+ITERATIONS = 5
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
 """The two checks that take seconds have been flown with once, by `flown`."""
 
 
 @pytest.fixture(scope="module")
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One home for this module: the demo's model is made once."""
-    return tmp_path_factory.mktemp("flown") / "home"
+    """One home for this module."""
+    return demo_below(tmp_path_factory.mktemp("flown") / "home")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def flown(shared_home: Path) -> Done:
 
 
 @pytest.fixture
-def running(shared_home: Path, flown: Done) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def running(shared_home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a command in a group of its own, and ends its run afterwards whatever the test did."""
     started: list[subprocess.Popen[str]] = []
 
@@ -138,10 +139,10 @@ def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
 def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
+    runs_before = set(shared_home.glob("runs/*"))
     process = running("demo", "--headless", "--iters", "100000", *QUICK)
     wait_for(process, "demo: making")
-    runs_before = {record.id for record in Engine(shared_home).runs()}
-    while {path.name for path in (shared_home / "runs").iterdir()} == runs_before:
+    while set(shared_home.glob("runs/*")) == runs_before:
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
@@ -150,16 +151,20 @@ def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
 
 
 def test_following_logs_gives_every_line_once_and_ends_with_the_run(
-    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    demo = running("demo", "--headless", "--iters", "12", *QUICK)
-    wait_for(demo, "running")
+    script = tmp_path / "mine.py"
+    script.write_text("import time\nfor n in range(100):\n    print('tick', n, flush=True)\n    time.sleep(0.02)\n")
+    file = write_config(tmp_path, command=[sys.executable, str(script)])
+    launched = running("launch", "-c", str(file), "--follow", *QUICK)
+    wait_for(launched, "running")
     follower = running("logs", "last", "--rank", "0", "-f")
     said, _ = follower.communicate(timeout=120)
     assert follower.returncode == 0
-    demo.communicate(timeout=60)
-    assert demo.returncode == 0
+    launched.communicate(timeout=60)
+    assert launched.returncode == 0
     assert said == flightdeck(shared_home, "logs", "last", "--rank", "0").out
+    assert "tick 99" in said
 
 
 def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborted(
@@ -197,7 +202,7 @@ def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
     assert with_nonce(nonce_of(shared_home, directory.id)) == []
 
 
-def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, flown: Done, tmp_path: Path) -> None:
+def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, tmp_path: Path) -> None:
     file = write_config(tmp_path, command=["./run.sh"])
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/sh\necho ran\n")
@@ -216,7 +221,7 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, 
     }
 
 
-def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path, flown: Done, tmp_path: Path) -> None:
+def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path, tmp_path: Path) -> None:
     script = tmp_path / "three.py"
     script.write_text(THREE)
     file = write_config(tmp_path, command=["python", str(script)])

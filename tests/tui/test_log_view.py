@@ -371,8 +371,8 @@ HOSTILE = (
     b"\xe2\x80\xae\xe2\x81\xa6evil\xe2\x80\xac\n" + ("a" + "\u0301" * 2_000 + "\n").encode() + "漢字😀\n".encode() * 3
     + b"\x1bP+q544e\x1b\\\x1b_G\x1b\\\x1b^x\x1b\\\x1bXy\n"
     + b"tab\there\x0b\x0c\x85\x1b\n"
-    + b"\x1b[31m" * 2_000_000 + b"\n"
-    + b"\x1b]" + b"z" * 10_000_000
+    + b"\x1b[31m" * 200_000 + b"\n"
+    + b"\x1b]" + b"z" * 1_000_000
 )  # fmt: skip
 
 
@@ -380,7 +380,7 @@ HOSTILE = (
 async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunLogs, wrap: bool) -> None:
     logs.write(0, HOSTILE)
     app = LogApp(logs.run_dir)
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=(80, 24)):
         await until(lambda: len(app.shown()) > 5)
         app.view.search("evil")
         await until(lambda: app.view.state.match == 1)
@@ -389,7 +389,7 @@ async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunL
         seen = []
         app.view.move("top")
         for page in range(12):
-            await pilot.pause()
+            await asyncio.sleep(0)
             for y in range(app.view.size.height):
                 strip = app.view.render_line(y)
                 seen.append(strip.text)
@@ -400,7 +400,7 @@ async def test_hostile_output_is_shown_harmlessly_and_stays_as_it_was(logs: RunL
         everything = "\n".join(seen)
         assert "[@click=app.quit]click[/]" in everything
         assert "100%" in everything
-        assert ("10,000,002 bytes in all" in everything.replace("\n  ", "")) == wrap
+        assert ("1,000,002 bytes in all" in everything.replace("\n  ", "")) == wrap
     assert logs.run_dir.log(0).read_bytes() == HOSTILE
 
 

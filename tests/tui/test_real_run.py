@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.config.models import FlightConfig
 from engine.models import RunState
 from engine.session import Engine
+from tests.demo_copies import demo_below
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
@@ -32,7 +33,7 @@ async def reach(console: Console, text: str) -> None:
 
 
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
-    engine = Engine(home)
+    engine = Engine(demo_below(home))
     config = await asyncio.to_thread(engine.demo_config, ranks=2, iters=4000)
     async with console_on(engine, config) as console:
         await reach(console, "launches it, after you confirm")

@@ -268,7 +268,7 @@ def kill_writers(home: Path, times: int) -> None:
 
 
 def test_a_killed_writer_loses_nothing(home: Path) -> None:
-    kill_writers(home, 8)
+    kill_writers(home, 4)
 
 
 @pytest.mark.slow
