@@ -19,6 +19,8 @@ from engine.supervision.recovery import End, Failure, Policy, first_cause, refus
 
 _OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
 
+_STAGES = 2
+"""That a pipeline has at least."""
 _OF_THE_JOB = re.compile(r"\bJobError: ")
 """What our trainer says of what its job is or lacks, a lost state too."""
 
@@ -145,7 +147,7 @@ def policy_of(plan: Plan) -> Policy:
     command = plan.config.job.command is not None and not recovery.restart_commands
     return Policy(
         max_restarts=recovery.max_restarts,
-        needed=min(recovery.min_nodes or nodes, nodes),
+        needed=min(max(recovery.min_nodes or nodes, _STAGES if plan.config.job.strategy == "pipeline" else 1), nodes),
         backoff_s=recovery.backoff_s,
         node_wait_s=recovery.node_wait_s,
         lost_after_s=lost_after_s(plan.config),

@@ -40,7 +40,7 @@ from engine.models import RunState
 from engine.preflight.registry import CHECKS
 from engine.runs.json_lines import JsonLinesTail
 from engine.session import Engine
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 from tests.cluster import sshd
 from tests.cluster.cluster import Cluster
 from tests.cluster.command import command

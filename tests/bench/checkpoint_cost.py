@@ -34,7 +34,7 @@ from engine.worker.reporting import Reporter
 from engine.worker.snapshot import Origin, Snapshot
 from engine.worker.stand_in import LENGTH, VOCABULARY, RandomTokens
 from engine.worker.strategies.gradients import Gradients
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 
 ITERATIONS: Final = 500
 BATCH: Final = 4

@@ -12,14 +12,13 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 from tests.training import divided
 from tests.training.conftest import make_tiny, write_weights
 from tests.training.divided import Ran
@@ -82,7 +81,7 @@ def memory_and_time(bench: Bench) -> Iterator[Figure]:
 
 
 def main() -> int:
-    print(f"{machine()}, mlx {version('mlx')}")
+    print(machine())
     with TemporaryDirectory() as directory:
         home = Path(directory)
         tiny = make_tiny(home / "tiny")

@@ -24,18 +24,8 @@ from engine.runs.layout import RunDir, node_root
 from engine.runs.line_index import LineIndex
 from engine.session import Engine
 from engine.worker.wire import NodeFiles
-from tests.bench.logs import (
-    GROWTH_MB,
-    KEY_P99_MS,
-    LINES_PER_SECOND,
-    RANKS,
-    Figure,
-    machine,
-    quantile,
-    read_for,
-    report,
-    resident_mb,
-)
+from tests.bench.figures import Figure, machine, report
+from tests.bench.logs import GROWTH_MB, KEY_P99_MS, LINES_PER_SECOND, RANKS, quantile, read_for, resident_mb
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 

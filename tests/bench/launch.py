@@ -27,8 +27,8 @@ from typing import Any
 from engine.launch import mlx_launch
 from engine.runs.journal import read_journal
 from engine.runs.layout import RunDir
+from tests.bench.figures import Figure, machine, report
 from tests.bench.flood import cpu_s
-from tests.bench.logs import Figure, machine, report
 from tests.cluster.cluster import Cluster
 from tests.conftest import FLIGHTDECK
 

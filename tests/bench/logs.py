@@ -12,15 +12,12 @@ import argparse
 import contextlib
 import itertools
 import mmap
-import os
-import platform
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,6 +25,7 @@ from engine.runs.layout import RunDir
 from engine.runs.line_index import LineIndex
 from engine.runs.log_reader import LogReader
 from engine.runs.mirror import Mirror
+from tests.bench.figures import Figure, machine, report
 from tests.terminal import Terminal
 
 LINES_PER_SECOND = 50_000
@@ -69,16 +67,6 @@ while not ended:
 assert mirror.finish()
 print(time.process_time() - begun)
 """
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured value and what it has to be."""
-
-    name: str
-    value: str
-    target: str = ""
-    met: bool = True
 
 
 def flood(root: Path, seconds: float) -> Iterator[Figure]:
@@ -260,24 +248,6 @@ def map_speed(path: Path) -> float:
             assert mapped.find(b"Not to be Found") < 0
             best = min(best, time.perf_counter() - begun)
         return len(mapped) / best / 1e9
-
-
-def machine() -> str:
-    """What was measured on, and how busy that was before."""
-    return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"load {os.getloadavg()[0]:.1f} before"
-    )
-
-
-def report(figures: Iterable[Figure]) -> int:
-    """Print each figure with its verdict; the exit code, 1 when a target is missed."""
-    met = True
-    for figure in figures:
-        verdict = "" if not figure.target else "met" if figure.met else "MISSED"
-        print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {verdict}", flush=True)
-        met = met and figure.met
-    return 0 if met else 1
 
 
 def main() -> int:

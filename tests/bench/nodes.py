@@ -28,7 +28,8 @@ from engine.nodes.probe import probe_all
 from engine.nodes.telemetry import SCRIPT as TELEMETRY_SCRIPT
 from engine.transport.fleet import Fleet
 from engine.transport.local import LocalTransport
-from tests.bench.logs import KEY_P99_MS, Figure, machine, quantile, read_for, report
+from tests.bench.figures import Figure, machine, report
+from tests.bench.logs import KEY_P99_MS, quantile, read_for
 from tests.cluster.cluster import Cluster
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal

@@ -27,7 +27,7 @@ from engine.worker.job import Job
 from engine.worker.model import load_model
 from engine.worker.optimizer import Updater
 from engine.worker.strategies.gradients import Gradients
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 
 STEPS: Final = 200
 RATE: Final = 1e-5

@@ -22,7 +22,7 @@ from engine.models import CheckResult, CheckStatus, PreflightReport
 from engine.preflight.checklist import run_checks
 from engine.preflight.scene import Scene
 from engine.transport.fleet import Fleet
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 from tests.cluster.cluster import Cluster
 from tests.integration.checks import config_of, furnish, unheard
 

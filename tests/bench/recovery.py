@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from engine.config.models import RecoveryConfig
 from engine.models import RunState
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ClusterRun, fly_on
 from tests.faults.test_cluster_recovery import ITERATIONS, training

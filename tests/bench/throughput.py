@@ -31,7 +31,7 @@ from engine.demo_model import calls
 from engine.launch import mlx_launch
 from engine.worker.wire import END
 from tests.bench.calibration import SPINNERS, spinning
-from tests.bench.logs import Figure, machine, report
+from tests.bench.figures import Figure, machine, report
 from tests.training.launching import launch, run_under_launcher
 
 BATCH: Final = 8

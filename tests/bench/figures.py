@@ -1,0 +1,38 @@
+"""What a benchmark prints: its figures beside their targets, and what they were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value and what it has to be."""
+
+    name: str
+    value: str
+    target: str = ""
+    met: bool = True
+
+
+def machine() -> str:
+    """What was measured on, and how busy that was before."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, "
+        f"load {os.getloadavg()[0]:.1f} before"
+    )
+
+
+def report(figures: Iterable[Figure]) -> int:
+    """Print each figure with its verdict; the exit code, 1 when a target is missed."""
+    met = True
+    for figure in figures:
+        verdict = "" if not figure.target else "met" if figure.met else "MISSED"
+        print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {verdict}", flush=True)
+        met = met and figure.met
+    return 0 if met else 1

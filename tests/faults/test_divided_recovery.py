@@ -1,0 +1,91 @@
+"""Runs whose state is divided over the ranks: no survivor has the whole of it, so the periodic checkpoint serves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import CheckpointConfig, FlightConfig, RecoveryConfig
+from engine.config.subset import only
+from engine.demo import demo_config, ensure_made
+from engine.models import Reason, RunState
+from tests.cluster.cluster import Cluster
+from tests.demo_copies import demo_below
+from tests.faults.cluster_runs import demo_on, fly_on
+from tests.faults.flying import fly_config
+from tests.faults.test_cluster_recovery import SHORT
+from tests.faults.test_recovery import entries_of, losses, signal_rank
+from tests.faults.test_training import await_iteration, with_keys
+from tests.training.conftest import write_weights
+
+ITERATIONS = 10
+EVERY = 2
+"""Updates from one checkpoint to the next."""
+KEYS = {"max_seq_length": 64, "save_every": 1000, "val_batches": 0}
+
+
+def divided(config: FlightConfig, strategy: str, **keys: int) -> FlightConfig:
+    config = with_keys(config, **KEYS, **keys)
+    job = config.job.model_copy(update={"strategy": strategy})
+    return config.model_copy(update={"job": job, "checkpoint": CheckpointConfig(every=EVERY)})
+
+
+@pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_killed_rank_costs_what_the_last_checkpoint_is_behind_and_no_bit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    config = divided(demo_config(demo_below(tmp_path / "demo"), ranks=2, iters=ITERATIONS), strategy, batch_size=4)
+    config = config.model_copy(update={"recovery": RecoveryConfig()})
+    run = fly_config(home, config)
+    await_iteration(run, 6)
+    signal_rank(run, 1, signal.SIGKILL)
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
+    (told,) = entries_of(run, "recovered")
+    assert told["source"] == "checkpoint" and told["iteration"] % EVERY == 0 and told["repeated"] <= 2 * EVERY, told
+
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "calm"))
+    calm = fly_config(tmp_path / "calm", config)
+    assert calm.ended().state is RunState.SUCCEEDED, calm.troubles()
+    assert losses(run) == losses(calm) and len(losses(calm)) == ITERATIONS
+
+
+@pytest.fixture
+def three_layers(nodes: Cluster, home: Path, tmp_path: Path) -> str:
+    """The demo's model with a layer more, on every node."""
+    model = tmp_path / "three"
+    shutil.copytree(ensure_made(demo_below(home)) / "model", model)
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (model / "config.json").write_text(json.dumps(config))
+    write_weights(model, config)
+    for node in nodes.nodes:
+        node.copy_in(model, "~/models/three")
+    return "~/models/three"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_two_go_on_from_the_checkpoint_of_three(nodes: Cluster, home: Path, three_layers: str, strategy: str) -> None:
+    recovery = SHORT.model_copy(update={"min_nodes": 2})
+    config = only(demo_on(nodes, home, iters=ITERATIONS, recovery=recovery), {"ana", "bea", "cyd"})
+    job = config.job.model_copy(update={"model": three_layers})
+    config = divided(config.model_copy(update={"job": job}), strategy, batch_size=6)
+    run = fly_on(nodes, home, config)
+    await_iteration(run, 6)
+    nodes["cyd"].power_off()
+    run.wait(lambda: run.record.state.ended, 200.0)
+    record = run.record
+    assert (record.state, record.attempts, record.world_size) == (RunState.SUCCEEDED, 2, 2), run.troubles()
+    (told,) = entries_of(run, "recovered")
+    assert told["source"] == "checkpoint" and told["iteration"] % EVERY == 0, told
+    found = losses(run)
+    nodes["cyd"].power_on()
+    calm = fly_on(nodes, home, config)
+    assert calm.ended(within_s=200.0).state is RunState.SUCCEEDED, calm.troubles()
+    undisturbed = losses(calm)
+    assert len(undisturbed) == ITERATIONS and found.keys() == undisturbed.keys()
+    assert max(abs(found[step] - undisturbed[step]) for step in found) < 1e-4
