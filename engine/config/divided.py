@@ -1,10 +1,17 @@
-"""How a job is divided over the ranks, asked for on the command line in place of what the configuration says."""
+"""How a job is divided over the ranks: what follows for its nodes, and what the command line asks for in place of what
+the configuration says."""
 
 from __future__ import annotations
 
 from engine.config.models import FlightConfig, Strategy
 from engine.errors import InputError
 from engine.worker.layers import parse_split
+
+
+def parted(config: FlightConfig) -> bool:
+    """Whether each node keeps a part of the state that lies nowhere else, so that nothing goes on without it."""
+    keeps = config.checkpoint.enabled and config.checkpoint.destination is None
+    return config.job.command is None and config.job.strategy != "data" and keeps and len(config.nodes) > 1
 
 
 def divided(config: FlightConfig, strategy: Strategy | None, layer_split: str | None) -> FlightConfig:

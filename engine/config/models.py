@@ -145,8 +145,9 @@ class CheckpointConfig(_Section):
     """Older ones are removed when a newer one has been read back."""
     compression: Literal["none", "gzip", "zstd"] = "none"
     destination: str | None = None
-    """A folder on the node of rank 0 (NFS, another disk), or an address that fsspec knows (s3://…, gs://…), to which
-    each is copied; None: below the run's folder on the node. Every run has a folder of its own in it."""
+    """A folder (NFS, another disk) on the node that writes: rank 0's, or each where no rank has the whole state; or an
+    address that fsspec knows (s3://…, gs://…), to which each is copied. None: below the run's folder on that node.
+    Every run has a folder of its own in it. Where the state is divided it must be one that all nodes reach."""
 
 
 class RecoveryConfig(_Section):
@@ -160,7 +161,8 @@ class RecoveryConfig(_Section):
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """How often a run is started anew by itself; 0: its first failure ends it."""
     min_nodes: int | None = Field(default=None, ge=1)
-    """With as many nodes a restart goes on without those that are gone; None: all of them are needed."""
+    """With as many nodes a restart goes on without those that are gone; None: all of them are needed, and so they are
+    when each has a part of the state that lies nowhere else (strategy, [checkpoint] destination)."""
     backoff_s: float = Field(default=1.0, ge=0, le=3600)
     """Before a second restart without progress; twice as long before each further one."""
     node_wait_s: float = Field(default=600.0, ge=0)

@@ -168,7 +168,8 @@ RULES: tuple[Rule, ...] = (
         "divided_state",
         lambda case: case.strategy in ("sharded", "pipeline") and case.ranks > 1,
         "the state is not replicated: after a lost node it goes on from the last periodic checkpoint, of which every "
-        "rank writes its own part",
+        "rank writes its own part on its own node: a restart waits for all nodes, whatever [recovery] min_nodes says, "
+        "unless [checkpoint] destination is a place that all of them reach",
         "the strategy itself",
     ),
 )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.config.divided import parted
 from engine.models import Reason, RunState
 from engine.runs.plan_file import Plan
 from engine.supervision.conditions import lost_after_s
@@ -66,13 +67,18 @@ class Failures:
     """Of one run, since it was launched or last taken up by its user; each is in the journal."""
 
     def __init__(self, plan: Plan, logbook: Logbook) -> None:
-        self.policy = policy_of(plan)
+        self._plan = plan
         self._logbook = logbook
         self._ended = failed_attempts(logbook.entries)
         self._reached_before = reached_before(logbook.entries)
 
     def __bool__(self) -> bool:
         return bool(self._ended)
+
+    @property
+    def policy(self) -> Policy:
+        """As it is by now."""
+        return policy_of(self._plan, begun=self.reached > 0)
 
     @property
     def all(self) -> list[Failure]:
@@ -141,16 +147,18 @@ def reached_before(entries: Sequence[dict[str, Any]]) -> int:
     return max((int(each) for each in told if each is not None), default=0)
 
 
-def policy_of(plan: Plan) -> Policy:
-    """What the run's configuration says of restarts."""
-    recovery, nodes = plan.config.recovery, len(plan.config.nodes)
-    command = plan.config.job.command is not None and not recovery.restart_commands
+def policy_of(plan: Plan, *, begun: bool = True) -> Policy:
+    """What the run's configuration says of restarts. `begun`: it has made a step, so that there is a state to keep."""
+    config, nodes = plan.config, len(plan.config.nodes)
+    recovery = config.recovery
+    command = config.job.command is not None and not recovery.restart_commands
+    asked = max(recovery.min_nodes or nodes, _STAGES if config.job.strategy == "pipeline" else 1)
     return Policy(
         max_restarts=recovery.max_restarts,
-        needed=min(max(recovery.min_nodes or nodes, _STAGES if plan.config.job.strategy == "pipeline" else 1), nodes),
+        needed=nodes if begun and parted(config) else min(asked, nodes),
         backoff_s=recovery.backoff_s,
         node_wait_s=recovery.node_wait_s,
-        lost_after_s=lost_after_s(plan.config),
+        lost_after_s=lost_after_s(config),
         why_never=_OWN_STATE if command else None,
     )
 

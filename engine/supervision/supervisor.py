@@ -16,13 +16,14 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import FlightDeckError, StateError
+from engine.config.divided import parted
+from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import PreflightReport, Reason, RunState
 from engine.preflight.checklist import first_failure
 from engine.runs.layout import RunDir, node_root
@@ -205,6 +206,8 @@ class Supervisor:
             left_out = excluded(report)
             if not left_out:
                 return report
+            if parted(self._plan.config) and self._logbook.record is not None and self._logbook.record.attempts:
+                raise _not_without(left_out)
             self._plan = replan(self._run_dir, self._plan, left_out, home)
             why = "; ".join(dict.fromkeys(left_out.values()))
             self._logbook.append("replanned", excluded=list(left_out), why=why, world_size=len(self._plan.ranks))
@@ -231,6 +234,12 @@ class Supervisor:
         figures = self._attempts.figures if self._attempts is not None else {}
         unconfirmed = self._unconfirmed or (self._attempts.unconfirmed if self._attempts is not None else [])
         self._logbook.change(verdict.state, **fields, **figures, unconfirmed=unconfirmed)
+
+
+def _not_without(nodes: Mapping[str, str]) -> LaunchError:
+    """Of a run that has been in the air: preflight would leave these out."""
+    why = f"each node has a part of its state; {'; '.join(dict.fromkeys(nodes.values()))}"
+    return LaunchError("the run cannot go on without a node", where=", ".join(nodes), why=why, todo="mend it there")
 
 
 def _home(run_dir: RunDir) -> Path:

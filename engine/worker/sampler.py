@@ -1,4 +1,4 @@
-"""Which examples are in which batch, and which rank takes which of them.
+"""Which examples are in which batch; which rank takes which of them is `shares`.
 
 The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), the position is one
 integer, and ranks take slices of the same global batch: so the sequence of global batches is the same for every world

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,36 +65,36 @@ class Saver:
         """The whole model, beside its trained parameters: no rank has it otherwise. Raises OSError, PeerLost."""
         weights = self._strategy.whole()
         if self._collective.rank == 0:
-            path = self._job.adapter_path / "model"
+            path, begun = self._job.adapter_path / "model", time.perf_counter()
+            self._begin(iteration, path)
             try:
-                self._told(iteration, path, lambda: (path, model_directory.write(path, self._job.model, weights)))
+                size = model_directory.write(path, self._job.model, weights)
             finally:
                 weights.drain()
+            self._committed(iteration, path, size, begun)
         weights.drain()
 
     def _write(self, weights: Weights, iteration: int, *, last: bool) -> bool:
         """Whether the disk has taken it."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
         numbered = iteration if not last or iteration < self._job.iters else None
+        begun = time.perf_counter()
+        self._begin(iteration, self._job.adapter_path)
         try:
-            self._told(
-                iteration,
-                self._job.adapter_path,
-                lambda: checkpoints.save_adapters(self._job, weights, numbered),
-            )
+            path, size = checkpoints.save_adapters(self._job, weights, numbered)
         except OSError as error:
             weights.drain()
             if last:
                 raise
             self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             return False
+        self._committed(iteration, path, size, begun)
         return True
 
-    def _told(self, iteration: int, where: Path, write: Callable[[], tuple[Path, int]]) -> None:
-        """`write`, which gives the file and its bytes, told from its beginning to its end. Raises OSError."""
-        begun = time.perf_counter()
+    def _begin(self, iteration: int, where: Path) -> None:
         self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(where))
-        path, size = write()
+
+    def _committed(self, iteration: int, path: Path, size: int, begun: float) -> None:
         seconds = time.perf_counter() - begun
         self._reporter.event(
             "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds

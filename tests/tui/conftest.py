@@ -29,7 +29,7 @@ class Untidy(Tidying):
 
 @pytest.fixture(autouse=True)
 def untidy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one has tests of its own, and is in every console on a real cluster."""
+    """The real one has tests of its own, and is in the consoles on a cluster and in every terminal."""
     monkeypatch.setattr(app_module, "Tidying", Untidy)
 
 

@@ -64,6 +64,10 @@ def running(shared_home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
     flightdeck(shared_home, "abort", "last", "--now")
 
 
+def id_of(flown: Done) -> str:
+    return str(json.loads(flown.out)["id"])
+
+
 def wait_for(process: subprocess.Popen[str], *words: str) -> list[str]:
     """Read lines until one begins with one of `words`; all that were read."""
     assert process.stdout is not None
@@ -93,14 +97,16 @@ def test_a_headless_demo_succeeds_with_one_document_on_stdout(flown: Done) -> No
 
 def test_its_loss_falls(shared_home: Path, flown: Done) -> None:
     losses = [
-        row["train_loss"] for row in json.loads(flightdeck(shared_home, "metrics", "--json").out) if "train_loss" in row
+        row["train_loss"]
+        for row in json.loads(flightdeck(shared_home, "metrics", id_of(flown), "--json").out)
+        if "train_loss" in row
     ]
     assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0]
 
 
 def test_its_training_plan_lies_beside_it(shared_home: Path, flown: Done) -> None:
-    run = Engine(shared_home).find(json.loads(flown.out)["id"])
+    run = Engine(shared_home).find(id_of(flown))
     plan = TrainingPlan.model_validate_json(run.training_plan.read_bytes())
     assert (plan.version, plan.strategy.world_size, plan.data.examples, plan.refusals) == ("2.0.0", 2, 512, ())
 
@@ -111,14 +117,15 @@ def test_no_line_is_printed_twice(flown: Done) -> None:
 
 
 def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Done) -> None:
-    directory = Engine(shared_home).find("last")
-    merged = flightdeck(shared_home, "logs").out.splitlines()
-    single = flightdeck(shared_home, "logs", "last", "--rank", "1").out.splitlines()
+    run = id_of(flown)
+    directory = Engine(shared_home).find(run)
+    merged = flightdeck(shared_home, "logs", run).out.splitlines()
+    single = flightdeck(shared_home, "logs", run, "--rank", "1").out.splitlines()
     assert [line.removeprefix("1 | ") for line in merged if line.startswith("1 | ")] == single
-    assert flightdeck(shared_home, "logs", "last", "--rank", "1", "-n", "2").out.splitlines() == single[-2:]
-    raw = flightdeck(shared_home, "logs", "last", "--rank", "0", "--raw").out
+    assert flightdeck(shared_home, "logs", run, "--rank", "1", "-n", "2").out.splitlines() == single[-2:]
+    raw = flightdeck(shared_home, "logs", run, "--rank", "0", "--raw").out
     assert raw == directory.log(0).read_text()
-    documents = json.loads(flightdeck(shared_home, "logs", "last", "--rank", "1", "--json").out)
+    documents = json.loads(flightdeck(shared_home, "logs", run, "--rank", "1", "--json").out)
     assert [document["text"] for document in documents] == single
 
 

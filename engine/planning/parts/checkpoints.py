@@ -24,7 +24,8 @@ def checkpoints(now: Situation, notes: Notes) -> CheckpointPart:
         _approach(now, notes)
         frequency, suggested = int(now.settings["save_every"]), save_every(int(now.settings["iters"]), full=now.full)
         _frequency(now, notes, frequency, suggested)
-        storage = checkpoint.destination or "~/.flightdeck/runs/<run>/checkpoints on the node of rank 0"
+        where = "the node of rank 0" if now.inputs.strategy == "data" else "each node, its own part"
+        storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointPart(
         async_=bool(now.settings) and checkpoint.enabled,
         compression=checkpoint.compression,

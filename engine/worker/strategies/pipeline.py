@@ -71,6 +71,8 @@ class Pipeline(Divided):
             check_split(layers, len(model.layers), stages)
         except ValueError as error:
             raise JobError(f"[job] layer_split: {error}") from error
+        # Before anything is loaded: a batch that cannot be is told at once.
+        feed = Feed(train, job, [1.0], 0, reporter)
         sections = [
             Section(model, start, end, first=stage == 0, last=stage == stages - 1)
             for stage, (start, end) in enumerate(layers)
@@ -81,7 +83,7 @@ class Pipeline(Divided):
         super().__init__(
             job,
             self._section.model,
-            Feed(train, job, [1.0], 0, reporter),
+            feed,
             collective=collective,
             trained=trained,
             whole=_held([dict(tree_flatten(section.model.parameters())) for section in sections]),

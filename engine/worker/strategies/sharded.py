@@ -46,11 +46,13 @@ class Sharded(Divided):
     ) -> None:
         """`model` is whole and has not been evaluated: what other ranks own never is. Raises JobError."""
         check(model, "sharded")
+        # Before anything is loaded: a batch that cannot be is told at once.
+        feed = Feed(train, job, shares, collective.rank, reporter)
         self._shards = shards = Shards(model, collective)
         super().__init__(
             job,
             model,
-            Feed(train, job, shares, collective.rank, reporter),
+            feed,
             collective=collective,
             trained=shards.held(trained=True),
             whole=shards.held(trained=False),
