@@ -1,4 +1,4 @@
-"""Sharded and pipeline training beside one process and beside data parallelism: `uv run python -m tests.bench.divided`.
+"""All three strategies beside one process, sharded and pipeline beside data: `uv run python -m tests.bench.divided`.
 
 Real rings of 2 ranks on this machine, float32, the same global batches: the losses of 50 steps, the first gradients,
 and MLX's own figures of memory, on small models of 3 layers (also with tied embeddings that are trained, and an uneven
@@ -7,6 +7,7 @@ split). The time of a step is beside data parallelism's on a larger model. Exits
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -28,6 +29,8 @@ STEPS: Final = 50
 TIMED: Final = 12
 NAMES: Final = ("full", "tied", "lora")
 DIVISIONS: Final[dict[str, dict[str, Any]]] = {
+    "data, shares 1:1": {"strategy": "data"},
+    "data, shares 3:1": {"strategy": "data", "shares": [3.0, 1.0]},
     "sharded, shares 1:1": {"strategy": "sharded"},
     "sharded, shares 3:1": {"strategy": "sharded", "shares": [3.0, 1.0]},
     "pipeline 0-1,1-3": {"strategy": "pipeline", "split": "0-1,1-3"},
@@ -37,10 +40,12 @@ LOSS, GRADIENT, STATE = 1e-4, 1e-5, 0.6
 LARGE: Final = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def equal(bench: Bench) -> Iterator[Figure]:
-    """Losses, gradients and memory."""
+def equal(bench: Bench, only: str) -> Iterator[Figure]:
+    """Losses and gradients, of the divisions whose title has `only`."""
     alone = bench.run("alone", bench.cases(NAMES, "data", STEPS), 1)
     for title, keys in DIVISIONS.items():
+        if only not in title:
+            continue
         more = dict(keys)
         ran = bench.run(title.replace(" ", "-"), bench.cases(NAMES, more.pop("strategy"), STEPS, **more), 2)
         for name in NAMES:
@@ -81,12 +86,15 @@ def memory_and_time(bench: Bench) -> Iterator[Figure]:
 
 
 def main() -> int:
+    options = argparse.ArgumentParser(description="The strategies beside one process.")
+    options.add_argument("--only", default="", help="divisions whose title has this; without memory and time")
+    only = options.parse_args().only
     print(machine())
     with TemporaryDirectory() as directory:
         home = Path(directory)
         tiny = make_tiny(home / "tiny")
         bench = Bench(tiny, make_models(tiny, home / "models"), home)
-        return report(itertools.chain(memory_and_time(bench), equal(bench)))
+        return report(itertools.chain(() if only else memory_and_time(bench), equal(bench, only)))
 
 
 if __name__ == "__main__":
