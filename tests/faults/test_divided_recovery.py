@@ -16,14 +16,14 @@ from engine.models import Reason, RunState
 from tests.cluster.cluster import Cluster
 from tests.demo_copies import demo_below
 from tests.faults.cluster_runs import demo_on, fly_on
-from tests.faults.flying import fly_config
+from tests.faults.flying import Run, fly_config
 from tests.faults.test_cluster_recovery import SHORT
 from tests.faults.test_recovery import entries_of, losses, signal_rank
 from tests.faults.test_training import await_iteration, with_keys
 from tests.training.conftest import write_weights
 
 ITERATIONS = 10
-EVERY = 2
+EVERY = 3
 """Updates from one checkpoint to the next."""
 KEYS = {"max_seq_length": 64, "save_every": 1000, "val_batches": 0}
 
@@ -34,20 +34,40 @@ def divided(config: FlightConfig, strategy: str, **keys: int) -> FlightConfig:
     return config.model_copy(update={"job": job, "checkpoint": CheckpointConfig(every=EVERY)})
 
 
-@pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_a_killed_rank_costs_what_the_last_checkpoint_is_behind_and_no_bit(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def has_checkpoint(run: Run) -> bool:
+    """Every rank's part of one is on its disk."""
+    return all(b'"phase": "committed"' in run.dir.events(rank).read_bytes() for rank in range(len(run.plan.ranks)))
+
+
+def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[FlightConfig, Run]:
+    """A run of which a rank was killed after its first checkpoints."""
     config = divided(demo_config(demo_below(tmp_path / "demo"), ranks=2, iters=ITERATIONS), strategy, batch_size=4)
     config = config.model_copy(update={"recovery": RecoveryConfig()})
     run = fly_config(home, config)
-    await_iteration(run, 6)
+    await_iteration(run, EVERY + 2)
+    run.wait(lambda: has_checkpoint(run))
     signal_rank(run, 1, signal.SIGKILL)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
+    return config, run
+
+
+def test_a_killed_rank_costs_what_the_last_checkpoint_is_behind_and_no_bit(home: Path, tmp_path: Path) -> None:
+    _, run = recovered(home, tmp_path, "sharded")
     (told,) = entries_of(run, "recovered")
     assert told["source"] == "checkpoint" and told["iteration"] % EVERY == 0 and told["repeated"] <= 2 * EVERY, told
+    first, second = losses(run, 1), losses(run, 2)
+    twice = first.keys() & second.keys()
+    assert twice and all(first[step] == second[step] for step in twice)
+    assert sorted(losses(run)) == list(range(1, ITERATIONS + 1))
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_its_losses_are_those_of_a_run_to_which_nothing_has_happened(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    config, run = recovered(home, tmp_path, strategy)
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "calm"))
     calm = fly_config(tmp_path / "calm", config)
     assert calm.ended().state is RunState.SUCCEEDED, calm.troubles()
@@ -77,7 +97,8 @@ def test_a_node_that_is_gone_is_waited_for_since_it_has_a_part_of_the_state(
     job = config.job.model_copy(update={"model": three_layers})
     config = divided(config.model_copy(update={"job": job}), strategy, batch_size=6)
     run = fly_on(nodes, home, config)
-    await_iteration(run, 6)
+    await_iteration(run, EVERY + 2)
+    run.wait(lambda: has_checkpoint(run))
     nodes["cyd"].power_off()
     run.wait(lambda: [entry["why"] for entry in entries_of(run, "recovery_waits")] == ["waits for cyd"], 100.0)
     nodes["cyd"].power_on()
