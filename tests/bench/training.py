@@ -1,8 +1,8 @@
 """What is measured of the training, one table after the other: `uv run python -m tests.bench.training`.
 
 Strategies against one process, throughput beside stock mlx_lm.lora's, the cost of checkpoints, bfloat16 beside float32,
-and recovery. Each is a command of its own, too, with options of its own. About half an hour on two cores that do nothing
-else. Exits 1 when a target is missed.
+and recovery. Each is a command of its own, too, with options of its own. About half an hour on two cores that are left
+alone. Exits 1 when a target is missed.
 """
 
 from __future__ import annotations
