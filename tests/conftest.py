@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engine.runs.journal import read_journal, replay
 from engine.runs.layout import RunDir
 
 pytest_plugins = ["tests.cluster.fixtures"]
+
+# How long an example takes is the machine's affair, and on a busy one no fault of the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""

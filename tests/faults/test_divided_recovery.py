@@ -52,6 +52,7 @@ def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[FlightConfig, 
     return config, run
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_what_the_last_checkpoint_is_behind_and_no_bit(home: Path, tmp_path: Path) -> None:
     _, run = recovered(home, tmp_path, "sharded")
     (told,) = entries_of(run, "recovered")

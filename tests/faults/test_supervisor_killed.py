@@ -69,6 +69,7 @@ def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path
     assert run.ended().state is RunState.ABORTED
 
 
+@pytest.mark.slow
 def test_an_abort_that_the_dead_one_had_noted_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
     run = fly(home, tmp_path, script=ring())
     run.await_output("step")

@@ -142,6 +142,7 @@ async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
     assert found.prediction.speed_up is not None and found.prediction.examples_per_s is not None
 
 
+@pytest.mark.slow
 async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
     cluster: Cluster, config: FlightConfig, tmp_path: Path
 ) -> None:
