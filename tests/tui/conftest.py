@@ -49,6 +49,11 @@ class Console:
         await self.pilot.press(*keys)
         await self.pilot.pause()
 
+    async def check(self) -> None:
+        """Ask for a preflight in its view, and wait for its end."""
+        await self.press("2", "r")
+        await self.until(lambda: self.app.state.checks_at is not None and self.app.state.busy is None, "the preflight")
+
     async def until(self, holds: Callable[[], bool], what: str = "") -> None:
         """Wait until `holds`, by condition and not by time; fails after some seconds."""
         for _ in range(400):

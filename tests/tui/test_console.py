@@ -62,7 +62,7 @@ async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEng
 async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeEngine) -> None:
     fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
     async with opened(fake) as console:
-        await console.press("2", "r")
+        await console.check()
         await console.shows("1 failure")
         assert "port 40211 is held by pid 4711" in console.screen
         await console.press("n")
@@ -72,7 +72,7 @@ async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeE
 async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(fake: FakeEngine) -> None:
     fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
     async with opened(fake) as console:
-        await console.press("2", "r")
+        await console.check()
         await console.shows("1 failure")
         await console.press("G")
         for text in ("first failing   rank 1 on local-1", "40211: pid 4711, python train.py", "kill 4711"):

@@ -228,7 +228,7 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
     fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
     fake.held, fake.completed = {"later"}, Completed(1, b"killing\n\x1b[31m4711\x1b[0m\n", b"kill: not permitted\n")
     async with opened(fake) as console:
-        await console.press("2", "r")
+        await console.check()
         await console.shows("1 failure")
         fake.held = {"local-1"}
         await console.press("x")

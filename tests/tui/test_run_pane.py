@@ -175,7 +175,7 @@ async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEn
             "4711 since 14:01:30 (wait for its end, or",
         ):
             await console.shows(text)
-        await console.press("2", "r")
+        await console.check()
         await console.shows("1 failure")
         await console.press("escape")
         console.app.change(fault=None)
@@ -187,7 +187,7 @@ async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> No
     names = [f"check_{number}" for number in range(30)]
     fake.results = [CheckResult(name=name, status=CheckStatus.PASS, summary="well") for name in names]
     async with opened(fake, size=(120, 36)) as console:
-        await console.press("2", "r")
+        await console.check()
         await console.shows("passed just now")
         await console.press("escape", "G")
         await console.shows("check_29")
