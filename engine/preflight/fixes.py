@@ -106,11 +106,23 @@ def _copy(source: NodeConfig, there: str, target: NodeConfig, here: str) -> str:
 def _on(node: NodeConfig, command: str) -> str:
     if node.local or command.startswith(OURS):
         return command
+    # It may ask for a password.
+    terminal = "-t " if _runs_sudo(command) else ""
     if command.startswith(_FROM_PROFILE):
         command = f'"$SHELL" -lc {shlex.quote(command)}'
-    # It may ask for a password.
-    terminal = "-t " if "sudo " in command else ""
     return f"ssh {terminal}{SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
+
+
+def _runs_sudo(command: str) -> bool:
+    """Whether sudo is a program of this command, and not a word of a path in it."""
+    words = shlex.shlex(command, posix=True, punctuation_chars="|&;")
+    words.whitespace_split, words.commenters = True, ""
+    before = ";"
+    for word in words:
+        if word == "sudo" and set(before) <= set("|&;"):
+            return True
+        before = word
+    return False
 
 
 def _place(node: NodeConfig, folder: str, files: str) -> str:

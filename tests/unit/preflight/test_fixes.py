@@ -58,6 +58,20 @@ def test_nothing_to_mend_is_no_command(config: FlightConfig) -> None:
     assert pasted(config, {}) is None
 
 
+@pytest.mark.parametrize(
+    "command", ["sudo pmset", "true || sudo pmset", "echo balanced | sudo tee a", "true;sudo pmset"]
+)
+def test_a_fix_that_may_ask_for_a_password_gets_a_terminal(config: FlightConfig, command: str) -> None:
+    line = pasted(on(config, "mac"), {"node0": command})
+    assert line == f"ssh -t mac {shlex.quote(command)}"
+
+
+@pytest.mark.parametrize("path", ["sudo ", "sudo", "; sudo ", "it's; sudo 'a'"])
+def test_a_path_that_says_sudo_gets_none(config: FlightConfig, path: str) -> None:
+    line = pasted(on(config, "mac"), {"node0": (command := f"mkdir -p {shlex.quote(path)}")})
+    assert line == f"ssh mac {shlex.quote(command)}"
+
+
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
 @pytest.mark.parametrize("program", ["printf", "uv"])
