@@ -50,6 +50,9 @@ class LineFile:
         return True
 
     def close(self) -> None:
+        """As any file's: once more is nothing more."""
+        if self._descriptor < 0:
+            return
         self.flush(sync=True)
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)

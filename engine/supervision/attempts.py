@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,7 @@ from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.abort import SILENT_S, Proof, Stage
 from engine.supervision.attempt import Attempt, Launched, intend, launch, plan_of
-from engine.supervision.culprit import Verdict, judge
-from engine.supervision.explanation import explained
+from engine.supervision.culprit import Verdict
 from engine.supervision.flight import Flight
 from engine.supervision.history import Failures, utc_now
 from engine.supervision.inheritance import anybody_came, old_launcher
@@ -386,10 +384,7 @@ class Attempts:
         self._flight = flight
         evidence = await flight.watch(self._asked)
         self.figures = flight.intake.latest
-        environment = {**os.environ, **plan.config.job.env}
-        verdict = await asyncio.to_thread(
-            explained, judge(evidence), evidence, self._run_dir, attempt.log_bases, environment
-        )
+        verdict = await asyncio.to_thread(flight.judged, evidence)
         if verdict.state is not RunState.FAILED:
             return verdict
         self._enter_failure(attempt.number, verdict, flight.intake.progress.furthest, flight.failed_at)

@@ -27,6 +27,7 @@ from engine.supervision.event_intake import EventIntake
 from engine.supervision.evidence import Witnesses
 from engine.supervision.explanation import explained
 from engine.supervision.history import utc_now
+from engine.supervision.interruption import TICK_S
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
@@ -39,7 +40,6 @@ from engine.supervision.watchdog import Hang, Watchdog
 from engine.worker.processes import Process
 from engine.worker.wire import END
 
-TICK_S = 0.1
 _SECOND_S = 1.0
 """Between two looks at what costs more."""
 START_LIMIT_S = 60.0
@@ -116,7 +116,6 @@ class Flight:
             if plan.config.job.command is None
             else None
         )
-        self._grounded = False
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -195,10 +194,8 @@ class Flight:
         self._thread.shutdown(wait=False)
 
     def _close_files(self) -> None:
-        if not self._grounded:
-            self._grounded = True
-            self._copies.close()
-            self.intake.close()
+        self._copies.close()
+        self.intake.close()
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`work` in the flight's own thread: the loop's common ones may all be waiting for the names of nodes that are
@@ -310,16 +307,16 @@ class Flight:
 
     def _end(self, trigger: Trigger) -> None:
         self._trigger = trigger
-        so_far = self._judged_so_far(trigger)
+        so_far = self.judged(self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False))
         going_on = self._logbook.state is not RunState.FINISHING
         self.recovering = going_on and self._recovers(so_far, self.intake.progress.furthest)
         rescue = self._rescue(so_far.rank) if so_far.reason not in _NOT_WORTH_RESCUING else None
         state = RunState.RECOVERING if self.recovering else RunState.FINISHING
         self._begin_stop(state, cooperative=False, rescue=rescue)
 
-    def _judged_so_far(self, trigger: Trigger) -> Verdict:
-        """With the known failure text that explains it: whether a restart can mend it depends on that."""
-        evidence = self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False)
+    def judged(self, evidence: Evidence) -> Verdict:
+        """With the known failure text that explains it: whether a restart can mend it depends on that. Reads the
+        mirrors."""
         environment = {**os.environ, **self._plan.config.job.env}
         return explained(judge(evidence), evidence, self._run_dir, self._attempt.log_bases, environment)
 

@@ -206,7 +206,7 @@ class Supervisor:
             left_out = excluded(report)
             if not left_out:
                 return report
-            if parted(self._plan.config) and self._logbook.record is not None and self._logbook.record.attempts:
+            if parted(self._plan.config) and _last(self._logbook.entries, "attempt"):
                 raise _not_without(left_out)
             self._plan = replan(self._run_dir, self._plan, left_out, home)
             why = "; ".join(dict.fromkeys(left_out.values()))
