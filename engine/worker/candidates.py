@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .checkpoint.errors import Refused
 from .rescued import Author
@@ -47,15 +47,32 @@ class Candidate:
     digest: int
 
     @property
-    def row(self) -> list[Any]:
+    def row(self) -> Row:
         facts = self.facts
-        author = None if self.author is None else (self.author.attempt, self.author.rank)
-        return [self.update, facts.parts, facts.part, self.source, facts.iteration, facts.window, author, self.digest]
+        return Row(
+            self.update, facts.parts, facts.part, self.source, facts.iteration, facts.window, self.author, self.digest
+        )
 
 
-AUTHOR, DIGEST = 6, 7
-"""Their places in a row."""
-Row = Sequence[Any]
+class Row(NamedTuple):
+    """What the other ranks are told of a candidate, as one line of JSON values."""
+
+    update: int
+    parts: int
+    part: int
+    source: str
+    iteration: int
+    window: dict[str, Any]
+    author: Author | None
+    digest: int
+
+    @classmethod
+    def told(cls, values: Sequence[Any]) -> Row:
+        """As JSON gives it back."""
+        row = cls(*values)
+        return row if row.author is None else row._replace(author=Author(*row.author))
+
+
 Holder = tuple[int, int]
 """A rank, and which of its rows."""
 
@@ -73,8 +90,8 @@ def wholes(rows: Sequence[Sequence[Row]]) -> list[Whole]:
     """All whole states in `rows` (every rank's candidates), newest first; of one update, that in the fewest parts."""
     found: dict[tuple[int, int], dict[int, list[Holder]]] = {}
     for rank, candidates in enumerate(rows):
-        for place, (update, parts, part, *_) in enumerate(candidates):
-            found.setdefault((update, parts), {}).setdefault(part, []).append((rank, place))
+        for place, row in enumerate(candidates):
+            found.setdefault((row.update, row.parts), {}).setdefault(row.part, []).append((rank, place))
     return [
         Whole(update, tuple(tuple(sorted(held[part], key=lambda one: (one[0] != part, one))) for part in range(parts)))
         for (update, parts), held in sorted(found.items(), key=lambda entry: (-entry[0][0], entry[0][1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .checkpoint.manifest import Manifest
 from .replicas import differing
@@ -16,8 +17,7 @@ from .replicas import differing
 _DIGEST_BYTES = 8
 
 
-@dataclass(frozen=True)
-class Author:
+class Author(NamedTuple):
     """Who has rescued a state."""
 
     attempt: int

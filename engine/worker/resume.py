@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .candidates import AUTHOR, DIGEST, Candidate, Facts, Holder, Row, Whole, wholes
+from .candidates import Candidate, Facts, Holder, Row, Whole, wholes
 from .checkpoint import store
 from .checkpoint.errors import Refused
 from .collective import Collective
@@ -81,7 +81,8 @@ class Resume:
         an iteration; Corrupted, likewise."""
         begun = time.perf_counter()
         self._own = self._candidates(places)
-        self._rows = gather_facts(self._collective, [candidate.row for candidate in self._own])
+        told = gather_facts(self._collective, [candidate.row for candidate in self._own])
+        self._rows = [[Row.told(values) for values in theirs] for theirs in told]
         none = Start(source="adapter" if adapter else "none")
         found = next((start for whole in wholes(self._rows) if (start := self._try(whole)) is not None), none)
         refused = sum(gather_facts(self._collective, self._refused))
@@ -121,7 +122,7 @@ class Resume:
         """Restore it, on all ranks or on none; None when a part of it cannot be read by anybody who has it."""
         differing = self._differing(whole)
         chosen = [
-            self._holder([holder for holder in holders if self._author(holder) not in differing])
+            self._holder([holder for holder in holders if self._row(holder).author not in differing])
             for holders in whole.holders
         ]
         if None in chosen:
@@ -155,9 +156,9 @@ class Resume:
         if len(whole.holders) > 1:
             return set()
         (holders,) = whole.holders
-        authors = [(self._author(holder), self._rows[holder[0]][holder[1]][DIGEST]) for holder in holders]
+        rows = [self._row(holder) for holder in holders]
         outvoted: set[Author | None] = set()
-        for verdict in judged((author, int(said)) for author, said in authors if author is not None):
+        for verdict in judged((row.author, row.digest) for row in rows if row.author is not None):
             ranks = ", ".join(map(str, verdict.ranks))
             said = (
                 f"the states of update {whole.update} that the ranks of attempt {verdict.attempt} have rescued differ: "
@@ -172,9 +173,9 @@ class Resume:
             self._reporter.warn(said)
         return outvoted
 
-    def _author(self, holder: Holder) -> Author | None:
-        author = self._rows[holder[0]][holder[1]][AUTHOR]
-        return None if author is None else Author(*author)
+    def _row(self, holder: Holder) -> Row:
+        rank, place = holder
+        return self._rows[rank][place]
 
     def _holder(self, holders: Sequence[Holder]) -> Holder | None:
         """The first whose copy proves itself."""
@@ -233,9 +234,8 @@ class Resume:
                 f"the state of update {whole.update} could be restored on some ranks or in part only: remove it, and "
                 "resume again"
             )
-        rank, place = holders[0]
-        _, _, _, source, iteration, window, *_ = self._rows[rank][place]
-        return Start(int(iteration), whole.update, dict(window), str(source), None if apart else rank)
+        row, rank = self._row(holders[0]), holders[0][0]
+        return Start(row.iteration, whole.update, row.window, row.source, None if apart else rank)
 
     def _tell(self, found: Start, seconds: float, refused: int) -> None:
         self._reporter.event(

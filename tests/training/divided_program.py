@@ -44,7 +44,7 @@ def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dic
 def gradients(training: Any, job: Job, tokens: float) -> dict[str, mx.array]:
     """This rank's mean gradients, between exchange and apply."""
     if job.strategy != "data":
-        return {name: value / tokens for name, value in training._part.sums.items()}
+        return {name: value / tokens for name, value in training.sums.items()}
     found: dict[str, mx.array] = training._gradients.unpack(training._sums, tokens)
     return found
 

@@ -57,10 +57,10 @@ def test_the_gradient_is_of_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: P
 
     def loss(parameters: dict[str, mx.array], seed: int) -> tuple[float, dict[str, mx.array]]:
         training.model.update(tree_unflatten(list(parameters.items())))
-        training._part._sums = {}
+        training._sums = {}
         mx.random.seed(seed)
         share = training.accumulate(0)
-        return share.loss_sum, dict(training._part.sums)
+        return share.loss_sum, dict(training.sums)
 
     middle, gradient = loss(own, 7)
     assert loss(own, 8)[0] != middle, "there is dropout"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from engine.worker import passing
-from engine.worker.candidates import wholes
+from engine.worker.candidates import Row, wholes
 from engine.worker.checkpoint import store
 from engine.worker.checkpoint.manifest import NAME
 from engine.worker.checkpoint.remote import Remote
@@ -125,7 +125,7 @@ def test_a_state_is_of_the_job_however_its_layers_are_divided() -> None:
 # Passing.
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(
@@ -169,8 +169,8 @@ def test_facts_of_different_lengths_come_to_everybody() -> None:
 # Choosing.
 
 
-def row(update: int, part: int = 0, parts: int = 1) -> list[Any]:
-    return [update, parts, part, "checkpoint", 2 * update, {}]
+def row(update: int, part: int = 0, parts: int = 1) -> Row:
+    return Row(update, parts, part, "checkpoint", 2 * update, {}, None, 0)
 
 
 def test_a_state_counts_when_all_its_parts_are_somewhere() -> None:

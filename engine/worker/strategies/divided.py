@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx import nn
@@ -14,10 +14,9 @@ from ..feed import Feed
 from ..job import Job
 from ..streamed import Weights
 from .parts import Held, Part, collected
-from .strategy import State
 
 
-class Divided:
+class Divided(Part):
     """One rank's part: all of a Strategy but the forward and backward passes."""
 
     replicated = False
@@ -34,44 +33,19 @@ class Divided:
     ) -> None:
         """`model` is what this rank holds; `trained` and `whole` name the parameters that are trained, and all
         of them, on whatever rank. Raises JobError for an optimizer that there is not."""
+        super().__init__(job, model, trained, collective)
         self.model = model
         self.feed = feed
-        self._collective = collective
-        self._trained = trained
         self._whole = whole
-        self._part = Part(job, model, trained, collective)
         self._half = any(parameter.dtype == mx.float16 for parameter in trained)
         self._waited_s = 0.0
         """For other ranks, in the iteration under way."""
 
-    @property
-    def learning_rate(self) -> float:
-        return self._part.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        return self._part.in_16_bits
-
     def own_norm(self, tokens: int) -> None:
         """None: a rank's gradients are those of its own part of the model, not of its own examples."""
-
-    def exchange(self, counters: list[float]) -> list[float]:
-        return self._part.exchange(counters)
-
-    def apply(self, tokens: float) -> float | None:
-        return self._part.apply(tokens)
 
     def trained(self) -> Weights:
         return collected(self._trained, self.model, self._collective)
 
     def whole(self) -> Weights:
         return collected(self._whole, self.model, self._collective)
-
-    def state(self) -> State:
-        return self._part.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._part.fits(state)
-
-    def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        self._part.restore(state, part, parts)

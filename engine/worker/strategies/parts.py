@@ -56,7 +56,6 @@ class Part:
 
     def __init__(self, job: Job, model: nn.Module, trained: Sequence[Held], collective: Collective) -> None:
         """`trained` is that of all ranks, the same on each. Raises JobError for an optimizer that there is not."""
-        self._model = model
         self._trained = trained
         self._collective = collective
         self._updater = Updater(job, model)

@@ -150,7 +150,7 @@ class Pipeline(Divided):
         assert micro.gradients is not None
         gradients, micro.gradients = micro.gradients, None
         mx.eval(gradients, [] if micro.below is None else micro.below)
-        self._part.add(gradients)
+        self.add(gradients)
         micro.hidden = micro.output = micro.cotangent = None
 
     def _communicate(self, step: Step, micro: _Micro) -> None:

@@ -108,7 +108,7 @@ class Sharded(Divided):
             reduced = shards.reduce(section, gradients)
             self._waited_s += time.perf_counter() - begun
             del gradients
-            self._part.add(reduced)
+            self.add(reduced)
             if below is not None:
                 cotangent = below
         return loss
