@@ -19,13 +19,17 @@ class Figure:
     met: bool = True
 
 
-def machine() -> str:
-    """What was measured on, and how busy that was before."""
+def system() -> str:
+    """What was measured on."""
     return (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, "
-        f"load {os.getloadavg()[0]:.1f} before"
+        f"mlx {version('mlx')} (CPU), mlx-lm {version('mlx-lm')}"
     )
+
+
+def machine() -> str:
+    """What was measured on, and how busy that was before."""
+    return f"{system()}, load {os.getloadavg()[0]:.1f} before"
 
 
 def report(figures: Iterable[Figure]) -> int:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +24,7 @@ from engine.planning.memory.estimate import MemoryAsk, MemoryEstimate, estimate
 from engine.planning.memory.known_sizes import KNOWN, known_bytes
 from engine.planning.memory.probes import peak_from_probes
 from engine.planning.memory.shape import ModelShape
+from tests.bench.figures import machine, system
 
 STATE_LIMIT, PEAK_LIMIT, PROBES_LIMIT = 0.02, 0.20, 0.05
 BATCHES = (1, 2, 8)
@@ -261,13 +259,6 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def machine() -> str:
-    return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"mlx {version('mlx')} (CPU), mlx-lm {version('mlx-lm')}"
-    )
-
-
 def document(rows: Sequence[Row]) -> str:
     """docs/memory.md."""
     met = sum(row.met for row in rows)
@@ -280,7 +271,7 @@ def document(rows: Sequence[Row]) -> str:
     ]
     return f"""# Memory: estimated from config.json, and measured
 
-Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {machine()}.
+Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {system()}.
 {met} of {len(rows)} combinations met all their targets.
 
 Each row is one real training step (the trainer's own loading, adapters, gradients and optimizer) in a process of its
