@@ -371,7 +371,7 @@ _HEADER = st.sampled_from(
 _DOCUMENT = st.lists(st.tuples(_HEADER, _TABLE), max_size=6).map(lambda parts: "\n".join("\n".join(p) for p in parts))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(
     text=st.one_of(_DOCUMENT.map(str.encode), _DOCUMENT.map(lambda text: (text + JOB).encode()), st.binary(max_size=80))
 )
@@ -385,7 +385,7 @@ def test_no_document_raises_anything_but_a_config_error(tmp_path: Path, text: by
         assert all(str(fault).isprintable() for fault in error.faults)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(lines=st.dictionaries(_NAMES, st.text(max_size=20), max_size=5), raw=st.binary(max_size=60))
 def test_no_yaml_raises_anything_but_a_config_error(tmp_path: Path, lines: dict[str, str], raw: bytes) -> None:
     (tmp_path / "lora.yaml").write_bytes("\n".join(f"{k}: {v}" for k, v in lines.items()).encode() + b"\n" + raw)

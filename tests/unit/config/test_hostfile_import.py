@@ -130,7 +130,7 @@ def test_an_absent_one_and_one_beside_nodes_are_refused(tmp_path: Path) -> None:
     assert [fault.key for fault in faults_of(tmp_path, IMPORT + NODES + JOB)] == ["node"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(
     st.one_of(
         st.binary(max_size=60),

@@ -96,9 +96,7 @@ def test_a_command_arrives_whole_in_a_bash_whatever_the_login_shell_is(
 ) -> None:
     monkeypatch.setenv("FAKE_LOGIN_SHELL", shell)
 
-    @settings(
-        max_examples=25, database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(max_examples=25, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=30))
     def arrives(text: str) -> None:
         done = call(shim, f'words=({shlex.quote(text)}); printf %s. "${{words[0]}}"')

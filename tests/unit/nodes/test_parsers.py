@@ -204,7 +204,7 @@ def torn(draw: st.DrawFn) -> str:
     return (text[:start] + draw(st.text(max_size=8)) + text[end:])[: cut or None]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(["Darwin", "Linux", "Other"]), st.dictionaries(st.sampled_from(NAMES), torn() | JSON), JSON)
 def test_no_answer_whatever_upsets_the_reader(system: str, answers: dict[str, object], other: object) -> None:
     fields = answer.read_facts({"system": system, "answers": answers, "late": other, "cores": other, "hostname": other})

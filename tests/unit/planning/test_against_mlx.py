@@ -17,7 +17,7 @@ from engine.planning.wire import wire
 from tests.unit.nodes.macs import Macs, cablings, mesh, ring
 from tests.unit.planning.mlx_config import Upstream
 
-SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 def shuffled(macs: Macs, seed: int) -> Macs:

@@ -63,7 +63,7 @@ def refusal(plan: TrainingPlan, name: str) -> str:
     return next(each.text for each in plan.refusals if each.name == name)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(situations())
 def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
     plan = make_plan(situation)
@@ -88,7 +88,7 @@ def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
         assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == situation.examples
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(situations())
 def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situation: PlanInputs) -> None:
     plan = make_plan(replace(situation, strategy="pipeline"))
@@ -102,7 +102,7 @@ def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situa
     assert all(less <= more for weak, less in sizes for strong, more in sizes if weak < strong)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(situations())
 def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(situation: PlanInputs) -> None:
     plan = make_plan(situation)
@@ -542,7 +542,7 @@ def test_the_hostfiles_of_all_kinds_of_clusters_are_read_by_mlx_as_they_are_mean
     nodes = st.one_of(cabled.map(lambda macs: addressed(macs).facts()), st.just(ultra_and_max()))
     meant: list[tuple[Path, Wiring]] = []
 
-    @settings(deadline=None, max_examples=25, database=None)
+    @settings(max_examples=25, database=None)
     @given(nodes)
     def write(facts: list[NodeFacts]) -> None:
         wiring = inputs(facts).wiring

@@ -73,7 +73,7 @@ def test_a_path_that_says_sudo_gets_none(config: FlightConfig, path: str) -> Non
 
 
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @pytest.mark.parametrize("program", ["printf", "uv"])
 def test_whatever_a_path_holds_arrives_as_it_was(config: FlightConfig, ssh: Path, text: str, program: str) -> None:
     line = pasted(on(config, "mac"), {"node0": f"{program} %s {shlex.quote(text)}"})

@@ -117,7 +117,7 @@ def test_an_index_that_is_another_file_starts_the_numbers_anew(logs: RunLogs) ->
 
 
 @given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "o f"]), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_search_finds_what_reading_every_line_finds(
     parts: list[tuple[int, list[str]]], wanted: str, merged: bool
 ) -> None:

@@ -92,7 +92,7 @@ def fresh_run() -> Iterator[RunDir]:
 
 
 @given(chunks)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_line_is_copied_and_entered_once_in_order_of_arrival(parts: list[tuple[int, bytes]]) -> None:
     with fresh_run() as run_dir:
         mirror = following(run_dir)
@@ -112,7 +112,7 @@ def test_every_line_is_copied_and_entered_once_in_order_of_arrival(parts: list[t
 
 
 @given(chunks, chunks, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_mirror_killed_anywhere_is_mended_by_the_next(
     before: list[tuple[int, bytes]], after: list[tuple[int, bytes]], data: st.DataObject
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_mirror_killed_anywhere_is_mended_by_the_next(
 
 @given(st.binary(min_size=1, max_size=40), st.integers(0, 40))
 @example(b"-" * 24 + b"\n", 26)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_tail_that_is_not_the_nodes_is_copied_again(garbage: bytes, at: int) -> None:
     """Also where the garbage has a newline beyond the place where the log is cut (the example)."""
     with fresh_run() as run_dir:

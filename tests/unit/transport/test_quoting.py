@@ -31,7 +31,7 @@ def unexpanded(argument: str) -> bool:
     return argument != "~" and not argument.startswith("~/")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(ARGUMENTS.filter(unexpanded), max_size=6))
 def test_arguments_arrive_as_they_are(arguments: list[str]) -> None:
     line = command_line(["printf", r"%s\0", "first", *arguments])
@@ -39,7 +39,7 @@ def test_arguments_arrive_as_they_are(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(arguments=st.lists(ARGUMENTS.filter(unexpanded), max_size=6))
 def test_a_script_passes_any_login_shell_unread(shell: str, arguments: list[str]) -> None:
     script = f"set -- {' '.join(map(quoted, arguments))}\nprintf '%s\\0' first \"$@\""

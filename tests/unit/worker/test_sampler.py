@@ -1,4 +1,4 @@
-"""Batches by a pure function of seed, epoch and position; nothing else."""
+"""Batches by a pure function of seed, epoch and position."""
 
 from __future__ import annotations
 

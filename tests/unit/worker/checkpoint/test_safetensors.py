@@ -67,7 +67,7 @@ def test_a_length_beyond_the_file_is_refused(tmp_path: Path) -> None:
         check_header(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(raw=st.binary(max_size=200))
 def test_no_bytes_whatever_upset_the_reader(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"

@@ -156,7 +156,7 @@ def test_a_file_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "what was unpacked is gone"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.one_of(st.binary(max_size=300), st.text(max_size=200).map(str.encode)), update=st.integers(0, 3))
 def test_no_manifest_whatever_upsets_the_reader(raw: bytes, update: int) -> None:
     try:
@@ -166,7 +166,7 @@ def test_no_manifest_whatever_upsets_the_reader(raw: bytes, update: int) -> None
     raise AssertionError("random bytes are no manifest")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 10**6))
 def test_a_byte_that_is_flipped_anywhere_is_found(tmp_path_factory: pytest.TempPathFactory, at: int) -> None:
     folder = tmp_path_factory.mktemp("flip")
