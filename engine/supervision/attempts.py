@@ -23,11 +23,11 @@ from engine.runs.layout import LAUNCHER_SOURCE, RunDir
 from engine.runs.plan_file import Plan
 from engine.supervision.abort import SILENT_S, Proof, Stage
 from engine.supervision.attempt import Attempt, Launched, intend, launch, plan_of
-from engine.supervision.culprit import Verdict
 from engine.supervision.flight import Flight
 from engine.supervision.history import Failures, utc_now
 from engine.supervision.inheritance import anybody_came, old_launcher
 from engine.supervision.interruption import TICK_S, Aborted, Asked, until_abort
+from engine.supervision.judging.verdict import Verdict
 from engine.supervision.launcher_watch import LauncherWatch
 from engine.supervision.links.links import Links, links_to
 from engine.supervision.logbook import Logbook

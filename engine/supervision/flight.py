@@ -22,12 +22,14 @@ from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions, lost_after_s
 from engine.supervision.consistency_watch import ConsistencyWatch
 from engine.supervision.copies import Copies
-from engine.supervision.culprit import Evidence, Trigger, Verdict, is_consequence, judge
 from engine.supervision.event_intake import EventIntake
-from engine.supervision.evidence import Witnesses
-from engine.supervision.explanation import explained
 from engine.supervision.history import utc_now
 from engine.supervision.interruption import TICK_S
+from engine.supervision.judging.culprit import judge
+from engine.supervision.judging.evidence import Evidence, Trigger
+from engine.supervision.judging.explanation import explained
+from engine.supervision.judging.verdict import Verdict
+from engine.supervision.judging.weight import is_consequence
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
@@ -37,6 +39,7 @@ from engine.supervision.rank_entries import RankEntries, of_attempt
 from engine.supervision.ranks import Rank, Ranks
 from engine.supervision.requests import Request
 from engine.supervision.watchdog import Hang, Watchdog
+from engine.supervision.witnesses import Witnesses
 from engine.worker.processes import Process
 from engine.worker.wire import END
 

@@ -12,7 +12,7 @@ from engine.config.divided import parted
 from engine.models import Reason, RunState
 from engine.runs.plan_file import Plan
 from engine.supervision.conditions import lost_after_s
-from engine.supervision.culprit import Verdict
+from engine.supervision.judging.verdict import Verdict
 from engine.supervision.logbook import Logbook
 from engine.supervision.progress import Progress, Resumed
 from engine.supervision.rank_entries import of_attempt

@@ -23,7 +23,7 @@ from engine.preflight.survey import counted, surveyed, to_count
 from engine.runs.layout import RunDir
 from engine.runs.plan_file import Plan, read_plan, write_plan
 from engine.security.audit import audit_log
-from engine.supervision.culprit import Verdict
+from engine.supervision.judging.verdict import Verdict
 from engine.transport.fleet import Fleet
 from engine.worker.wire import write_atomic
 

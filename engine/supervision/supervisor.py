@@ -33,9 +33,9 @@ from engine.supervision import lock
 from engine.supervision.adopt import AFTERMATH_S
 from engine.supervision.attempt import Attempt, plan_of
 from engine.supervision.attempts import Attempts
-from engine.supervision.culprit import Verdict
 from engine.supervision.inheritance import kill_everywhere
 from engine.supervision.interruption import Aborted, until_abort
+from engine.supervision.judging.verdict import Verdict
 from engine.supervision.logbook import Logbook
 from engine.supervision.preflight_phase import check, excluded, replan, scene_of, verdict_of, whole_plan
 from engine.supervision.requests import ABORT, Request, take_requests

@@ -17,9 +17,9 @@ from engine.models import RunState
 from engine.runs.journal import read_journal
 from engine.runs.signatures import BY_ID
 from engine.supervision.attempt import Attempt
-from engine.supervision.culprit import Verdict
 from engine.supervision.flight import Flight
 from engine.supervision.history import Ended, policy_of
+from engine.supervision.judging.verdict import Verdict
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
 from engine.supervision.logbook import Logbook

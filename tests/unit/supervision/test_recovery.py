@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.models import Reason, RunState
-from engine.supervision.culprit import Verdict
 from engine.supervision.history import Ended, reached_before
+from engine.supervision.judging.verdict import Verdict
 from engine.supervision.recovery import (
     STALLED_LIMIT,
     End,

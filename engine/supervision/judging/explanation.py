@@ -9,7 +9,8 @@ from engine.models import RunState
 from engine.runs.diagnosis import first_cause
 from engine.runs.layout import RunDir
 from engine.security.sanitise import sanitise
-from engine.supervision.culprit import Evidence, Verdict
+from engine.supervision.judging.evidence import Evidence
+from engine.supervision.judging.verdict import Verdict
 
 
 def explained(

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.models import Reason, RunState
-from engine.supervision.culprit import Evidence, RankEvidence, Trigger, is_consequence, judge
+from engine.supervision.judging.culprit import judge
+from engine.supervision.judging.evidence import Evidence, RankEvidence, Trigger
+from engine.supervision.judging.weight import is_consequence
 from engine.supervision.watchdog import Hang
 from engine.worker.wire import ExitRecord
 

@@ -15,7 +15,8 @@ from engine.runs.plan_file import Plan
 from engine.security.redact import redact, redact_document
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions
-from engine.supervision.culprit import Evidence, RankEvidence, Trigger, lacks_port
+from engine.supervision.judging.cause import lacks_port
+from engine.supervision.judging.evidence import Evidence, RankEvidence, Trigger
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.outset import Outset

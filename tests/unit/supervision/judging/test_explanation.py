@@ -9,8 +9,9 @@ import pytest
 
 from engine.models import Reason, RunState
 from engine.runs.layout import LAUNCHER_SOURCE
-from engine.supervision.culprit import Evidence, RankEvidence, Trigger, Verdict
-from engine.supervision.explanation import explained
+from engine.supervision.judging.evidence import Evidence, RankEvidence, Trigger
+from engine.supervision.judging.explanation import explained
+from engine.supervision.judging.verdict import Verdict
 from tests.unit.runs.logs import RunLogs
 
 HANDLED = "the checkpoint was not written: No space left on device\nstep 7\n"

@@ -9,11 +9,11 @@ from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeCon
 from engine.runs.plan_file import Plan
 from engine.supervision.attempt import Attempt
 from engine.supervision.conditions import Conditions
-from engine.supervision.evidence import Witnesses
 from engine.supervision.links.links import Links
 from engine.supervision.links.local import LocalLink
 from engine.supervision.outset import Outset
 from engine.supervision.ranks import Rank
+from engine.supervision.witnesses import Witnesses
 from engine.worker.events import EventWriter
 from engine.worker.wire import NodeFiles
 from tests.unit.launch.places import as_configured
