@@ -17,7 +17,8 @@ from tests.training.conftest import Tiny
 from tests.training.launching import Launched, launch
 from tests.unit.worker.waiting import wait_until
 
-ITERS = 30
+ITERS = 100
+"""Steps of some 15 ms: time enough for a checkpoint on a disk that others use as well."""
 BOTH = (1.0, 1.0)
 SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 30, 1e-5]}
 DROPOUT: dict[str, Any] = {
@@ -71,8 +72,16 @@ def by_iteration(run: Launched, rank: int = 0) -> dict[int, float]:
     return {event["iteration"]: event["loss"] for event in run.events(rank, "step")}
 
 
+def has_checkpoint(run: Launched, ranks: int) -> bool:
+    """This attempt's first is whole: all ranks that write one, or a part of one, have done so."""
+    phases = [{event["phase"] for event in run.events(rank, "checkpoint")} for rank in range(ranks)]
+    return any("begin" in told for told in phases) and all("committed" in told for told in phases if "begin" in told)
+
+
 def kill_all_at(run: Launched, ranks: int, iteration: int) -> None:
+    """kill -9 of these ranks at that step, or as soon after it as there is a checkpoint to go on from."""
     wait_until(lambda: any(event["iteration"] >= iteration for event in run.events(0, "step")), 60)
+    wait_until(lambda: has_checkpoint(run, ranks), 60)
     run.kill(*range(ranks))
     assert [record.signal for record in run.ended()] == [signal.SIGKILL] * ranks
 
