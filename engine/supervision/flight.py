@@ -29,7 +29,6 @@ from engine.supervision.judging.culprit import judge
 from engine.supervision.judging.evidence import Evidence, Trigger
 from engine.supervision.judging.explanation import explained
 from engine.supervision.judging.verdict import Verdict
-from engine.supervision.judging.weight import is_consequence
 from engine.supervision.links.base import NodeLink
 from engine.supervision.links.links import Links
 from engine.supervision.logbook import Logbook
@@ -38,16 +37,13 @@ from engine.supervision.progress import Progress
 from engine.supervision.rank_entries import RankEntries, of_attempt
 from engine.supervision.ranks import Rank, Ranks
 from engine.supervision.requests import Request
-from engine.supervision.watchdog import Hang, Watchdog
+from engine.supervision.signs import Signs
 from engine.supervision.witnesses import Witnesses
 from engine.worker.processes import Process
 from engine.worker.wire import END
 
 _SECOND_S = 1.0
 """Between two looks at what costs more."""
-START_LIMIT_S = 60.0
-_SETTLE_S = 1.0
-"""A rank that has only lost its peers waits this long for the one that began it."""
 _NOT_WORTH_RESCUING = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
 """Reasons of an end that speak against the state itself. After all others it is what the user may go on from, whether
 the run restarts by itself or not."""
@@ -71,7 +67,6 @@ class Flight:
         outset: Outset,
         recovers: Callable[[Verdict, int], bool] = lambda _verdict, _reached: False,
         on_first_step: Callable[[Progress], None] | None = None,
-        start_limit_s: float = START_LIMIT_S,
     ) -> None:
         """`links` have been started. `recovers`: whether another attempt may follow such an end, at that iteration.
         `on_first_step` is told once that the attempt has made one."""
@@ -82,7 +77,6 @@ class Flight:
         self._links = links
         self._launcher = outset.launcher
         self._logbook = logbook
-        self._start_limit_s = start_limit_s
         self._ranks = Ranks(links, plan.ranks)
         self._entries = RankEntries(logbook, attempt.number)
         before = [entry for entry in of_attempt(logbook, attempt.number) if entry["event"] == "node"]
@@ -98,27 +92,25 @@ class Flight:
         )
         self._copies = Copies(run_dir, plan, attempt, links, self._note_gap)
         self.intake = EventIntake(run_dir, attempt.number, attempt.event_bases, self._consistency(run_dir.path))
-        self._began = time.monotonic()
+        self._signs = Signs(
+            plan,
+            attempt,
+            ranks=self._ranks,
+            links=links,
+            witnesses=self._witnesses,
+            intake=self.intake,
+            logbook=logbook,
+            launched=outset.launcher is not None,
+        )
         self._second_at = float("-inf")
-        self._launcher_gone_at: float | None = None
-        self._launcher_missed = False
-        self._settling_since: float | None = None
         self._stop: Stop | None = None
         self._trigger = Trigger.ENDED
-        self._hang = Hang.told(of_attempt(logbook, attempt.number))
-        """Also when an earlier supervisor has found it, and had begun to end it."""
         self._purpose: str | None = None
         self._failed_at: str | None = None
         self._recovers = recovers
         self._on_first_step = on_first_step
         self.recovering = False
         """Another attempt may follow: the state was RECOVERING when this one was ended."""
-        recovery, numbers = plan.config.recovery, [rank.rank for rank in plan.ranks]
-        self._watchdog = (
-            Watchdog(self.intake.progress, numbers, recovery.hang_s, recovery.stall_s, self._began)
-            if plan.config.job.command is None
-            else None
-        )
         self._owing: list[NodeLink] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -173,7 +165,7 @@ class Flight:
             self._logbook.append("note", message=lacking)
             self._owing = [link for link in proved if self._copies.owed_by(link)]
         self.intake.poll()
-        return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger, self._hang)
+        return await self._aside(self._witnesses.heard, self._ranks.all, self._trigger, self._signs.hang)
 
     async def tend(self) -> None:
         """After `watch`: one look at the nodes on which the end could not be proved, or that owe something."""
@@ -222,74 +214,17 @@ class Flight:
         if self._on_first_step is not None and self.intake.progress.steps:
             self._on_first_step(self.intake.progress)
             self._on_first_step = None
-        if abort is not None and self._stop is None and not self._all_home():
+        if abort is not None and self._stop is None and not self._signs.all_home:
             self._abort(abort)
         elif abort is not None and self._stop is not None:
             # Whatever it is that ends the attempt, it has been judged worth ending: an abort can only hurry it.
             self._abort_the_end(abort)
-        if self._stop is None:
-            self._decide(now, launcher_alive)
-        if self._stop is None:
-            self._look_for_a_hang(now)
+        if self._stop is None and (trigger := self._signs.look(now, launcher_alive)) is not None:
+            self._end(trigger)
         if self._stop is not None:
             self._stop.advance(time.monotonic())
             return self._stop.done
         return False
-
-    def _decide(self, now: float, launcher_alive: bool) -> None:
-        """Whether it is time to end the attempt, and why."""
-        ranks = self._ranks.all
-        if launcher_alive or self._launcher_gone_at is None:
-            self._launcher_gone_at = None if launcher_alive else now
-        if all(rank.ended for rank in ranks):
-            self._end(Trigger.ENDED)
-        elif failed := [rank for rank in ranks if rank.ended and self._failed(rank)]:
-            self._settling_since = self._settling_since or now
-            own = any(not is_consequence(self._witnesses.of(rank)) for rank in failed)
-            if own or now - self._settling_since > _SETTLE_S:
-                self._end(Trigger.RANK)
-        elif all(rank.started for rank in ranks):
-            self._miss_launcher()
-        elif self._launcher_gone_at is not None and self._nobody_else_will_start(now - self._launcher_gone_at):
-            self._end(Trigger.LAUNCHER_GONE if self._launcher is not None else Trigger.NOT_STARTED)
-        elif now - self._began > self._start_limit_s:
-            self._end(Trigger.NOT_STARTED)
-
-    def _look_for_a_hang(self, now: float) -> None:
-        if self._watchdog is None or not all(rank.started for rank in self._ranks.all):
-            return
-        answering = any(self._links.to(rank.number).state.answering for rank in self._ranks.all)
-        hang = self._watchdog.look(now, hearing=answering and not self.intake.waiting)
-        if self._hang is None and hang is not None:
-            self._hang = hang
-            node = next((rank.planned.node for rank in self._ranks.all if rank.number == hang.rank), None)
-            self._logbook.append("hung", **asdict(hang), node=node)
-        if self._hang is not None:
-            self._failed_at = utc_now()
-            self._end(Trigger.HUNG)
-
-    def _miss_launcher(self) -> None:
-        """It has done its part when all ranks have started; its end is worth no more than a note."""
-        if self._launcher is not None and self._launcher_gone_at is not None and not self._launcher_missed:
-            self._launcher_missed = True
-            self._logbook.append("note", message="mlx.launch has ended; the ranks go on without it")
-
-    def _nobody_else_will_start(self, launcher_gone_s: float) -> bool:
-        """Whether the nodes have been heard since the launcher ended, and the ranks that are missing were not there."""
-        if launcher_gone_s <= _SETTLE_S:
-            return False
-        missing = [self._links.to(rank.number).state for rank in self._ranks.all if not rank.started]
-        return all(state.heard and state.silent_s < launcher_gone_s - _SETTLE_S / 2 for state in missing)
-
-    def _all_home(self) -> bool:
-        """Every rank has done what it was to do: there is nothing left to abort."""
-        return all(rank.ended and not self._failed(rank) for rank in self._ranks.all)
-
-    def _failed(self, rank: Rank) -> bool:
-        if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
-            return True
-        # A command may leave with 0 before the others do; our trainer may not, unless it has completed.
-        return self._plan.config.job.command is None and not self._witnesses.completed(rank)
 
     def _abort(self, abort: Request) -> None:
         self._trigger = Trigger.ABORT
@@ -310,7 +245,9 @@ class Flight:
 
     def _end(self, trigger: Trigger) -> None:
         self._trigger = trigger
-        so_far = self.judged(self._witnesses.heard(self._ranks.all, trigger, self._hang, over=False))
+        if trigger is Trigger.HUNG:
+            self._failed_at = utc_now()
+        so_far = self.judged(self._witnesses.heard(self._ranks.all, trigger, self._signs.hang, over=False))
         going_on = self._logbook.state is not RunState.FINISHING
         self.recovering = going_on and self._recovers(so_far, self.intake.progress.furthest)
         rescue = self._rescue(so_far.rank) if so_far.reason not in _NOT_WORTH_RESCUING else None
@@ -402,7 +339,7 @@ class Flight:
     def _enter_changes(self, changed: Sequence[Rank]) -> None:
         self._entries.enter(changed)
         self._failed_at = self._failed_at or next(
-            (utc_now() for rank in changed if rank.ended and self._failed(rank)), None
+            (utc_now() for rank in changed if rank.ended and self._signs.failed(rank)), None
         )
         if changed and all(rank.started for rank in self._ranks.all):
             if self._logbook.state is RunState.LAUNCHING:
