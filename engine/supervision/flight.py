@@ -177,6 +177,12 @@ class Flight:
         self._owing = []
         await self._aside(self._close_files)
 
+    def judged(self, evidence: Evidence) -> Verdict:
+        """With the known failure text that explains it: whether a restart can mend it depends on that. Reads the
+        mirrors."""
+        environment = {**os.environ, **self._plan.config.job.env}
+        return explained(judge(evidence), evidence, self._run_dir, self._attempt.log_bases, environment)
+
     def resume_aftermath(self, nodes: Sequence[str]) -> None:
         """Before `tend`, in place of `watch`: the run has ended, and on `nodes` that has not been proved yet."""
         self._stop = self._new_stop(cooperative=False)
@@ -253,12 +259,6 @@ class Flight:
         rescue = self._rescue(so_far.rank) if so_far.reason not in _NOT_WORTH_RESCUING else None
         state = RunState.RECOVERING if self.recovering else RunState.FINISHING
         self._begin_stop(state, cooperative=False, rescue=rescue)
-
-    def judged(self, evidence: Evidence) -> Verdict:
-        """With the known failure text that explains it: whether a restart can mend it depends on that. Reads the
-        mirrors."""
-        environment = {**os.environ, **self._plan.config.job.env}
-        return explained(judge(evidence), evidence, self._run_dir, self._attempt.log_bases, environment)
 
     def _rescue(self, culprit: int | None) -> Rescue | None:
         """What the ranks that are left may save: of replicas each has the whole state."""
