@@ -48,7 +48,7 @@ class Shares:
         return cls(division.parts, source, division.reason, left_out=division.left_out, warnings=division.warnings)
 
     def micro_batches(self, batch: int) -> dict[str, int]:
-        """Node → sequences of a global batch, as the trainer has it. Raises ValueError for one that is too small."""
+        """Node → sequences of a global batch, as in training. Raises ValueError for one that is too small."""
         counts = share_counts(batch, list(self.parts.values()))
         return dict(zip(self.parts, counts, strict=True))
 

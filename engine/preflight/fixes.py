@@ -114,12 +114,12 @@ def _on(node: NodeConfig, command: str) -> str:
 
 
 def _runs_sudo(command: str) -> bool:
-    """Whether sudo is a program of this command, and not a word of a path in it."""
+    """Whether sudo is a program of this command, one of our own without subshells, and not a word of a path in it."""
     words = shlex.shlex(command, posix=True, punctuation_chars="|&;")
     words.whitespace_split, words.commenters = True, ""
     before = ";"
     for word in words:
-        if word == "sudo" and set(before) <= set("|&;"):
+        if word == "sudo" and before and set(before) <= set("|&;"):
             return True
         before = word
     return False

@@ -50,12 +50,14 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """As any file's: once more is nothing more."""
+        """What waits is tried once more. To close it again does nothing."""
         if self._descriptor < 0:
             return
-        self.flush(sync=True)
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        try:
+            self.flush(sync=True)
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:

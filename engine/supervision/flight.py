@@ -178,8 +178,8 @@ class Flight:
         await self._aside(self._close_files)
 
     def judged(self, evidence: Evidence) -> Verdict:
-        """With the known failure text that explains it: whether a restart can mend it depends on that. Reads the
-        mirrors."""
+        """The verdict on it, with the known failure text that explains it: whether a restart can mend it depends on
+        that. Reads the mirrors."""
         environment = {**os.environ, **self._plan.config.job.env}
         return explained(judge(evidence), evidence, self._run_dir, self._attempt.log_bases, environment)
 

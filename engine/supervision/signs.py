@@ -24,7 +24,7 @@ _SETTLE_S = 1.0
 
 
 class Signs:
-    """Of one attempt. A hang goes into the journal when it is seen."""
+    """Of one attempt. A hang, and a launcher that is missed, go into the journal when they are seen."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """What the other ranks are told of a candidate, as one line of JSON values."""
+    """What the other ranks are told of a candidate, as a list of JSON values."""
 
     update: int
     parts: int

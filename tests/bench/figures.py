@@ -23,7 +23,7 @@ def system() -> str:
     """What was measured on."""
     return (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"mlx {version('mlx')} (CPU), mlx-lm {version('mlx-lm')}"
+        f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
     )
 
 

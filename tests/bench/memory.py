@@ -271,7 +271,7 @@ def document(rows: Sequence[Row]) -> str:
     ]
     return f"""# Memory: estimated from config.json, and measured
 
-Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {system()}.
+Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {system()}, on the CPU.
 {met} of {len(rows)} combinations met all their targets.
 
 Each row is one real training step (the trainer's own loading, adapters, gradients and optimizer) in a process of its

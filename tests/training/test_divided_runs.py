@@ -117,7 +117,7 @@ def test_who_loses_its_neighbour_says_so_and_that_its_part_alone_is_no_state(
 def kill_and_go_on(what: dict[str, Any], home: Path) -> tuple[Launched, Launched]:
     """Killed on both ranks after step 11, and the attempt that goes on."""
     run = fly(home, what, every=3)
-    kill_all_at(run, 2, 11)
+    kill_all_at(run, 2, 11, parts=2)
     again = fly(home, what, every=3, attempt=2).succeeded()
     for rank in (0, 1):
         found = resumed(again, rank)
@@ -152,7 +152,7 @@ def test_a_sharded_state_goes_on_on_another_number_of_ranks(tiny: Tiny, tmp_path
     whole = by_iteration(fly(tmp_path / "whole", what, every=0).succeeded())
     for shares in ((1.0,), (1.0, 1.0, 1.0)):
         home = tmp_path / str(len(shares))
-        kill_all_at(fly(home, what, every=3), 2, 11)
+        kill_all_at(fly(home, what, every=3), 2, 11, parts=2)
         again = fly(home, what, shares, every=3, attempt=2).succeeded()
         assert resumed(again)["iteration"] > 0
         steps = by_iteration(again)

@@ -72,16 +72,15 @@ def by_iteration(run: Launched, rank: int = 0) -> dict[int, float]:
     return {event["iteration"]: event["loss"] for event in run.events(rank, "step")}
 
 
-def has_checkpoint(run: Launched, ranks: int) -> bool:
-    """This attempt's first is whole: all ranks that write one, or a part of one, have done so."""
-    phases = [{event["phase"] for event in run.events(rank, "checkpoint")} for rank in range(ranks)]
-    return any("begin" in told for told in phases) and all("committed" in told for told in phases if "begin" in told)
+def kill_all_at(run: Launched, ranks: int, iteration: int, *, parts: int = 1) -> None:
+    """kill -9 of these ranks at that step, or as soon after it as there is a checkpoint (of so many ranks' parts) to go
+    on from."""
 
+    def committed(rank: int) -> bool:
+        return any(event["phase"] == "committed" for event in run.events(rank, "checkpoint"))
 
-def kill_all_at(run: Launched, ranks: int, iteration: int) -> None:
-    """kill -9 of these ranks at that step, or as soon after it as there is a checkpoint to go on from."""
     wait_until(lambda: any(event["iteration"] >= iteration for event in run.events(0, "step")), 60)
-    wait_until(lambda: has_checkpoint(run, ranks), 60)
+    wait_until(lambda: all(committed(rank) for rank in range(parts)), 60)
     run.kill(*range(ranks))
     assert [record.signal for record in run.ended()] == [signal.SIGKILL] * ranks
 
@@ -223,7 +222,7 @@ def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, stra
     what = job(tiny, strategy=strategy)
     whole = fly(tmp_path / "whole", what, every=0).succeeded()
     run = fly(tmp_path / "killed", what, every=3)
-    kill_all_at(run, 2, 14)
+    kill_all_at(run, 2, 14, parts=2)
     last = fly(tmp_path / "killed", what, [1.0] * after, attempt=2, every=3).succeeded()
     found = resumed(last)
     assert found["source"] == "checkpoint" and found["iteration"] >= 3
