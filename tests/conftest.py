@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 from engine.runs.journal import read_journal, replay
 from engine.runs.layout import RunDir
+from tests.machine import used
 
 pytest_plugins = ["tests.cluster.fixtures"]
 
@@ -23,6 +25,16 @@ settings.load_profile("untimed")
 
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked `alone` waits until the tests of the other workers have ended, and they wait for it."""
+    factory: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]
+    base = factory.getbasetemp()
+    folder = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with used(folder, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

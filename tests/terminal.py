@@ -59,6 +59,14 @@ class Terminal:
             pass
         return self._process.wait(max(0.1, deadline - time.monotonic()))
 
+    def interrupt(self) -> int:
+        """SIGINT to the program alone, again when it has not helped: one that comes just before a read begins is only
+        heard after it. The exit status."""
+        while True:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.wait(10.0)
+
     def _read_some(self, deadline: float) -> bool:
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not select.select([self._master], [], [], remaining)[0]:

@@ -24,6 +24,8 @@ NONCE_VARIABLE = "FLIGHTDECK_NONCE"
 _PROC = Path("/proc")
 _LINUX = sys.platform.startswith("linux")
 _TOOL_TIMEOUT_S = 10.0
+_MOST_LOOKS = 10
+"""For what has been forked while its parent was found and killed."""
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -119,9 +121,13 @@ def kill_group(pgid: int, sig: int) -> bool:
 
 def kill_with_nonce(nonce: str) -> None:
     """KILL every process that has this nonce; one that leaves by itself meanwhile is no fault."""
-    for process in with_nonce(nonce):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    for _ in range(_MOST_LOOKS):
+        found = with_nonce(nonce)
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if not found:
+            return
 
 
 def _linux_start(pid: int) -> str | None:

@@ -202,6 +202,7 @@ def plan_run(
     starting_port: int | None = None,
     recovery: RecoveryConfig = HURRIED,
     skip: tuple[str, ...] | None = None,
+    all_sum_s: float = 0.3,
 ) -> Run:
     """A run's directory with its plan: two ranks of `script` (or `job`), without preflight unless `skip` says else."""
     workdir.mkdir(parents=True, exist_ok=True)
@@ -211,7 +212,7 @@ def plan_run(
         cluster=ClusterConfig(starting_port=starting_port),
         nodes=nodes or two_nodes(workdir),
         job=job or JobConfig(name="test", command=("python", "script.py")),
-        preflight=PreflightConfig(all_sum_s=0.3),
+        preflight=PreflightConfig(all_sum_s=all_sum_s),
         recovery=recovery,
     )
     return plan_config(home, config, workdir=workdir, skip=skip)
@@ -252,10 +253,18 @@ def fly(home: Path, workdir: Path, **plan: Any) -> Run:
 
 
 def kill_and_await(pid: int) -> None:
-    """kill -9, and wait until it is dead."""
+    """kill -9, and wait until it is dead, with all of its threads: one in a call to the disk keeps the lock."""
     start = processes.start_time(pid)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while start is not None and processes.alive(pid, start):
+    deadline = time.monotonic() + 30
+    while start is not None and (processes.alive(pid, start) or _threads(pid) > 1):
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def _threads(pid: int) -> int:
+    """Of a process that has been killed; 0 where the system does not tell."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return 0

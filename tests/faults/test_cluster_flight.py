@@ -13,10 +13,11 @@ from engine.config.models import NodeConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.supervision.adopt import adopt_orphans
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on, ring_config
-from tests.faults.flying import fly_config, kill_and_await
+from tests.faults.cluster_runs import DEAF, ClusterRun, demo_on, fly_on, ring_config
+from tests.faults.flying import fly_config, kill_and_await, ring
 
-LIMIT_S = 5.0
+LIMIT_S = 20.0
+"""Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
 DEFAULTS = RecoveryConfig()
 
 
@@ -54,12 +55,7 @@ def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(node
 
 
 def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None:
-    deaf = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]\n"
-    double = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(600)\n    os._exit(0)\n"
-    config = ring_config(nodes, recovery=DEFAULTS)
-    script = deaf + double + str(config.job.command[2] if config.job.command else "")
-    job = config.job.model_copy(update={"command": ("python", "-c", script)})
-    run = fly_on(nodes, home, config.model_copy(update={"job": job}))
+    run = fly_on(nodes, home, ring_config(nodes, script=DEAF + ring(), recovery=DEFAULTS))
     everybody_steps(run)
     assert all(len(run.left_on(node)) >= 4 for node in run.nodes)
     assert run.abort() < LIMIT_S

@@ -51,8 +51,12 @@ async def run_pane(engine: Engine, config: Path, run: str) -> str:
         console = Console(app, pilot)
         await console.shows("first cause")
         await console.press("4", "z")
-        await console.shows("first cause")
-        return " ".join(word for word in console.screen.split() if word != "│")
+        await console.until(lambda: "first cause" in joined(console) and " fix " in joined(console))
+        return joined(console)
+
+
+def joined(console: Console) -> str:
+    return " ".join(word for word in console.screen.split() if word != "│")
 
 
 @pytest.mark.parametrize(

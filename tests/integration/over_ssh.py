@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ from engine.worker.wire import ExitRecord
 from tests.cluster.cluster import Cluster
 from tests.unit.launch.places import as_configured
 
-NONCE = "nonce-of-a-test"
+NONCE = f"nonce-of-a-test-{os.getpid()}"
+"""Of this process of pytest's: another one's keepers end what carries theirs."""
 LIMIT_S = 60.0
 LAUNCHERS: list[Launcher] = []
 """Those of the test that is going on, for its fixture to clear away."""

@@ -33,13 +33,6 @@ def stranger(cluster: Cluster) -> Iterator[str]:
         yield node
 
 
-async def reach(console: Console, text: str) -> None:
-    """Wait for real nodes to bring `text` onto the screen."""
-    async with asyncio.timeout(PATIENCE_S):
-        while text not in console.screen:
-            await console.pilot.pause(0.05)
-
-
 async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
     cluster: Cluster, home: Path, studio: Path, stranger: str
 ) -> None:
@@ -51,7 +44,7 @@ async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
         async with asyncio.timeout(PATIENCE_S):
             while app.state.probing or len(app.state.facts) < 2:
                 await pilot.pause(0.05)
-        await reach(console, "? key unknown")
+        await console.shows("? key unknown")
         await console.press("G")
         assert app.state.facts["ana"].user == cluster["ana"].user
         await console.press("x", "right", "enter")
@@ -68,7 +61,7 @@ async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
         failed = CheckResult(name="data_matches", status=CheckStatus.FAIL, fixes={"bea": fix}, fix_command=fix)
         app.change(checks=(failed,))
         await console.press("x", "right", "enter")
-        await reach(console, "succeeded")
+        await console.shows("succeeded")
         assert "mended" in console.screen and cluster["bea"].user in console.screen
         await console.press("escape")
     done = await asyncio.to_thread(

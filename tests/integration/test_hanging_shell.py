@@ -21,7 +21,7 @@ async def test_it_is_ended_and_does_not_stay_there_for_each_time_that_the_node_i
     monkeypatch.setattr("engine.transport.ssh.channel._BEGIN_LIMIT_S", 0.5)
     with pytest.raises(NodeUnreachable, match=r"its login shell runs no command within 0\.5 s"):
         await way.run(["true"], timeout_s=10)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any("4321" in process.command for process in dov.processes()):
             await asyncio.sleep(0.05)
     dov.quiet_bashrc()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -58,13 +57,12 @@ async def test_a_head_that_is_killed_leaves_nothing_anywhere(
     cluster: Cluster, summing: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     assert launchers(tmp_path)
-    began = time.monotonic()
     summing.kill()
+    # Less than the sum itself would last.
     for node in cluster.nodes:
-        wait_until(partial(is_idle, node), within_s=10)
+        wait_until(partial(is_idle, node), within_s=30)
         assert_nothing_left(node)
-    wait_until(lambda: not launchers(tmp_path), within_s=10)
-    assert time.monotonic() - began < 10
+    wait_until(lambda: not launchers(tmp_path), within_s=30)
 
 
 def is_idle(node: Node) -> bool:

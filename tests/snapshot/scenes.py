@@ -112,7 +112,8 @@ class Scene:
         async def reach(pilot: Pilot[int]) -> None:
             console = Console(app, pilot)
             await console.until(lambda: app.state.ready and app.state.runs is not None, "the engine")
-            await console.until(lambda: not app.state.probing and app.bridge.caught_up, "the run")
+            await console.until(lambda: not (app.state.probing or app.state.planning), "the plan")
+            await console.until(lambda: app.bridge.caught_up, "the run")
             await pilot.press(*self.keys, *(self.narrow if app.size.width < 100 else ()))
             told = len(engine.values)
             await console.until(lambda: not app.deck.nodes_shown or len(app.state.telemetry) == told, "telemetry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.launch import mlx_launch
 from engine.launch.bundle import stage_bundle
@@ -48,11 +49,12 @@ class Launched:
         return self.files.directory.parents[1]
 
     def kill(self, *ranks: int) -> None:
-        """kill -9 of these ranks' trainers, as good as at once."""
+        """kill -9 of these ranks' trainers, all at the same moment: none sees another one's end."""
         identities = [read_identity(self.files.identity(rank)) for rank in ranks]
-        for identity in identities:
-            assert identity is not None
-            os.kill(identity.trainer_pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for identity in identities:
+                assert identity is not None
+                os.kill(identity.trainer_pid, number)
 
     def freeze(self, rank: int) -> None:
         """SIGSTOP to a rank's trainer."""
@@ -80,12 +82,18 @@ class Launched:
         return [event["loss"] for event in self.events(rank, "step")]
 
     def say(self, word: bytes) -> None:
-        for rank in range(self.ranks):
-            self.say_to(rank, word)
+        """To all of them at once: none leaves before another one has been told."""
+        with contextlib.ExitStack() as stack:
+            fifos = [stack.enter_context(self._fifo(rank)) for rank in range(self.ranks)]
+            for fifo in fifos:
+                fifo.write(word)
 
     def say_to(self, rank: int, word: bytes) -> None:
-        with os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb") as fifo:
+        with self._fifo(rank) as fifo:
             fifo.write(word)
+
+    def _fifo(self, rank: int) -> BinaryIO:
+        return os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb", buffering=0)
 
     def ended(self) -> list[ExitRecord]:
         """Awaits the end of all ranks, with nothing left behind."""

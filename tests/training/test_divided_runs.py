@@ -17,7 +17,7 @@ from engine.worker.wire import read_identity
 from tests.training.conftest import Tiny
 from tests.training.launching import Launched, launch
 from tests.training.test_outputs import PROMPT, mlx_lm, weights
-from tests.training.test_resume import ITERS, by_iteration, fly, kill_all_at, resumed, same_weights
+from tests.training.test_resume import LONGER, by_iteration, fly, kill_all_at, resumed, same_weights
 from tests.unit.worker.waiting import wait_until
 
 BOTH = (1.0, 1.0)
@@ -128,10 +128,10 @@ def kill_and_go_on(what: dict[str, Any], home: Path) -> tuple[Launched, Launched
 @pytest.mark.slow
 def test_killed_on_all_ranks_it_goes_on_from_every_ranks_part(tiny: Tiny, tmp_path: Path) -> None:
     """What is trained twice is the same twice."""
-    run, again = kill_and_go_on(tiny.job(iters=ITERS, save_every=1000, **PIPELINE), tmp_path)
+    run, again = kill_and_go_on(tiny.job(iters=LONGER, save_every=1000, **PIPELINE), tmp_path)
     seen, steps = by_iteration(run), by_iteration(again)
     assert all(seen[iteration] == steps[iteration] for iteration in seen.keys() & steps.keys())
-    assert sorted(seen | steps) == list(range(1, ITERS + 1))
+    assert sorted(seen | steps) == list(range(1, LONGER + 1))
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_killed_on_all_ranks_it_goes_on_from_every_ranks_part(tiny: Tiny, tmp_pa
 def test_killed_on_all_ranks_it_is_bit_by_bit_the_undisturbed_run(
     tiny: Tiny, tmp_path: Path, own: dict[str, Any]
 ) -> None:
-    what = tiny.job(iters=ITERS, save_every=1000, **own)
+    what = tiny.job(iters=LONGER, save_every=1000, **own)
     whole = fly(tmp_path / "whole", what, every=0).succeeded()
     run, again = kill_and_go_on(what, tmp_path / "killed")
     assert by_iteration(run) | by_iteration(again) == by_iteration(whole)
@@ -148,7 +148,7 @@ def test_killed_on_all_ranks_it_is_bit_by_bit_the_undisturbed_run(
 
 @pytest.mark.slow
 def test_a_sharded_state_goes_on_on_another_number_of_ranks(tiny: Tiny, tmp_path: Path) -> None:
-    what = tiny.job(iters=ITERS, save_every=1000, **SHARDED)
+    what = tiny.job(iters=LONGER, save_every=1000, **SHARDED)
     whole = by_iteration(fly(tmp_path / "whole", what, every=0).succeeded())
     for shares in ((1.0,), (1.0, 1.0, 1.0)):
         home = tmp_path / str(len(shares))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from tui.tidying import Tidying
 
 DASHBOARD = (120, 36)
 SMALL = (80, 24)
+PATIENCE_S = 60.0
+"""A run of real ranks may need some of it."""
 
 
 class Untidy(Tidying):
@@ -55,8 +58,9 @@ class Console:
         await self.until(lambda: self.app.state.checks_at is not None and self.app.state.busy is None, "the preflight")
 
     async def until(self, holds: Callable[[], bool], what: str = "") -> None:
-        """Wait until `holds`, by condition and not by time; fails after some seconds."""
-        for _ in range(400):
+        """Wait until `holds`, by condition and not by time."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             if holds():
                 await self.pilot.pause()
                 return

@@ -119,7 +119,7 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
 async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine) -> None:
     fake.add(replace(situation.running(), stop=StopProgress("verifying", situation.ago(1), (0, 1), passed=("stop",))))
     async with opened(fake) as console:
-        await console.shows("running")
+        await console.until(lambda: console.app.state.snapshot is not None)
         await console.press("ctrl+x")
         dialog = console.app.screen
         assert isinstance(dialog, Stopping)
@@ -129,7 +129,7 @@ async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine
 async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> None:
     fake.add(situation.stopping("unconfirmed", acknowledged=(0,)))
     async with opened(fake) as console:
-        await console.shows("running")
+        await console.until(lambda: console.app.state.snapshot is not None)
         await console.press("ctrl+x")
         dialog = console.app.screen
         assert isinstance(dialog, Stopping) and "stop unconfirmed" in dialog.body
@@ -211,8 +211,8 @@ async def test_number_keys_open_the_views_and_close_them(fake: FakeEngine) -> No
 async def test_at_80x24_the_panes_are_tabs_and_tab_walks_them(fake: FakeEngine) -> None:
     fake.add(situation.running())
     async with opened(fake, size=SMALL) as console:
-        await console.shows("1 nodes  ")
-        assert "5 history" in console.screen and "4 run · demo-0314-140130" in console.screen
+        await console.shows("4 run · demo-0314-140130")
+        assert "1 nodes  " in console.screen and "5 history" in console.screen
         seen = []
         for _ in range(6):
             await console.press("tab")

@@ -371,7 +371,9 @@ async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch
         pane = console.app.deck.pane("nodes")
         before, painted = console.screen, list[bool]()
         monkeypatch.setattr(pane, "refresh", lambda *_, **__: painted.append(True))
-        console.app.change(now=situation.NOW + timedelta(seconds=7))
+        later = situation.NOW + timedelta(seconds=7)
+        console.app.clock = lambda: later
+        console.app.change(now=later)
         await console.until(lambda: console.screen != before, "the new age")
         assert not painted, "its rows are, and not its border with all that is in it"
 

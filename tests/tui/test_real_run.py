@@ -15,8 +15,6 @@ from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
 
-PATIENCE_S = 60.0
-
 
 @asynccontextmanager
 async def console_on(engine: Engine, config: FlightConfig) -> AsyncIterator[Console]:
@@ -25,22 +23,15 @@ async def console_on(engine: Engine, config: FlightConfig) -> AsyncIterator[Cons
         yield Console(app, pilot)
 
 
-async def reach(console: Console, text: str) -> None:
-    """Wait for a real run to bring `text` onto the screen."""
-    async with asyncio.timeout(PATIENCE_S):
-        while text not in console.screen:
-            await console.pilot.pause(0.1)
-
-
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
     engine = Engine(demo_below(home))
     config = await asyncio.to_thread(engine.demo_config, ranks=2, iters=4000)
     async with console_on(engine, config) as console:
-        await reach(console, "launches it, after you confirm")
+        await console.shows("launches it, after you confirm")
         await console.press("n", "right", "enter")
-        await reach(console, "preflight")
-        await reach(console, "── train")
-        await reach(console, "│ 1 iteration")
+        await console.shows("preflight")
+        await console.shows("── train")
+        await console.shows("│ 1 iteration")
         first = console.app.state.snapshot
         assert first is not None and first.series.train
         await console.press("q")
@@ -48,14 +39,14 @@ async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home:
     assert engine.record(run).state is RunState.RUNNING, "quitting the console leaves the run alone"
 
     async with console_on(Engine(home), config) as console:
-        await reach(console, f"4 run · {run}")
-        await reach(console, "▶ running")
+        await console.shows(f"4 run · {run}")
+        await console.shows("▶ running")
         again = console.app.state.snapshot
         assert again is not None and (again.record.iteration or 0) >= (first.record.iteration or 0)
         await console.press("ctrl+x", "right", "enter")
         assert isinstance(console.app.screen, Stopping)
-        await reach(console, "aborted: no process of the run is left")
+        await console.shows("aborted: no process of the run is left")
         await console.press("escape")
-        await reach(console, "■ aborted")
+        await console.shows("■ aborted")
     record = Engine(home).record(run)
     assert record.state is RunState.ABORTED and record.unconfirmed == []

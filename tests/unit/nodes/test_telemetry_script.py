@@ -90,7 +90,14 @@ def ranks_process(code: str, *, run: str = "r1", rank: int = 1) -> Iterator[subp
         "FLIGHTDECK_SPEC": f"/home/ana/.flightdeck/runs/{run}/attempts/1/spec.json",
         "MLX_RANK": str(rank),
     }
-    program = [sys.executable, "-I", "-S", "-c", f"{code}\nprint(flush=True); import time; time.sleep(100)"]
+    program = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        f"{code}\nprint(flush=True); import time; time.sleep(100)",
+        "worker.keeper",
+    ]
     with subprocess.Popen(program, env={**os.environ, **marks}, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -128,7 +135,7 @@ def test_a_process_that_became_a_ranks_by_exec_is_found(script: Callable[..., Ru
     running = script()
     code = (
         "import os, sys\nprint(flush=True)\nsys.stdin.readline()\n"
-        "os.execve('/bin/sleep', ['sleep', '100'], {'FLIGHTDECK_NONCE': 'n', 'MLX_RANK': '3',"
+        "os.execve('/bin/sleep', ['worker.keeper', '100'], {'FLIGHTDECK_NONCE': 'n', 'MLX_RANK': '3',"
         " 'FLIGHTDECK_SPEC': '/x/runs/r1/attempts/2/spec.json'})"
     )
     program = [sys.executable, "-I", "-S", "-c", code]

