@@ -164,7 +164,8 @@ class FlightDeckApp(App[int]):
     def tend_telemetry(self) -> None:
         """Telemetry is on while the nodes are on the screen or a run goes on, and not otherwise."""
         config, engine = self.state.config, self.engine
-        if config is None or engine is None:
+        # The clock ticks until the end, when the screens have gone already.
+        if config is None or engine is None or not self.screen_stack:
             return
         if self._listened_to is not config:
             self.stop_listening()

@@ -455,3 +455,10 @@ async def test_copying_a_log_line_keeps_it_in_a_file_too(fake: FakeEngine) -> No
         await console.until(lambda: bool(console.said))
         assert "Trainable parameters: 100.000%" in console.app.clipboard
         assert len(list((fake.home / "saved").iterdir())) == 1
+
+
+async def test_the_clock_may_tick_when_the_screens_have_gone(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        pass
+    assert console.app.screen_stack == []
+    console.app._tick()
