@@ -83,6 +83,7 @@ def test_an_abort_is_cooperative_and_all_ranks_leave_at_the_same_step(home: Path
     assert ends[0]["iteration"] == ends[1]["iteration"]
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_the_cause_and_its_peer_is_not(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_keys(demo, iters=5000))
     await_iteration(run, 2)

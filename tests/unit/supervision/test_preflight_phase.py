@@ -104,7 +104,7 @@ async def test_it_tells_what_came_of_the_comparison(run_dir: RunDir, plan: Plan,
 async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
     run_dir: RunDir, plan: Plan, home: Path, train: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.supervision.preflight_phase._PLAN_S", 8.0)
+    monkeypatch.setattr("engine.supervision.preflight_phase._PLAN_S", 5.0)
     train.unlink()
     os.mkfifo(train)
     document = await checked(run_dir, plan, home)
