@@ -24,6 +24,7 @@ from tui.widgets.loss_plot import draw
 from tui.widgets.pairs import pair
 from tui.widgets.rank_lines import skew, slowest
 from tui.widgets.run_header import header
+from tui.widgets.text import Text
 from tui.widgets.topology import ring
 
 FINITE = st.floats(min_value=1e-6, max_value=1e6)
@@ -187,3 +188,14 @@ def test_cables_of_a_node_that_did_not_answer_are_not_said_to_be_missing() -> No
     told = wires.verdict(topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"})
     assert told[0] == ("cables", "not all known: no facts of air")
     assert "no cable" not in dict(told)
+
+
+@pytest.mark.parametrize(("wraps", "laid_out"), [(True, [True, True, True]), (False, [True, False, True])])
+def test_a_text_is_laid_out_anew_only_where_it_may_take_other_room(
+    monkeypatch: pytest.MonkeyPatch, wraps: bool, laid_out: list[bool]
+) -> None:
+    text, layouts = Text(id="text", wraps=wraps), list[bool]()
+    monkeypatch.setattr(text, "update", lambda _, layout: layouts.append(layout))
+    for words in ("one", "one", "two", "two\nlines", "two\nlines"):
+        text.put(Content(words))
+    assert layouts == laid_out

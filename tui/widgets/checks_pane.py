@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, cast
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.formatting import plural
 from tui.glyphs import CHECKS, MUTED, Glyphs
@@ -16,6 +15,7 @@ from tui.widgets.columns import Column, lay_out
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
+from tui.widgets.text import Text
 
 if TYPE_CHECKING:
     from engine.models import CheckResult
@@ -37,11 +37,11 @@ class ChecksPane(Pane):
         self._failed: str | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="checks-note", markup=False)
+        yield Text(id="checks-note", wraps=True)
         yield RowList(id="checks-rows")
-        yield Static("", id="checks-later", markup=False)
+        yield Text(id="checks-later", wraps=True)
         with VerticalScroll(classes="detail", can_focus=False):
-            yield Static("", id="checks-detail", markup=False)
+            yield Text(id="checks-detail", wraps=True)
 
     def on_row_list_moved(self, event: RowList.Moved) -> None:
         cast("FlightDeckApp", self.app).change(check=event.rows.selected)
@@ -50,9 +50,9 @@ class ChecksPane(Pane):
         return f"preflight{state.glyphs.separator}{verdict(state)}"
 
     def draw(self, state: DeckState) -> None:
-        note = self.query_one("#checks-note", Static)
+        note = self.query_one("#checks-note", Text)
         note.display = not state.shown_checks
-        note.update(_note(state))
+        note.put(_note(state))
         rows = self.query_one(RowList)
         rows.set_rows(_rows(state, self.room - self._scrollbar(len(state.shown_checks))))
         failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
@@ -61,11 +61,9 @@ class ChecksPane(Pane):
             # What has failed is what one comes here for; moved once, so that the cursor stays the reader's.
             if failed is not None:
                 rows.select(failed)
-        later = self.query_one("#checks-later", Static)
+        later = self.query_one("#checks-later", Text)
         later.display = self.full and bool(state.not_checked)
-        later.update(
-            pair("not checked", ", ".join(state.not_checked) + " (not in this release)", self.room, style=MUTED)
-        )
+        later.put(pair("not checked", ", ".join(state.not_checked) + " (not in this release)", self.room, style=MUTED))
         self._detail()
 
     def _scrollbar(self, rows: int) -> int:
@@ -82,7 +80,7 @@ class ChecksPane(Pane):
         self.query_one(".detail").display = self.full and check is not None
         if self.full:
             detail = _detail(check, self.state.glyphs, self.room) if check is not None else Content("")
-            self.query_one("#checks-detail", Static).update(detail)
+            self.query_one("#checks-detail", Text).put(detail)
 
     def copy_text(self) -> str:
         """The selected check's fix command, where it has one."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.formatting import duration, loss, plural, rate
 from tui.glyphs import MUTED, STATES
@@ -16,6 +15,7 @@ from tui.widgets.columns import Column, lay_out
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
 from tui.widgets.row_list import RowList
+from tui.widgets.text import Text
 
 if TYPE_CHECKING:
     from engine.models import RunRecord
@@ -29,10 +29,10 @@ class HistoryPane(Pane):
     HINTS = ("enter",)
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="history-head", classes="head", markup=False)
+        yield Text(id="history-head", classes="head", wraps=True)
         yield RowList(id="history-rows")
         with VerticalScroll(classes="detail", can_focus=False):
-            yield Static("", id="history-detail", markup=False)
+            yield Text(id="history-detail", wraps=True)
 
     def on_row_list_moved(self) -> None:
         self._detail()
@@ -51,21 +51,21 @@ class HistoryPane(Pane):
 
     def draw(self, state: DeckState) -> None:
         runs = state.runs or ()
-        head = self.query_one("#history-head", Static)
+        head = self.query_one("#history-head", Text)
         if not runs:
             said = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
-            head.update(Content.styled(said, MUTED))
+            head.put(Content.styled(said, MUTED))
             self.query_one(RowList).set_rows([])
             return
         line, rows = lay_out(_columns(state, runs), self.room - 1)
-        head.update(line)
+        head.put(line)
         self.query_one(RowList).set_rows([(run.id, row) for run, row in zip(runs, rows, strict=True)])
         self._detail()
 
     def _detail(self) -> None:
         run = next((run for run in self.state.runs or () if run.id == self.selected), None)
         if self.full and run is not None:
-            self.query_one("#history-detail", Static).update(_detail(self.state, run, self.room))
+            self.query_one("#history-detail", Text).put(_detail(self.state, run, self.room))
 
     def text(self) -> str:
         runs = self.state.runs or ()

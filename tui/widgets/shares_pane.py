@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.formatting import bandwidth, latency, rate, size, spread, throughput
 from tui.glyphs import FAIL, MUTED, STALE
@@ -16,6 +15,7 @@ from tui.widgets.columns import Column, lay_out
 from tui.widgets.node_state import node_names
 from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
+from tui.widgets.text import Text
 
 if TYPE_CHECKING:
     from engine.measured import Calibration, LinkMeasure
@@ -34,13 +34,13 @@ class SharesPane(Pane, can_focus=True):
     HINTS = ("calibrate", "enter")
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="shares", markup=False)
+        yield Text(id="shares", wraps=True)
 
     def title(self, state: DeckState) -> str:
         return f"calibration{state.glyphs.separator}{verdict(state)}"
 
     def draw(self, state: DeckState) -> None:
-        self.query_one("#shares", Static).update(Content("\n").join(_lines(state, self.room, full=self.full)))
+        self.query_one("#shares", Text).put(Content("\n").join(_lines(state, self.room, full=self.full)))
 
     def text(self) -> str:
         return "\n".join(line.plain for line in _lines(self.state, 100, full=True))

@@ -7,11 +7,13 @@ from textual.widgets import Static
 
 
 class Text(Static):
-    """Plain content whose lines are broken already: one of the same number of lines takes the same room."""
+    """Plain content. Where its lines are broken already, one of the same number of lines takes the same room."""
 
-    def __init__(self, *, id: str, classes: str | None = None) -> None:
+    def __init__(self, *, id: str, classes: str | None = None, wraps: bool = False) -> None:
+        """`wraps`: a line may be too long for the widget, which breaks it."""
         super().__init__("", id=id, classes=classes, markup=False)
         self._put: Content | None = None
+        self._wraps = wraps
 
     def put(self, content: Content) -> None:
         """Show it."""
@@ -19,5 +21,6 @@ class Text(Static):
         if before is not None and content.is_same(before):
             return
         self._put = content
-        same_room = before is not None and before.plain.count("\n") == content.plain.count("\n")
-        self.update(content, layout=not same_room or not content.plain or not (before and before.plain))
+        known = not self._wraps and before is not None and bool(before.plain) and bool(content.plain)
+        same_room = known and before is not None and before.plain.count("\n") == content.plain.count("\n")
+        self.update(content, layout=not same_room)
