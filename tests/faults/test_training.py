@@ -69,6 +69,7 @@ def test_a_supervisor_killed_in_training_doubles_no_metric(home: Path, demo: Fli
     assert trained(run) == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_an_abort_is_cooperative_and_all_ranks_leave_at_the_same_step(home: Path, demo: FlightConfig) -> None:
     run = fly_config(home, with_keys(demo, iters=5000))
     await_iteration(run, 3)

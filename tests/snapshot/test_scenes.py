@@ -12,17 +12,18 @@ from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
 from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
 
 *USUAL, WIDEST = TERMINALS
+SIZES = [*USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)]
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("size", [*USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
 def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
     app, reach = scene.open(tmp_path)
     assert snap_compare(app, terminal_size=TERMINALS[size], run_before=reach)
 
 
-@pytest.mark.parametrize("size", TERMINALS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scene", PICTURED, ids=lambda scene: scene.name)
 async def test_the_readmes_picture_is_what_the_console_draws(scene: Scene, size: str, tmp_path: Path) -> None:
     drawn = await picture(scene, size, tmp_path)

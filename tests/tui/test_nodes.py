@@ -337,6 +337,7 @@ async def test_the_narrow_strip_has_a_tab_for_the_logs(fake: FakeEngine) -> None
         assert console.app.state.pane == "logs"
 
 
+@pytest.mark.slow
 async def test_sixty_four_nodes_are_listed_and_walked(fake: FakeEngine) -> None:
     fake.found, fake.values = macs.facts(64, macs.ring(64)), macs.telemetry(64)
     async with opened(fake, size=WIDE, config=macs.configuration(64)) as console:

@@ -118,7 +118,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
         mirror.pump()
         return run_dir.log(0).stat().st_size if run_dir.log(0).exists() else 0
 
-    for _ in range(5):
+    for _ in range(3):
         before = copied()
         await until(lambda before=before: copied() > before)  # type: ignore[misc]
         os.kill(await host.agent(), signal.SIGKILL)
@@ -130,7 +130,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
     await until(lambda: not mirror.behind() or mirror.pump() < 0)
     assert mirror.finish() and gaps == []
     assert run_dir.log(0).read_bytes() == host.kept.output()
-    assert host.road.opened >= 5
+    assert host.road.opened >= 3
 
 
 async def test_a_word_that_nobody_could_hear_is_said_when_the_host_is_back(host: Host) -> None:
