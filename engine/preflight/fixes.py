@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -117,12 +118,9 @@ def _runs_sudo(command: str) -> bool:
     """Whether sudo is a program of this command, one of our own without subshells, and not a word of a path in it."""
     words = shlex.shlex(command, posix=True, punctuation_chars="|&;")
     words.whitespace_split, words.commenters = True, ""
-    before = ";"
-    for word in words:
-        if word == "sudo" and before and set(before) <= set("|&;"):
-            return True
-        before = word
-    return False
+    return any(
+        word == "sudo" and before and set(before) <= set("|&;") for before, word in itertools.pairwise((";", *words))
+    )
 
 
 def _place(node: NodeConfig, folder: str, files: str) -> str:

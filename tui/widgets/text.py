@@ -21,6 +21,8 @@ class Text(Static):
         if before is not None and content.is_same(before):
             return
         self._put = content
-        known = not self._wraps and before is not None and bool(before.plain) and bool(content.plain)
-        same_room = known and before is not None and before.plain.count("\n") == content.plain.count("\n")
-        self.update(content, layout=not same_room)
+        self.update(content, layout=self._wraps or before is None or _rows(before) != _rows(content))
+
+
+def _rows(content: Content) -> int:
+    return content.plain.count("\n") + 1 if content.plain else 0

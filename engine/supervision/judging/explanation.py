@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.models import RunState
 from engine.runs.diagnosis import first_cause
 from engine.runs.layout import RunDir
-from engine.security.sanitise import sanitise
 from engine.supervision.judging.evidence import Evidence
+from engine.supervision.judging.quoting import lines, said_in_failure
 from engine.supervision.judging.verdict import Verdict
 
 
@@ -36,20 +36,16 @@ def _last_words(verdict: Verdict, evidence: Evidence) -> list[str]:
     texts = [word for rank in blamed for word in (rank.keeper_tail, rank.launcher_words, rank.tail)]
     texts += [str(rank.failure.get("message", "")) for rank in blamed if rank.failure is not None]
     texts += [evidence.launcher_tail] if not blamed else []
-    return _lines(texts)
+    return [line for text in texts for line in lines(text)]
 
 
 def _own_end(verdict: Verdict, evidence: Evidence) -> list[str]:
     """The exception by which the trainer of the rank that the verdict names has said that it ends; that another rank
     has gone is no cause."""
-    said = [rank.failure for rank in evidence.ranks if rank.rank == verdict.rank and rank.failure is not None]
-    told = [failure for failure in said if failure.get("error_type") != "PeerLost"]
-    return _lines(
-        text
-        for failure in told
-        for text in (str(failure.get("traceback") or ""), f"{failure.get('error_type')}: {failure.get('message')}")
-    )
-
-
-def _lines(texts: Iterable[str]) -> list[str]:
-    return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]
+    return [
+        line
+        for rank in evidence.ranks
+        if rank.rank == verdict.rank and rank.failure is not None and rank.failure.get("error_type") != "PeerLost"
+        for text in (str(rank.failure.get("traceback") or ""), said_in_failure(rank))
+        for line in lines(text)
+    ]

@@ -15,9 +15,14 @@ def final(text: str) -> str:
     return "\n".join(text.splitlines()[-_FINAL_LINES:])
 
 
+def lines(text: str) -> list[str]:
+    """All of them, fit to be read and shown."""
+    return [sanitise(line.encode(errors="replace")) for line in text.splitlines()]
+
+
 def known(text: str) -> list[Finding]:
     """The known failure texts in it."""
-    return findings(sanitise(line.encode(errors="replace")) for line in text.splitlines())
+    return findings(lines(text))
 
 
 def said_in_failure(rank: RankEvidence) -> str:
@@ -27,8 +32,8 @@ def said_in_failure(rank: RankEvidence) -> str:
 
 def last_line(text: str) -> str:
     """The last that is not blank, fit to be shown; "" without one."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return sanitise(lines[-1].strip().encode(errors="replace"), _CAUSE_LIMIT) if lines else ""
+    said = [line for line in text.splitlines() if line.strip()]
+    return sanitise(said[-1].strip().encode(errors="replace"), _CAUSE_LIMIT) if said else ""
 
 
 def cut(text: str) -> str:
