@@ -1,4 +1,4 @@
-"""Who of pytest's workers may use this machine: a few tests need it to themselves."""
+"""How tests that go on at the same time share this machine: a few need it to themselves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from engine.worker.looks import stale
+
+WATCHED = stale.WATCHED[0]
+"""An argument that keeps a program with a nonce out of the sight of other tests: their runs are refused where a rank is
+left behind that nobody watches."""
 
 
 @contextmanager

@@ -20,17 +20,6 @@ from tests.cluster.node import Node
 from tests.demo_copies import demo_below
 from tests.faults.flying import HURRIED, PLANNED, Run, plan_config, ring
 
-DEAF = """
-import os, signal, time
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-if os.fork() == 0:
-    os.setsid()
-    os.fork() or time.sleep(600)
-    os._exit(0)
-"""
-"""Before a rank's program: it can only be killed, and has a child in another session."""
-
 
 @dataclass
 class ClusterRun(Run):

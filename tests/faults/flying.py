@@ -54,6 +54,19 @@ print("rank", rank, "done", flush=True)
 """
 """Ranks that go round a real ring until they agree that "enough" is in their directory; `fault` runs in each step."""
 
+DEAF = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]\n"
+"""Before a rank's program: it can only be killed."""
+DOUBLE_FORK = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+"""
+"""Before a rank's program: it has a child in another session."""
+
 
 def ring(fault: str = "pass") -> str:
     """The ring's program; `fault` is one line in which `rank` and `step` are known."""

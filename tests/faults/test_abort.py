@@ -15,21 +15,11 @@ from engine.config.models import RecoveryConfig
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.supervision.requests import ABORT, place_request
 from engine.worker import processes
-from tests.faults.flying import HURRIED, Run, fly, ring
+from tests.faults.flying import DEAF, DOUBLE_FORK, HURRIED, Run, fly, ring
 
 LIMIT_S = 20.0
 """Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
 DEFAULTS = RecoveryConfig()
-DEAF = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]\n"
-DOUBLE_FORK = """
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(600)
-    os._exit(0)
-os.wait()
-"""
 
 
 def aborted(run: Run, *, now: bool = False) -> float:

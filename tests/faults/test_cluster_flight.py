@@ -13,8 +13,8 @@ from engine.config.models import NodeConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.supervision.adopt import adopt_orphans
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import DEAF, ClusterRun, demo_on, fly_on, ring_config
-from tests.faults.flying import fly_config, kill_and_await, ring
+from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on, ring_config
+from tests.faults.flying import DEAF, DOUBLE_FORK, fly_config, kill_and_await, ring
 
 LIMIT_S = 20.0
 """Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
@@ -55,7 +55,7 @@ def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(node
 
 
 def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes, script=DEAF + ring(), recovery=DEFAULTS))
+    run = fly_on(nodes, home, ring_config(nodes, script=DEAF + DOUBLE_FORK + ring(), recovery=DEFAULTS))
     everybody_steps(run)
     assert all(len(run.left_on(node)) >= 4 for node in run.nodes)
     assert run.abort() < LIMIT_S

@@ -17,6 +17,7 @@ import pytest
 
 from engine.nodes import telemetry_script
 from engine.nodes.telemetry import SCRIPT
+from tests.machine import WATCHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -96,7 +97,7 @@ def ranks_process(code: str, *, run: str = "r1", rank: int = 1) -> Iterator[subp
         "-S",
         "-c",
         f"{code}\nprint(flush=True); import time; time.sleep(100)",
-        "worker.keeper",
+        WATCHED,
     ]
     with subprocess.Popen(program, env={**os.environ, **marks}, stdout=subprocess.PIPE) as process:
         try:

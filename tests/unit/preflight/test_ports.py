@@ -14,6 +14,7 @@ import pytest
 from engine.models import CheckStatus
 from engine.preflight import ports as check
 from engine.worker.wire import NONCE_ENV
+from tests.machine import WATCHED
 from tests.unit.preflight.conftest import flight, looked
 
 LISTEN = """
@@ -37,8 +38,7 @@ time.sleep(600)
 def squatter() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """An orphan of an earlier run: it listens on a port and carries a nonce."""
     environment = {**os.environ, NONCE_ENV: "an-old-run"}
-    # The word keeps it out of the sight of other tests, whose runs are refused where a rank is left behind.
-    command = [sys.executable, "-c", LISTEN, "worker.keeper"]
+    command = [sys.executable, "-c", LISTEN, WATCHED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:

@@ -13,9 +13,7 @@ import pytest
 from engine.transport.base import Transport
 from engine.transport.local import LocalTransport
 from engine.worker.processes import with_nonce
-
-WATCHED = "worker.keeper"
-"""Keeps a program out of the sight of other tests, whose runs are refused where a rank is left behind."""
+from tests.machine import WATCHED
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from engine.worker import agent, processes
 from engine.worker.agent import Agent
 from engine.worker.frames import Decoder, Message, encode
 from engine.worker.wire import NONCE_ENV, ExitRecord, Identity, NodeFiles, write_atomic
+from tests.machine import WATCHED
 from tests.unit.worker.kept import stage_bundle
 
 
@@ -95,8 +96,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 def sleeper(head: Head) -> Iterator[subprocess.Popen[bytes]]:
     """A process with the attempt's nonce that leads its group."""
     environment = {**os.environ, NONCE_ENV: head.nonce}
-    # The word keeps it out of the sight of other tests, whose runs are refused where a rank is left behind.
-    argv = [sys.executable, "-c", "import time; time.sleep(60)", "worker.keeper"]
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", WATCHED]
     process = subprocess.Popen(argv, env=environment, start_new_session=True)
     yield process
     process.kill()

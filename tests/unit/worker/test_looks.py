@@ -18,6 +18,7 @@ import pytest
 from engine.worker.looks import addresses, model, ports
 from engine.worker.processes import start_time
 from engine.worker.wire import NONCE_ENV
+from tests.machine import WATCHED
 from tests.unit.worker.waiting import wait_until
 
 NONCE = f"nonce-of-a-lease-{os.getpid()}"
@@ -29,7 +30,7 @@ def rank(nonce: str = NONCE, *words: str, watched: bool = True) -> Iterator[subp
     """A process that is deaf to everything but KILL; one that is not `watched` is stale to whoever looks."""
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     environment = {**os.environ, NONCE_ENV: nonce}
-    argv = [sys.executable, "-c", script, *words, *(["worker.keeper"] if watched else [])]
+    argv = [sys.executable, "-c", script, *words, *([WATCHED] if watched else [])]
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
