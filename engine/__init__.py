@@ -1,7 +1,7 @@
-"""The headless engine: plans, checks, launches, watches, aborts. No textual and no rich in here;
-`engine.session` is the faces' only door; `engine.worker` stands apart and runs on the nodes.
+"""The headless engine: plans, checks, launches, watches, aborts.
 
-What other tools call from Python is re-exported here, each name imported when it is first asked for."""
+The frontends call `engine.api` alone. The functions for other tools are re-exported here, each imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from engine.calibration.node import calibrate_node as calibrate_node
-    from engine.judgement.checkpoints import validate_checkpoint_consistency as validate_checkpoint_consistency
-    from engine.judgement.checkpoints import validate_checkpoint_layer as validate_checkpoint_layer
-    from engine.judgement.gradients import validate_gradient_layer as validate_gradient_layer
-    from engine.judgement.health import run_health_checks as run_health_checks
-    from engine.judgement.performance import monitor_performance as monitor_performance
-    from engine.judgement.training import validate_distributed_training as validate_distributed_training
-    from engine.judgement.workers import ConsistencyMetrics as ConsistencyMetrics
-    from engine.judgement.workers import WorkerState as WorkerState
-    from engine.judgement.workers import validate_worker_consistency as validate_worker_consistency
-    from engine.measured import HardwareMetrics as HardwareMetrics
-    from engine.planning.shares import calculate_workload_distribution as calculate_workload_distribution
+    from engine.calibration.custom_benchmark import calibrate_node as calibrate_node
+    from engine.measurements import HardwareMetrics as HardwareMetrics
+    from engine.plan.shares import calculate_workload_distribution as calculate_workload_distribution
     from engine.security.audit import audit_log as audit_log
     from engine.security.paths import validate_path as validate_path
+    from engine.validators.checkpoints import validate_checkpoint_consistency as validate_checkpoint_consistency
+    from engine.validators.checkpoints import validate_checkpoint_layer as validate_checkpoint_layer
+    from engine.validators.gradients import validate_gradient_layer as validate_gradient_layer
+    from engine.validators.health import monitor_performance as monitor_performance
+    from engine.validators.health import run_health_checks as run_health_checks
+    from engine.validators.training import validate_distributed_training as validate_distributed_training
+    from engine.validators.workers import ConsistencyMetrics as ConsistencyMetrics
+    from engine.validators.workers import WorkerState as WorkerState
+    from engine.validators.workers import validate_worker_consistency as validate_worker_consistency
 
 _MODULES: Final = {
-    "ConsistencyMetrics": "engine.judgement.workers",
-    "HardwareMetrics": "engine.measured",
-    "WorkerState": "engine.judgement.workers",
+    "ConsistencyMetrics": "engine.validators.workers",
+    "HardwareMetrics": "engine.measurements",
+    "WorkerState": "engine.validators.workers",
     "audit_log": "engine.security.audit",
-    "calculate_workload_distribution": "engine.planning.shares",
-    "calibrate_node": "engine.calibration.node",
-    "monitor_performance": "engine.judgement.performance",
-    "run_health_checks": "engine.judgement.health",
-    "validate_checkpoint_consistency": "engine.judgement.checkpoints",
-    "validate_checkpoint_layer": "engine.judgement.checkpoints",
-    "validate_distributed_training": "engine.judgement.training",
-    "validate_gradient_layer": "engine.judgement.gradients",
+    "calculate_workload_distribution": "engine.plan.shares",
+    "calibrate_node": "engine.calibration.custom_benchmark",
+    "monitor_performance": "engine.validators.health",
+    "run_health_checks": "engine.validators.health",
+    "validate_checkpoint_consistency": "engine.validators.checkpoints",
+    "validate_checkpoint_layer": "engine.validators.checkpoints",
+    "validate_distributed_training": "engine.validators.training",
+    "validate_gradient_layer": "engine.validators.gradients",
     "validate_path": "engine.security.paths",
-    "validate_worker_consistency": "engine.judgement.workers",
+    "validate_worker_consistency": "engine.validators.workers",
 }
 """Public name → the module that it belongs to."""
 

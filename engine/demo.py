@@ -1,7 +1,6 @@
 """The tiny model, corpus and local cluster of `flightdeck demo`.
 
-They are made once by `engine.demo_model`, in a process of its own (it needs mlx), and kept below
-`<home>/demo/<what makes them>/`.
+`engine.demo_model` creates them once, in its own process since it needs mlx, in `<home>/demo/<cache key>/`.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, LaunchError
-from engine.security.home import make_home
+from engine.security.paths import make_home
 
 BATCH_SIZE = 8
 MAX_RANKS = 8
 MAKE_LIMIT_S = 120.0
-"""The making takes about 2 s; a machine that needs this long has something else wrong with it."""
+"""Creating them takes about 2 s."""
 
 
-def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> FlightConfig:
-    """The demo's configuration, its model and corpus made first when they are not cached (seconds; blocking).
+def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> Config:
+    """The demo's configuration; creates its model and corpus if they are not cached, which blocks for seconds.
 
-    Raises InputError for a number of ranks or iterations that makes no sense, LaunchError when the making fails.
+    Raises InputError for an impossible number of ranks or iterations, LaunchError when the creation fails.
     """
     if not 1 <= ranks <= MAX_RANKS:
-        raise InputError(f"--ranks {ranks}", why=f"the demo's batch feeds 1 to {MAX_RANKS} ranks")
+        raise InputError(f"--ranks {ranks}", why=f"the demo runs on 1 to {MAX_RANKS} ranks")
     if iters < 1:
-        raise InputError(f"--iters {iters}", why="at least one iteration")
+        raise InputError(f"--iters {iters}", why="the demo needs at least one iteration")
     made = ensure_made(home)
     workdir = home / "demo"
     model, data = str(made / "model"), str(made / "data")
@@ -52,7 +51,7 @@ def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> FlightConfig:
         "save_every": max(1, min(20, iters)),
         "max_seq_length": 256,
     }
-    return FlightConfig(
+    return Config(
         cluster=ClusterConfig(name="demo", backend="ring"),
         nodes=tuple(
             NodeConfig(name=f"node{rank}", python=sys.executable, workdir=str(workdir), model=model, data=data)
@@ -62,15 +61,15 @@ def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> FlightConfig:
     )
 
 
-def recipe() -> str:
-    """Names what is made: a change of the maker or of mlx-lm makes it again."""
+def cache_key() -> str:
+    """Changes with demo_model.py and with the version of mlx-lm."""
     source = Path(__file__).with_name("demo_model.py").read_bytes()
     return hashlib.sha256(source + version("mlx-lm").encode()).hexdigest()[:16]
 
 
 def ensure_made(home: Path) -> Path:
-    """The directory with model/ and data/. Two makers at once both succeed; a killed one leaves nothing half made."""
-    made = home / "demo" / recipe()
+    """The directory with model/ and data/. Safe for concurrent callers; a killed one leaves nothing incomplete."""
+    made = home / "demo" / cache_key()
     if (made / "model").is_dir():
         return made
     make_home(home)
@@ -89,7 +88,7 @@ def ensure_made(home: Path) -> Path:
 
 
 def make(directory: Path) -> None:
-    """Run the maker on an empty directory. Raises LaunchError with its last line."""
+    """Fill an empty directory. Raises LaunchError with the last line of the process."""
     argv = [sys.executable, "-m", "engine.demo_model", str(directory)]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -102,11 +101,13 @@ def make(directory: Path) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        raise LaunchError("the demo's model was not made", why=f"no end after {MAKE_LIMIT_S:.0f} s") from late
+        raise LaunchError(
+            "the demo's model could not be created", why=f"not finished after {MAKE_LIMIT_S:.0f} s"
+        ) from late
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise LaunchError(
-            "the demo's model could not be made",
-            why=lines[-1] if lines else f"the maker ended with {done.returncode}",
-            todo="`flightdeck doctor` says what this machine lacks",
+            "the demo's model could not be created",
+            why=lines[-1] if lines else f"exit code {done.returncode}",
+            todo="run `flightdeck doctor` to see what this machine lacks",
         )

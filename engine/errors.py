@@ -1,17 +1,17 @@
-"""The errors a person can be shown: each says what went wrong, where, why, and what to do.
+"""Errors that are shown to the user: each has what went wrong, where, why, and what to do.
 
 FlightDeckError
 ├── ConfigError        one or more faults in a configuration; nothing was started
 ├── InputError         a name, path or argument that is refused
-├── NodeUnreachable    a node did not answer
-│   ├── HostKeyUnknown     it shows a host key that nobody has accepted yet
-│   ├── HostKeyChanged     it shows another host key than the accepted one
-│   └── LoginRefused       it answered, and let nobody in
+├── NodeUnreachable    a node did not respond
+│   ├── HostKeyUnknown     its host key was not accepted yet
+│   ├── HostKeyChanged     its host key differs from the accepted one
+│   └── LoginRefused       it refused the login
 ├── CheckFailed        preflight blocks the launch
-├── NodesInUse         a calibration or a run that goes on keeps another one from the nodes
+├── NodesInUse         a calibration or a run already uses the nodes
 ├── LaunchError        the launcher or the supervisor could not be started
-├── RunNotFound        no run of that id or name
-└── StateError         the state on disk cannot be read, or is held by someone else
+├── RunNotFound        no run has that id or name
+└── StateError         the state on disk cannot be read, or is locked by another process
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 class FlightDeckError(Exception):
-    """A fault with everything that a person needs to act on it, printed as one line."""
+    """A problem, where and why it occurred, and what to do (`todo`), printed as one line."""
 
     def __init__(self, what: str, *, where: str = "", why: str = "", todo: str = "") -> None:
         super().__init__(what)
@@ -35,13 +35,13 @@ class FlightDeckError(Exception):
             line += f": {self.why}"
         if self.todo:
             line += f" ({self.todo})"
-        # Some of the words are a node's: none of them may steer the terminal that this is printed on.
-        return "".join(sign if sign.isprintable() else " " for sign in line)
+        # Parts of the line come from nodes and must not send control characters to the terminal.
+        return "".join(character if character.isprintable() else " " for character in line)
 
 
 @dataclass(frozen=True)
 class ConfigFault:
-    """One fault in a configuration: where it is, the value found, and what is accepted."""
+    """One fault in a configuration: its location, the value found, and what is accepted."""
 
     file: str
     key: str
@@ -53,7 +53,7 @@ class ConfigFault:
 
 
 class ConfigError(FlightDeckError):
-    """All the faults of one configuration at once; printed one line each."""
+    """All faults of a configuration, printed one per line."""
 
     def __init__(self, faults: list[ConfigFault]) -> None:
         super().__init__(f"{len(faults)} fault(s) in the configuration")
@@ -64,21 +64,20 @@ class ConfigError(FlightDeckError):
 
 
 class InputError(FlightDeckError, ValueError):
-    """An identifier, path or argument that is refused before anything happens. A ValueError for other programs too,
-    which call our checks from Python."""
+    """A refused identifier, path or argument. Also a ValueError, for programs that call the engine's functions."""
 
 
 class NodeUnreachable(FlightDeckError):
-    """A node did not answer in time."""
+    """A node did not respond in time."""
 
 
 class HostKeyUnknown(NodeUnreachable):
-    """The node's host key is in no known_hosts. Only a person may accept it, who has compared the fingerprint."""
+    """The node's host key is in no known_hosts. Only a user who has compared the fingerprint may accept it."""
 
     def __init__(self, what: str, *, target: str, key: str, fingerprint: str, where: str = "", todo: str = "") -> None:
         super().__init__(what, where=where, todo=todo)
         self.target = target
-        """`[user@]host[:port]`, as asked for."""
+        """`[user@]host[:port]`."""
         self.key = key
         """The public key in OpenSSH's form, "ssh-ed25519 AAAA…"."""
         self.fingerprint = fingerprint
@@ -86,26 +85,26 @@ class HostKeyUnknown(NodeUnreachable):
 
 
 class HostKeyChanged(NodeUnreachable):
-    """The node's host key is not the accepted one: another machine, or one between. Never connected to."""
+    """The node's host key is not the accepted one: another machine, or a man in the middle. No connection is made."""
 
     def __init__(self, what: str, *, expected: str, found: str, where: str = "", why: str = "", todo: str = "") -> None:
         super().__init__(what, where=where, why=why, todo=todo)
         self.expected = expected
         """Fingerprint of the accepted key."""
         self.found = found
-        """Fingerprint of the key that it shows."""
+        """Fingerprint of the key that the node presents."""
 
 
 class LoginRefused(NodeUnreachable):
-    """The node answered and refused every key."""
+    """The node responded but refused every key."""
 
 
 class CheckFailed(FlightDeckError):
-    """Preflight found a failure that blocks the launch."""
+    """A failed preflight check blocks the launch."""
 
 
 class NodesInUse(FlightDeckError):
-    """What needs nodes for itself, and what else uses them, do not go on at the same time."""
+    """A calibration or a run needs nodes that another one is using."""
 
 
 class LaunchError(FlightDeckError):

@@ -1,6 +1,6 @@
-"""What the engine tells its faces: runs, checks, nodes, and their words.
+"""Runs, checks and nodes, as the engine reports them to its frontends.
 
-Pydantic models are what is written to disk or printed as JSON; frozen dataclasses live in memory only.
+Pydantic models are what is written to disk or printed as JSON; frozen dataclasses are in memory only.
 Times on disk are UTC, ISO 8601 with a zone; `*_s` are seconds, `*_bytes` bytes.
 """
 
@@ -12,9 +12,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine.outcomes import Failed, Late, Unparsable
+
 
 class RunState(StrEnum):
-    """Where a run is in its life, in order; the last four are ends (reliability.md)."""
+    """The states of a run, in order; the last four are final."""
 
     PLANNED = "planned"
     PREFLIGHT = "preflight"
@@ -36,7 +38,7 @@ ENDED = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunSta
 
 
 class Reason(StrEnum):
-    """Why a run ended, apart from how (its state)."""
+    """Why a run ended."""
 
     COMPLETED = "completed"
     RANK_FAILED = "rank_failed"
@@ -50,12 +52,12 @@ class Reason(StrEnum):
     DISK_FULL = "disk_full"
     DIVERGED = "diverged"
     CORRUPTED = "corrupted"
-    """Replicas of the parameters differ: memory, or a bug."""
+    """Replicas of the parameters differ, because of bad memory or a bug."""
     SUPERVISOR_LOST = "supervisor_lost"
 
 
 class RunRecord(BaseModel):
-    """One run as `flightdeck runs --json` prints it and the store keeps it."""
+    """One run, as it is stored and as `flightdeck runs --json` prints it."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -64,18 +66,18 @@ class RunRecord(BaseModel):
     state: RunState
     reason: Reason | None = None
     rank: int | None = None
-    """The rank that ended the run, where one did."""
+    """The rank that ended the run, if one did."""
     host: str | None = None
-    """The name of that rank's node."""
+    """Name of that rank's node."""
     cause: str | None = None
-    """One line, in words: what happened first."""
+    """The first failure, one line."""
     fix: str | None = None
-    """What to do about it, where that is known."""
+    """The fix, if known."""
     exit_code: int | None = None
     signal: int | None = None
     created_at: datetime
     started_at: datetime | None = None
-    """When the first rank's keeper started, null until then."""
+    """When the first rank's keeper started; null before that."""
     ended_at: datetime | None = None
     attempts: int = 0
     world_size: int
@@ -86,9 +88,9 @@ class RunRecord(BaseModel):
     val_loss: float | None = None
     tokens_per_second: float | None = None
     unconfirmed: list[str] = Field(default_factory=list)
-    """Nodes on which a stop could not be proved."""
+    """Nodes on which the stop could not be confirmed."""
     excluded: list[str] = Field(default_factory=list)
-    """Nodes of the configuration that the preflight left out: their files were not those of the others."""
+    """Nodes that preflight left out because their files differed."""
 
 
 class CheckStatus(StrEnum):
@@ -101,25 +103,25 @@ class CheckStatus(StrEnum):
 
 
 class PreRdmaSync(BaseModel):
-    """What came of the sync script, and of the proof after it."""
+    """Result of the sync script, and of the comparison after it."""
 
     model_config = ConfigDict(frozen=True)
 
     kind: Literal["pre_rdma_sync"] = "pre_rdma_sync"
     enabled: bool
     reason: str | None = None
-    """Why it is not enabled, or was not run."""
+    """Why it is not enabled or was not run."""
     sync_script: str
     validation_checks: tuple[str, ...] = ()
-    """What was proved after it, in words."""
+    """Descriptions of what was verified after the script."""
     block_on_failure: bool
     sync_status: Literal["success", "failed", "not_found", "not_run"]
     sync_output: tuple[str, ...] = ()
-    """Its last lines, sanitised."""
+    """Last lines of its output, sanitised."""
 
 
 class WorkerConsistency(BaseModel):
-    """How far the workers' files agree with the reference."""
+    """Agreement of the workers' files with the reference."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -127,35 +129,35 @@ class WorkerConsistency(BaseModel):
     enabled: bool
     reason: str | None = None
     threshold: float
-    """Agreeing workers over all, inclusive."""
+    """Smallest share of workers that must agree."""
     agreement: float | None = None
-    """0 to 1; null when it was not compared, or no reference could be found."""
+    """0 to 1; null if nothing was compared, or there is no reference."""
     reference: Literal["head", "plurality"] | None = None
     divergent: tuple[str, ...] = ()
-    """Nodes, in the configuration's order."""
+    """Node names, in the configuration's order."""
     excluded: tuple[str, ...] = ()
 
 
 class NodeSync(BaseModel):
-    """A node's tree against the reference, after a sync."""
+    """A node's tree compared with the reference, after a sync."""
 
     model_config = ConfigDict(frozen=True)
 
     same: bool
-    """It has everything that the reference has."""
+    """The node has everything that the reference has."""
     problem: str | None = None
-    """Why it could not be copied to, or compared."""
+    """Why copying or comparing failed."""
     differing: tuple[str, ...] = ()
-    """Paths below the workdir, the first of them."""
+    """The first differing paths, relative to the workdir."""
     differing_count: int = 0
     missing: tuple[str, ...] = ()
     missing_count: int = 0
     own_count: int = 0
-    """Files that only the node has; they stay."""
+    """Files that only the node has; they are kept."""
 
 
 class SyncReport(BaseModel):
-    """What `flightdeck sync` has done, and what the trees are now."""
+    """Result of `flightdeck sync`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -163,17 +165,17 @@ class SyncReport(BaseModel):
     method: Literal["script", "rsync"]
     synced: bool
     """Every node has everything that the reference has."""
-    words: str
+    message: str
     reference: str | None = None
-    """The node whose tree is compared with, or "this machine"; null when nothing was compared."""
+    """The node with the reference tree, or "this machine"; null if nothing was compared."""
     output: tuple[str, ...] = ()
     """The script's last lines."""
     nodes: dict[str, NodeSync] = Field(default_factory=dict)
-    """By name: one for each workdir that was compared."""
+    """By node name, one for each compared workdir."""
 
 
 class CheckResult(BaseModel):
-    """One preflight check's answer (preflight.md)."""
+    """The result of one preflight check."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -181,21 +183,21 @@ class CheckResult(BaseModel):
     status: CheckStatus
     summary: str = ""
     evidence: dict[str, str] = Field(default_factory=dict)
-    """Per node name: what was seen there."""
+    """Findings by node name."""
     fix_command: str | None = None
     fixes: dict[str, str] = Field(default_factory=dict)
-    """Per node name: a command that mends it there."""
+    """Commands by node name that fix the problem there."""
     duration_s: float | None = None
     blames: tuple[int, str] | None = None
-    """(rank, node) of the first failing rank, where one can be named."""
+    """(rank, node) of the first failing rank, if known."""
     excludes: tuple[str, ...] = ()
-    """Nodes that a launch is to leave out; the plan is then made again for the others."""
+    """Nodes that a launch must leave out; the plan is then made again for the others."""
     detail: PreRdmaSync | WorkerConsistency | None = Field(default=None, discriminator="kind")
-    """What the plan document says of it, where it says anything."""
+    """The section of the plan document with this result, if it has one."""
 
 
 class PreflightReport(BaseModel):
-    """All checks of one preflight. `overall_status` is fail when any check fails that was not skipped by name."""
+    """All checks of one preflight. `overall_status` is fail if a check fails that was not skipped by name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -207,7 +209,7 @@ class PreflightReport(BaseModel):
 
 
 class HostKeyOffer(BaseModel):
-    """A host key that a node shows and nobody has accepted yet."""
+    """A host key that has not been accepted yet."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -220,7 +222,7 @@ class HostKeyOffer(BaseModel):
 
 
 class HostKeyChange(BaseModel):
-    """A node shows another host key than the accepted one. Nobody accepts that from here."""
+    """A node's host key differs from the accepted one. It cannot be accepted from Flight Deck."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -228,7 +230,7 @@ class HostKeyChange(BaseModel):
     accepted: str
     """Fingerprint of the accepted key, "SHA256:…"."""
     found: str
-    """Fingerprint of the key that it shows."""
+    """Fingerprint of the key that the node presents."""
 
 
 class Interface(BaseModel):
@@ -242,9 +244,9 @@ class Interface(BaseModel):
     """Addresses with their prefix length: "192.168.0.1/30"."""
     active: bool | None = None
     bridge: str | None = None
-    """The bridge that it is a member of."""
+    """The bridge that it belongs to."""
     port_name: str | None = None
-    """macOS's (localised) name of the hardware port."""
+    """Localised name of the hardware port in macOS."""
 
 
 class ThunderboltPort(BaseModel):
@@ -254,14 +256,14 @@ class ThunderboltPort(BaseModel):
 
     domain_uuid: str
     receptacle: str | None = None
-    """What macOS calls it: "1", "2", …"""
+    """Number of the port in macOS: "1", "2", …"""
     device: str | None = None
-    """Its interface: "en5"."""
+    """Network interface: "en5"."""
     peer_uuid: str | None = None
-    """Domain UUID of the computer at the other end; None for a display, a dock, a disk or nothing."""
+    """Domain UUID of the computer at the other end; None for any other device, or nothing."""
     peer_name: str | None = None
     speed: str | None = None
-    """Of the link, in macOS's words: "Up to 80 Gb/s"."""
+    """Speed of the link as macOS reports it: "Up to 80 Gb/s"."""
 
 
 class RdmaDevice(BaseModel):
@@ -272,13 +274,13 @@ class RdmaDevice(BaseModel):
     name: str
     """ "rdma_en5"."""
     port_state: str | None = None
-    """ "PORT_ACTIVE", "PORT_DOWN"; None when ibv_devinfo did not tell."""
+    """ "PORT_ACTIVE" or "PORT_DOWN"; None if ibv_devinfo does not report it."""
     ipv4_gid: bool | None = None
-    """Whether its GID table has an IPv4 address: without one no queue pair comes up; None when not known."""
+    """Its GID table has an IPv4 address, which queue pairs need; None if unknown."""
 
 
 class NodeFacts(BaseModel):
-    """What was last seen of a node. None is "not measured", never a guess."""
+    """The last known facts of a node. None means "not measured"."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -305,7 +307,7 @@ class NodeFacts(BaseModel):
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     gpu_limit_bytes: int | None = None
-    """What the GPU may use: iogpu.wired_limit_mb, else Metal's recommended working set."""
+    """Memory limit of the GPU: iogpu.wired_limit_mb, else Metal's recommended working set."""
     swap_used_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None
@@ -313,38 +315,38 @@ class NodeFacts(BaseModel):
     """ "AC", "battery 63 %"."""
     low_power_mode: bool | None = None
     thermal: str | None = None
-    """ "nominal", or the system's words for a throttled machine."""
+    """ "nominal", or the system's description of throttling."""
     clock_skew_s: float | None = None
-    """The node's wall clock minus the head's, seconds; good to half the round trip."""
+    """The node's wall clock minus the head's; accurate to half the round trip."""
     python: str | None = None
     mlx: str | None = None
     mlx_lm: str | None = None
     mlx_problem: str | None = None
-    """Why mlx cannot be imported there."""
+    """Why mlx cannot be imported."""
     backends: tuple[str, ...] = ()
     interfaces: tuple[Interface, ...] = ()
     thunderbolt: tuple[ThunderboltPort, ...] = ()
     rdma_enabled: bool | None = None
-    """`rdma_ctl status`; None where there is no such command."""
+    """From `rdma_ctl status`; None without that command."""
     rdma_devices: tuple[RdmaDevice, ...] = ()
     round_trip_s: float | None = None
     problem: str | None = None
     """Why the probe failed, in one line; the facts are then None."""
     problem_kind: str | None = None
-    """`problem` in a word or two: "unreachable", "login refused", "key unknown", "key changed", "no python"; None for
-    any other."""
+    """"unreachable", "login refused", "key unknown", "key changed" or "no python"; None for any other problem."""
     fix: str | None = None
-    """What to do about `problem`, where that is known."""
+    """The fix for `problem`, if known."""
     host_key: HostKeyOffer | None = None
-    """The key to accept, when that is the problem."""
+    """The key to accept, if that is the problem."""
     changed_key: HostKeyChange | None = None
-    """The keys, when it shows another one than the accepted."""
-    late: tuple[str, ...] = ()
-    """Commands of the probe that did not answer in their time; what they would tell is None."""
+    """The keys, if the node's differs from the accepted one."""
+    unknown: dict[str, Late | Failed | Unparsable] = {}
+    """Commands of the probe, by name, that ended without an answer: what they would tell is not known, and not
+    absent."""
 
 
 class Cable(BaseModel):
-    """One Thunderbolt cable between two nodes, a before b in the configuration's order."""
+    """One Thunderbolt cable between two nodes; `a` comes first in the configuration."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -356,22 +358,25 @@ class Cable(BaseModel):
 
 
 class Topology(BaseModel):
-    """Who is cabled to whom over Thunderbolt."""
+    """The Thunderbolt cables between the nodes."""
 
     model_config = ConfigDict(frozen=True)
 
     nodes: tuple[str, ...]
     cables: tuple[Cable, ...] = ()
     shape: str = "none"
-    """ "mesh" (every pair cabled), "ring" (a cycle through all), "incomplete" (some cables), "none", "single"."""
+    """ "mesh" (every pair cabled), "ring" (a cycle through all), "incomplete" (some cables), "none", "single", or
+    "unknown" where the cables of some node are not known."""
     missing: tuple[tuple[str, str], ...] = ()
-    """Pairs that a full mesh would need."""
+    """Pairs that a full mesh needs, and that are known to have no cable."""
     strangers: tuple[str, ...] = ()
-    """Computers at the other end of a cable that are no node of this cluster, as "node en5: name"."""
+    """Computers at the other end of a cable that are not nodes of this cluster, as "node en5: name"."""
+    unknown: dict[str, str] = {}
+    """Node -> why its cables are not known."""
 
 
 class RankUse(BaseModel):
-    """What one rank's processes use."""
+    """Memory of one rank's processes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -381,13 +386,13 @@ class RankUse(BaseModel):
 
 
 class NodeTelemetry(BaseModel):
-    """One moment of a node while somebody looks. None is "not measured"."""
+    """One telemetry sample of a node. None means "not measured"."""
 
     model_config = ConfigDict(frozen=True)
 
     node: str
     at: datetime
-    """When the head got it."""
+    """When the head received it."""
     cpu_use: float | None = None
     """0 to 1, over all cores."""
     gpu_use: float | None = None
@@ -396,15 +401,15 @@ class NodeTelemetry(BaseModel):
     memory_used_bytes: int | None = None
     swap_used_bytes: int | None = None
     power_w: float | None = None
-    """Of the whole system where that is known, else of CPU + GPU."""
+    """Power of the whole system if known, else of CPU and GPU."""
     gpu_power_w: float | None = None
     cpu_temperature_c: float | None = None
     gpu_temperature_c: float | None = None
     thermal: str | None = None
     ranks: tuple[RankUse, ...] = ()
     slow_at: datetime | None = None
-    """When `ranks` came (and on a Mac `thermal`): what costs more is looked at less often than the rest."""
+    """When `ranks` (and on a Mac `thermal`) were measured, which happens less often because it is slower."""
     source: str | None = None
-    """ "macmon", or what was read in its place."""
+    """ "macmon", or the replacement for it."""
     problem: str | None = None
-    """Why there is none, in one line."""
+    """Why there is no sample, in one line."""

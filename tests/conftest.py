@@ -12,19 +12,27 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from engine.runs.journal import read_journal, replay
-from engine.runs.layout import RunDir
+from engine.run.history import fold
+from engine.run.journal import read_journal
+from engine.store.layout import RunDir
 from tests.machine import used
+from tests.needs import require, required
 
 pytest_plugins = ["tests.cluster.fixtures"]
 
-# How long an example takes is the machine's affair, and on a busy one no fault of the code. In CI hypothesis makes this
-# of its own "ci" profile: the same examples in every run. Elsewhere they are new ones each time.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# How long an example takes is the machine's affair, and on a busy one no fault of the code. In CI they are the same
+# ones in every run, and more; elsewhere they are new ones each time.
+settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=200 if required() else 30)
+settings.load_profile("flightdeck")
 
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that is marked as one that `needs` what is missing here."""
+    for mark in item.iter_markers("needs"):
+        require(*mark.args)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,5 +58,5 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLIGHTDECK_HOME", str(path))
     yield path
     for run in map(RunDir, (path / "runs").glob("*")):
-        if run.supervisor.exists() and not replay(read_journal(run.journal)).state.ended:
+        if run.supervisor.exists() and not fold(read_journal(run.journal).events).record.state.ended:
             subprocess.run([FLIGHTDECK, "abort", run.id, "--now"], check=False, capture_output=True, timeout=60)

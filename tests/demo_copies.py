@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from engine.demo import ensure_made
-from engine.security.home import make_home
+from engine.security.paths import make_home
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.worker.looks import stale
+from engine.node.probes import leases
 
-WATCHED = stale.WATCHED[0]
+WATCHED = leases.WATCHED[0]
 """An argument that keeps a program with a nonce out of the sight of other tests: their runs are refused where a rank is
 left behind that nobody watches."""
 

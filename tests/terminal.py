@@ -25,7 +25,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         columns, rows = size
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        environment = {**os.environ, **(env or {}), "TERM": "xterm-256color"}
+        environment = {**os.environ, "TERM": "xterm-256color", **(env or {})}
         self._process = subprocess.Popen(
             argv, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, close_fds=True
         )
@@ -46,6 +46,15 @@ class Terminal:
 
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    @property
+    def cooked(self) -> bool:
+        """Lines are edited and echoed, as a shell needs it."""
+        modes = termios.tcgetattr(self._master)[3]
+        return bool(modes & termios.ICANON and modes & termios.ECHO)
 
     def kill(self) -> None:
         """SIGKILL, as a closed lid or a crash would: nothing of the program runs any more."""

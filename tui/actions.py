@@ -1,21 +1,112 @@
-"""The one table of what a person can do: it makes the bindings, the key bar, the help screen, the palette, the hints on
-the panes' borders, and the README's key table (`python -m tui.actions`).
+"""The table of actions: the source of the key bindings, the key bar, the help screen, the command palette, the hints
+on the panes' borders and the README's key table (`python -m tui.actions`). It also finds the fix for the selected
+node or check.
 
-A key may belong to several actions (`n` is the next match while a search is on, else launch): the first one in the
-table that applies to the state takes it. An action that applies but cannot be done now says why.
+A key may belong to several actions (`n` is the next match during a search, otherwise launch): the first one in the
+table that applies to the state takes it. An action that applies but is disabled gives its reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
 
-from tui.mending import Key, mending
 from tui.state import VIEWS, DeckState
 
+if TYPE_CHECKING:
+    from engine.models import CheckResult, NodeFacts
+
+
+_OURS: Final = "flightdeck "
+"""A fix that begins so runs on this machine: the console does it itself, or a person does."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Fix commands of a check, by node."""
+
+    check: str
+    commands: dict[str, str]
+
+
+@dataclass(frozen=True)
+class HostKeyFix:
+    """A host key to compare: `facts.host_key` or `facts.changed_key`."""
+
+    facts: NodeFacts
+
+
+@dataclass
+class FixCommand:
+    """One fix command on one node, running or ended; `output` has a plain string for each line."""
+
+    node: str
+    line: str
+    started: datetime
+    output: tuple[str, ...] = ()
+    code: int | None = None
+    problem: str | None = None
+    """Why it has no exit code."""
+    ended: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        return self.ended and self.code == 0
+
+    @property
+    def outcome(self) -> str:
+        return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
+
+
+def fix_for(state: DeckState) -> Fix | HostKeyFix | str:
+    """The fix for the selected node or check; else why there is none, in a few words."""
+    if state.config is None:
+        return "there is no configuration"
+    return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
+
+
+def _node_fix(state: DeckState) -> Fix | HostKeyFix | str:
+    facts = state.selected_facts
+    if state.node is None or facts is None:
+        return "the node has not been probed"
+    if facts.host_key is not None or facts.changed_key is not None:
+        return HostKeyFix(facts)
+    if facts.problem:
+        return f"no command fixes this{f': {facts.fix}' if facts.fix else ''}"
+    for check in state.shown_checks:
+        command = _commands(check).get(state.node)
+        if command is not None:
+            return Fix(check.name, {state.node: command})
+    return f"no known problem on {state.node} has a fix command"
+
+
+def _check_fix(state: DeckState) -> Fix | HostKeyFix | str:
+    check = state.selected_check
+    if check is None:
+        return "no check is selected"
+    if check.status not in ("fail", "warn"):
+        return f"{check.name} has nothing to fix"
+    commands = _commands(check)
+    if commands:
+        return Fix(check.name, commands)
+    keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
+    shown = (state.facts.get(node) for node in keys)
+    offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)
+    if offer is not None:
+        return HostKeyFix(offer)
+    return "a person must do this; y copies the command" if check.fix_command else "no command fixes this"
+
+
+def _commands(check: CheckResult) -> dict[str, str]:
+    if check.status not in ("fail", "warn"):
+        return {}
+    return {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
+
+
 Why = Callable[[DeckState], str | None]
-"""Says in a few words why an action cannot be done now; None when it can."""
+"""Returns in a few words why an action cannot be done now; None when it can."""
 
 
 def _always(state: DeckState) -> str | None:
@@ -80,14 +171,10 @@ def _plot(state: DeckState) -> str | None:
     return None
 
 
-def _enter(state: DeckState) -> str | None:
-    return None
-
-
-def _mend(state: DeckState) -> str | None:
+def _fix(state: DeckState) -> str | None:
     if not state.ready:
         return "the engine is still loading"
-    found = mending(state)
+    found = fix_for(state)
     return found if isinstance(found, str) else None
 
 
@@ -95,7 +182,7 @@ def _shell(state: DeckState) -> str | None:
     if not state.ready:
         return "the engine is still loading"
     if state.config is None or state.node is None:
-        return "there is no configuration that says how the node is reached"
+        return "no configuration says how to reach the node"
     facts = state.selected_facts
     if facts is not None and (facts.host_key or facts.changed_key):
         return "its host key has to be accepted first" if facts.host_key else "its host key has changed"
@@ -122,7 +209,7 @@ class Action:
     keys: tuple[str, ...]
     """Textual's key names."""
     label: str
-    """A word or two, for the key bar."""
+    """One or two words, for the key bar."""
     help: str
     """One line, for the help screen, the palette and the README."""
     group: str
@@ -130,10 +217,10 @@ class Action:
     panes: tuple[str, ...] | None = None
     """Panes in which it works; None is all."""
     dangerous: bool = False
-    """Ends or overwrites something; never on a bare letter, always asked again."""
+    """Ends or overwrites something; never on a bare letter, always confirmed."""
     why_not: Why = _always
     when: Callable[[DeckState], bool] = lambda state: True
-    """Beyond views and panes: whether the key means this at all now."""
+    """The key means this now, beyond views and panes."""
     palette: bool = True
 
     def applies(self, state: DeckState) -> bool:
@@ -177,8 +264,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            panes=("calibration",), why_not=_calibrate),
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
            panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
-    Action("mend", ("x",), "mend", "Mend what is selected: run the fix on its node, or compare a host key; asks first",
-           "nodes", panes=("nodes", "preflight"), why_not=_mend),
+    Action("fix", ("x",), "fix", "Fix what is selected: run the fix on its node, or compare a host key; asks first",
+           "nodes", panes=("nodes", "preflight"), why_not=_fix),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
            panes=("nodes",), why_not=_shell),
     Action("view_nodes", ("1",), "nodes", "Nodes, full screen", "views"),
@@ -199,8 +286,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("top", ("g", "home"), "top", "To the top", "move", palette=False),
     Action("bottom", ("G", "end"), "bottom", "To the bottom", "move", palette=False),
     Action("enter", ("enter",), "open",
-           "Open what is selected; on a failed run, jump to the line that proves it", "move", why_not=_enter,
-           palette=False),
+           "Open what is selected; on a failed run, jump to the line that proves it", "move", palette=False),
     Action("back", ("escape",), "back", "One step back; never quits", "move", palette=False),
     Action("search", ("slash",), "search", "Search the log", "logs", LOG_VIEWS, why_not=_log),
     Action("previous_match", ("N",), "previous", "Previous match of the search (n: next)", "logs", LOG_VIEWS,
@@ -241,14 +327,14 @@ GROUPS: Final = {
 
 _BAR: Final[dict[str, tuple[str, ...]]] = {
     "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
-    "nodes": ("recheck", "mend", "shell", "copy", "back", "launch", "help", "quit"),
-    "preflight": ("recheck", "mend", "copy", "back", "launch", "help", "quit"),
+    "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
+    "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
     "history": ("enter", "copy", "back", "launch", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")
-"""Of the run's view while it shows the plan."""
+"""The run's view while it shows the plan."""
 _LOG_BAR: Final = ("search", "filter", "follow", "next_error", "all_ranks", "back", "help", "quit")
 
 
@@ -258,7 +344,7 @@ def keys() -> Iterator[str]:
 
 
 def action_for(key: str, state: DeckState) -> Action | None:
-    """What `key` means now, whether or not it can be done."""
+    """The action of `key` now, whether or not it can be done."""
     return next((action for action in ACTIONS if key in action.keys and action.applies(state)), None)
 
 
@@ -279,20 +365,17 @@ def bar(state: DeckState) -> list[Action]:
 
 
 def label(action: Action, state: DeckState, *, short: bool = False) -> str:
-    """The key bar's words, which may depend on the state."""
-    if action.id == "quit" and state.running is not None and not short:
-        return "quit (the run goes on)"
-    if action.id == "back" and state.view == "dashboard":
-        return "plan"
-    if action.id == "recheck":
-        return "re-check" if state.pane == "preflight" else "probe"
-    if action.id == "mend":
-        return "host key" if isinstance(mending(state), Key) else "run the fix"
-    if action.id == "calibrate" and state.calibrating is not None:
-        return "stop measuring"
-    if action.id == "freeze" and state.frozen:
-        return "thaw"
-    return action.label
+    """The action's name in the key bar, which may depend on the state."""
+    if action.id == "fix":
+        return "host key" if isinstance(fix_for(state), HostKeyFix) else "run the fix"
+    special = {
+        "quit": "quit (the run goes on)" if state.running is not None and not short else None,
+        "back": "plan" if state.view == "dashboard" else None,
+        "recheck": "probe" if state.pane != "preflight" else None,
+        "calibrate": "stop measuring" if state.calibrating is not None else None,
+        "freeze": "thaw" if state.frozen else None,
+    }
+    return special.get(action.id) or action.label
 
 
 def hint(state: DeckState, separator: str, *names: str) -> str:

@@ -1,18 +1,21 @@
-"""The console's app: it holds the state, takes what the bridge posts, and turns actions into requests to the engine.
+"""The console's app: it turns actions into requests of the engine client and puts into the state what the client and
+the poller post.
 
-Imports stay small here: the engine (pydantic, the store) is loaded by the bridge's thread after the first paint.
+Imports stay small here: the engine (pydantic, the store) is loaded by the poller's thread after the first paint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import signal
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Coroutine, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
@@ -21,53 +24,49 @@ from textual.binding import Binding, BindingType
 from textual.events import Event, InputEvent
 from textual.worker import Worker
 
-from tui import clipboard
-from tui.actions import Action
-from tui.bridge import POLL_S, Bridge
-from tui.engine_loop import BATCH_S, EngineLoop
+from tui.actions import ACTIONS, Action, Fix, FixCommand, HostKeyFix, fix_for
+from tui.engine_client import (
+    BATCH_S,
+    AbortProgressed,
+    EngineClient,
+    FixFinished,
+    FixProgressed,
+    Notice,
+    RunLaunched,
+    TelemetryReceived,
+)
 from tui.formatting import plural, shortened
+from tui.gc_pauses import GcScheduler
 from tui.glyphs import Glyphs, utf8_terminal
-from tui.mending import Fix, Key, mending
-from tui.messages import EngineFailed, EngineReady, RunsRead, SnapshotTaken, Trouble
-from tui.palette import Commands
-from tui.requests import abort, accept_host_key, calibrate, demo, fix, launch, listen, plan, preflight, probe
-from tui.screens import confirm, fixing
+from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
-from tui.screens.dialog import text_width
-from tui.screens.fixing import Command, Fixing
-from tui.screens.help import Help
-from tui.screens.host_key import ChangedKey, UnknownKey
+from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, text_width
+from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix
+from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
-from tui.screens.welcome import Welcome
-from tui.state import ENDED, DeckState
-from tui.tidying import Tidying
+from tui.state import ENDED, DeckState, StateStore
 
 if TYPE_CHECKING:
-    from engine.config.models import FlightConfig
+    from engine.api import Config, Engine
     from engine.models import NodeFacts, NodeTelemetry
-    from engine.session import Engine
 
-SLOW_POLL_S: Final = 0.5
-"""Between two looks at a run over a slow link."""
+SLOW_S: Final = 0.5
+"""Between two reads or redraws over a slow link."""
 TICK_S: Final = 1.0
-"""How often ages are drawn anew."""
-NOTE_S: Final = 6.0
-LINGER_S: Final = 5.0
-"""Telemetry goes on for so long when nobody looks any more: views are changed faster than nodes are asked."""
-
-Clock = Callable[[], datetime]
+"""How often ages are redrawn."""
+NOTICE_S: Final = 6.0
 
 
 def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-class FlightDeckApp(App[int]):
+class FlightDeckApp(App[None]):
     """The console. `start` is launched at once; `follow` names a run to show first."""
 
     TITLE = "MLX Flight Deck"
     CSS_PATH = "app.tcss"
-    COMMANDS: ClassVar[set[Any]] = {Commands}
+    COMMANDS: ClassVar[set[Any]] = {ActionProvider}
     COMMAND_PALETTE_BINDING = "ctrl+p"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "leave", show=False, priority=True),
@@ -77,42 +76,43 @@ class FlightDeckApp(App[int]):
     def __init__(
         self,
         engine: Engine | Callable[[], Engine],
-        config: FlightConfig | Path | None = None,
+        config: Config | Path | None = None,
         *,
-        start: FlightConfig | None = None,
+        start: Config | None = None,
         follow: str | None = None,
         slow_link: bool = False,
-        clock: Clock = utc_now,
+        clock: Callable[[], datetime] = utc_now,
     ) -> None:
         super().__init__()
-        self.clock = clock
-        self.slow_link = slow_link
-        self.engine: Engine | None = None
+        self.store = StateStore(DeckState(now=clock(), glyphs=Glyphs(ascii=not utf8_terminal())), self._changed)
+        self._clock = clock
+        self._slow_link = slow_link
         self._start = start
         self._follow = follow
-        self._greeted = False
+        self._first_shown = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._due = False
-        self.bridge = Bridge(
+        self.poller = RunPoller(
             engine if callable(engine) else lambda: engine,
             start if config is None else config,
             self.post_message,
-            poll_s=SLOW_POLL_S if slow_link else POLL_S,
+            poll_s=SLOW_S if slow_link else POLL_S,
         )
-        self.engine_loop = EngineLoop()
-        self._tidying = Tidying()
-        self._listening: Worker[None] | None = None
+        telemetry_s = SLOW_S if slow_link else BATCH_S
+        self.client = EngineClient(self.store, clock, self.post_message, telemetry_s=telemetry_s)
+        self._gc = GcScheduler()
         self._calibrating: Worker[None] | None = None
-        self._listened_to: FlightConfig | None = None
-        self._wanted_at = 0.0
-        self._heard: dict[str, NodeTelemetry] = {}
+        self._telemetry: dict[str, NodeTelemetry] = {}
         if slow_link:
             self.animation_level = "none"
-        self.state = DeckState(now=clock(), glyphs=Glyphs(ascii=not utf8_terminal()))
+
+    @property
+    def state(self) -> DeckState:
+        return self.store.state
 
     def get_default_screen(self) -> DeckScreen:
-        return DeckScreen()
+        return DeckScreen(self.store, self, redraw_s=SLOW_S if self._slow_link else None)
 
     @property
     def deck(self) -> DeckScreen:
@@ -124,25 +124,29 @@ class FlightDeckApp(App[int]):
     def on_mount(self) -> None:
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start_reading)
+        if not self.is_headless:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, self._terminate, number)
 
     def _start_reading(self) -> None:
-        self.set_timer(0.02, self.bridge.start)
+        self.set_timer(0.02, self.poller.start)
+
+    def _terminate(self, number: int) -> None:
+        """Leave in order, so that the terminal is restored; the exit code is a shell's for the signal."""
+        self.exit(return_code=128 + number)
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, InputEvent):
-            self._tidying.typed()
+            self._gc.key_pressed()
         await super().on_event(event)
 
     async def on_unmount(self) -> None:
-        self._tidying.end()
-        self.bridge.stop()
-        await self.engine_loop.stop(self.engine.close if self.engine is not None else None)
+        self._gc.stop()
+        self.poller.stop()
+        await self.client.close()
 
-    def change(self, **changes: Any) -> None:
-        """Replace parts of the state; what is on the screen is drawn once, however many changes come together."""
-        if all(getattr(self.state, name) is value for name, value in changes.items()):
-            return
-        self.state = replace(self.state, **changes)
+    def _changed(self) -> None:
+        """Redraw once, however many changes come together."""
         if not self._due:
             self._due = True
             self.call_next(self._show)
@@ -152,90 +156,69 @@ class FlightDeckApp(App[int]):
         if not self.screen_stack or not self.deck.is_mounted:
             return
         self.deck.show(self.state)
-        if isinstance(self.screen, (Stopping, Fixing)):
+        if isinstance(self.screen, (Stopping, FixDialog)):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
-        self._tidying.tick()
-        self.tend_telemetry()
+        self._gc.tick()
+        self._update_telemetry()
         if not self.state.frozen:
-            self.change(now=self.clock())
+            self.store.change(now=self._clock())
 
-    def tend_telemetry(self) -> None:
-        """Telemetry is on while the nodes are on the screen or a run goes on, and not otherwise."""
-        config, engine = self.state.config, self.engine
+    def _update_telemetry(self) -> None:
+        """Telemetry is on while the nodes are on the screen or a run is active."""
         # The clock ticks until the end, when the screens have gone already.
-        if config is None or engine is None or not self.screen_stack:
-            return
-        if self._listened_to is not config:
-            self.stop_listening()
-        if self.state.running is not None or self.deck.nodes_shown:
-            self._wanted_at = monotonic()
-            if self._listening is None:
-                every_s = SLOW_POLL_S if self.slow_link else BATCH_S
-                self._listening = self.run_worker(listen(self, config, every_s), group="telemetry")
-                self._listened_to = config
-        elif monotonic() - self._wanted_at > LINGER_S:
-            self.stop_listening()
-        self.change(listening=self._listening is not None)
+        if self.screen_stack:
+            self.client.update_telemetry(needed=self.state.running is not None or self.deck.nodes_shown)
 
-    def stop_listening(self) -> None:
-        """End telemetry, on the nodes too; it begins anew when it is wanted."""
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
-
-    def heard(self, newest: dict[str, NodeTelemetry]) -> None:
-        """The newest telemetry of each node."""
-        self._heard = newest
-        if not self.state.frozen:
-            self.change(telemetry=newest)
+    def on_deck_screen_panes_placed(self) -> None:
+        self._update_telemetry()
 
     def say(self, text: str, *, severity: str = "information") -> None:
-        """One plain line in a corner, for a few seconds."""
-        self.notify(text, severity=severity, timeout=NOTE_S, markup=False)  # type: ignore[arg-type]
+        """Show one plain line in a corner, for a few seconds."""
+        self.notify(text, severity=severity, timeout=NOTICE_S, markup=False)  # type: ignore[arg-type]
 
-    # What the bridge posts
+    # Messages of the poller and the client
 
     def on_engine_ready(self, message: EngineReady) -> None:
-        self.engine = message.engine
+        self.client.engine = message.engine
         config = message.config
-        self._tidying.begin()
+        self._gc.start()
         facts = {facts.node: facts for facts in message.facts}
-        self.change(ready=True, config=config, not_checked=message.not_checked, facts=facts, outlook=message.outlook)
+        self.store.change(ready=True, config=config, facts=facts, prediction=message.prediction)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
             if config.ui.ascii:
-                self.change(glyphs=Glyphs(ascii=True))
+                self.store.change(glyphs=Glyphs(ascii=True))
             self.set_class(self.state.glyphs.ascii, "-ascii")
-            self._request(probe(self))
-            self.tend_telemetry()
+            self._request(self.client.probe())
+            self._update_telemetry()
         if self._start is not None:
-            self._greeted = True
-            self._request(launch(self, self._start))
+            self._first_shown = True
+            self._request(self.client.launch(self._start))
         elif self._follow is not None:
-            self._greeted = True
+            self._first_shown = True
             self.open_run(self._follow)
 
     def on_engine_failed(self, message: EngineFailed) -> None:
         """The faults go to the terminal, one line each, where they can be read beside the file."""
-        self.exit(message.exit_code, message=Text(message.fault))
+        self.exit(return_code=message.exit_code, message=Text(message.fault))
 
     def on_snapshot_taken(self, message: SnapshotTaken) -> None:
         self._latest = message
         if message.run == self._shown and not self.state.frozen:
-            self.change(snapshot=message.snapshot, now=self.clock())
+            self.store.change(snapshot=message.snapshot, now=self._clock())
 
     def on_runs_read(self, message: RunsRead) -> None:
         if not self.state.frozen:
-            self.change(runs=message.runs)
-        if not self._greeted:
-            self._greeted = True
-            self._greet(message)
+            self.store.change(runs=message.runs)
+        if not self._first_shown:
+            self._first_shown = True
+            self._show_first(message)
 
-    def _greet(self, message: RunsRead) -> None:
-        """What is shown first: the newest run that goes on, else the plan; a welcome where there is neither."""
+    def _show_first(self, message: RunsRead) -> None:
+        """Show the newest active run, else the plan; the welcome where there is neither."""
         active = next((run for run in message.runs if run.state not in ENDED), None)
         if active is not None:
             self.open_run(active.id)
@@ -244,38 +227,66 @@ class FlightDeckApp(App[int]):
 
     def _welcomed(self, answer: str | None) -> None:
         if answer == "demo":
-            self._request(demo(self))
+            self.do_demo()
         elif answer == "quit":
             self.do_quit()
 
     def on_trouble(self, message: Trouble) -> None:
         self.say(message.text, severity="warning")
 
+    def on_notice(self, message: Notice) -> None:
+        self.say(message.text, severity=message.severity)
+
+    def on_run_launched(self, message: RunLaunched) -> None:
+        self.open_run(message.run)
+
+    def on_abort_progressed(self, message: AbortProgressed) -> None:
+        self.poller.poll_now()
+
+    def on_telemetry_received(self, message: TelemetryReceived) -> None:
+        self._telemetry = message.newest
+        if not self.state.frozen:
+            self.store.change(telemetry=message.newest)
+
+    def on_fix_progressed(self, message: FixProgressed) -> None:
+        if isinstance(self.screen, FixDialog):
+            self.screen.show(self.state)
+
+    def on_fix_finished(self, message: FixFinished) -> None:
+        """The output is saved; where the dialog was closed, the outcome is a notice."""
+        parts = [f"on {c.node}: {c.line}\n{c.outcome}\n" + "\n".join(c.output) for c in message.commands]
+        path = self._save("\n\n".join(parts), "fix")
+        if not isinstance(self.screen, FixDialog):
+            outcomes = "; ".join(f"{command.node}: {command.outcome}" for command in message.commands)
+            kept = f" (output in {path})" if path is not None else ""
+            succeeded = all(command.succeeded for command in message.commands)
+            self.say(f"fix: {outcomes}{kept}", severity="information" if succeeded else "error")
+
     # The shown run
 
     def open_run(self, run: str) -> None:
-        """Show a run on the dashboard, and follow it while it goes on."""
-        assert self.engine is not None
+        """Show a run on the dashboard, and follow it while it is active."""
+        assert self.client.engine is not None
         try:
-            run_dir = self.engine.find(run)
-        except Exception as error:  # RunNotFound, or a store that cannot be read: said, and the plan stays
+            run_dir = self.client.engine.runs.find(run)
+        except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
             self.say(str(error), severity="error")
             return
         self._shown = run_dir.id
-        self.change(snapshot=None, has_log=True, searching=False)
-        self.bridge.follow(run_dir.id)
+        self.store.change(snapshot=None, has_log=True, searching=False)
+        self.poller.follow(run_dir.id)
         self.deck.logs.open(run_dir)
-        if self.deck.state.view != "run":
+        if self.state.view != "run":
             self.deck.go("dashboard")
 
     def close_run(self) -> None:
-        """Back to the plan."""
+        """Show the plan again."""
         self._shown = None
-        self.bridge.follow(None)
+        self.poller.follow(None)
         self.deck.logs.open(None)
-        self.change(snapshot=None, has_log=False, searching=False)
+        self.store.change(snapshot=None, has_log=False, searching=False)
         if self.state.plan is None:
-            self._request(plan(self))
+            self._request(self.client.plan())
 
     # Actions
 
@@ -288,6 +299,16 @@ class FlightDeckApp(App[int]):
         elif not self.deck.do(action):
             getattr(self, f"do_{action.id}")()
 
+    def palette_entries(self) -> Iterator[PaletteEntry]:
+        """A disabled action is listed with its reason, and shows it when chosen."""
+        for action in ACTIONS:
+            if action.palette:
+                why = action.why_not(self.state)
+                text = action.help + (f" (now: {why})" if why else "")
+                yield PaletteEntry(f"{action.label} ({action.shown_key})", text, partial(self.perform, action))
+        for run in self.state.runs or ():
+            yield PaletteEntry(f"open {run.id}", f"{run.state}, {run.name}", partial(self.open_run, run.id))
+
     def _request(self, work: Coroutine[Any, Any, None]) -> None:
         self.run_worker(work, group="requests", exit_on_error=True)
 
@@ -297,63 +318,66 @@ class FlightDeckApp(App[int]):
 
         def answered(go: bool | None) -> None:
             if go:
-                self._request(launch(self, config))
+                self._request(self.client.launch(config))
 
-        self.push_screen(confirm.launch(self.state, text_width(self.size.width)), answered)
+        self.push_screen(confirm_launch(self.state, text_width(self.size.width)), answered)
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None
         run = self.state.snapshot.record.id
 
+        def show_progress() -> None:
+            self.push_screen(Stopping(self.state, lambda: self._request(self.client.abort(run, now=True))))
+
         def answered(go: bool | None) -> None:
             if go and self.state.active:
-                self._request(abort(self, run, now=False))
-                self.push_screen(Stopping(self.state, lambda: self._request(abort(self, run, now=True))))
+                self._request(self.client.abort(run, now=False))
+                show_progress()
 
         if self.state.snapshot.stop is not None:
-            self.push_screen(Stopping(self.state, lambda: self._request(abort(self, run, now=True))))
+            show_progress()
         else:
-            self.push_screen(confirm.abort(self.state, text_width(self.size.width)), answered)
+            self.push_screen(confirm_abort(self.state, text_width(self.size.width)), answered)
 
     def do_recheck(self) -> None:
-        self._request(preflight(self) if self.state.pane == "preflight" else probe(self))
+        self._request(self.client.preflight() if self.state.pane == "preflight" else self.client.probe())
 
     def do_calibrate(self) -> None:
-        """Begin to measure; while that goes on, stop it."""
+        """Start to measure; while that goes on, stop it."""
         if self._calibrating is not None and not self._calibrating.is_finished:
             self._calibrating.cancel()
         else:
-            self._measure(quick=False)
+            self._calibrate(quick=False)
 
     def do_calibrate_quick(self) -> None:
-        self._measure(quick=True)
+        self._calibrate(quick=True)
 
-    def _measure(self, *, quick: bool) -> None:
-        self._calibrating = self.run_worker(calibrate(self, quick=quick), group="calibration")
+    def _calibrate(self, *, quick: bool) -> None:
+        self._calibrating = self.run_worker(self.client.calibrate(quick=quick), group="calibration")
 
     def do_demo(self) -> None:
-        self._request(demo(self))
+        self._request(self.client.demo())
 
-    def do_mend(self) -> None:
+    def do_fix(self) -> None:
         """Ask about the fix or the host key of what is selected."""
-        found = mending(self.state)
+        found = fix_for(self.state)
         if isinstance(found, Fix):
             self._ask_fix(found)
-        elif isinstance(found, Key):
+        elif isinstance(found, HostKeyFix):
             self._ask_key(found.facts)
 
     def _ask_key(self, facts: NodeFacts) -> None:
-        assert self.engine is not None
+        assert self.client.engine is not None
         width, offer = text_width(self.size.width), facts.host_key
 
         def answered(go: bool | None) -> None:
             if go and offer is not None:
-                self._request(accept_host_key(self, facts.node, offer))
+                self._request(self.client.accept_host_key(facts.node, offer))
 
         if offer is not None:
             self.push_screen(UnknownKey(facts.node, offer, width), answered)
         elif facts.changed_key is not None:
-            self.push_screen(ChangedKey(facts.node, facts.changed_key, self.engine.home, width))
+            self.push_screen(ChangedKey(facts.node, facts.changed_key, self.client.engine.home, width))
 
     def _ask_fix(self, found: Fix) -> None:
         config = self.state.config
@@ -364,42 +388,28 @@ class FlightDeckApp(App[int]):
 
         def answered(go: bool | None) -> None:
             if go:
-                commands = [Command(node, line, self.clock()) for node, line in found.commands.items()]
-                self.push_screen(Fixing(commands, self.state, width, again), done)
-                self._request(fix(self, config, commands))
+                commands = [FixCommand(node, line, self._clock()) for node, line in found.commands.items()]
+                self.push_screen(FixDialog(commands, self.state, width, again), done)
+                self._request(self.client.fix(config, commands))
 
         def done(answer: str | None) -> None:
             if answer == "again":
                 self.do_recheck()
 
-        self.push_screen(fixing.ask(found.check, found.commands, hosts, width), answered)
-
-    def fixing(self) -> None:
-        """A command has come to something."""
-        if isinstance(self.screen, Fixing):
-            self.screen.show(self.state)
-
-    def fixed(self, commands: Sequence[Command]) -> None:
-        """All have ended: what they printed is kept, and said where nobody looks any more."""
-        said = [f"on {c.node}: {c.line}\n{c.told}\n" + "\n".join(c.output) for c in commands]
-        path = self._save("\n\n".join(said), "fix")
-        told = "; ".join(f"{command.node}: {command.told}" for command in commands)
-        kept = f" (output in {path})" if path is not None else ""
-        if not isinstance(self.screen, Fixing):
-            self.say(f"fix: {told}{kept}", severity="information" if all(c.good for c in commands) else "error")
+        self.push_screen(confirm_fix(found.check, found.commands, hosts, width), answered)
 
     def do_shell(self) -> None:
         """Hand the terminal to a shell on the selected node until that ends."""
-        config, node = self.state.config, self.state.node
-        assert self.engine is not None and config is not None and node is not None
+        config, node, engine = self.state.config, self.state.node, self.client.engine
+        assert engine is not None and config is not None and node is not None
         try:
-            argv = self.engine.shell_argv(config, node)
-            with self._handed_over():
+            argv = engine.nodes.shell_argv(config, node)
+            with self._suspended():
                 print(f"a shell on {node}; leave it (exit, ctrl+d) to come back to Flight Deck", flush=True)
                 code = subprocess.call(argv)
         except SuspendNotSupported:
             self.say(f"this terminal cannot be handed over; in another one: {' '.join(argv)}", severity="warning")
-        except Exception as error:  # InputError, or no such program: said, and the console stays
+        except Exception as error:  # InputError, or no such program: the console stays
             self.say(f"shell: {error}", severity="error")
         else:
             if code:
@@ -407,33 +417,33 @@ class FlightDeckApp(App[int]):
         self.refresh(layout=True)
 
     @contextlib.contextmanager
-    def _handed_over(self) -> Iterator[None]:
-        """The terminal is another program's: nothing is read or heard meanwhile, and its ctrl+c is not ours."""
+    def _suspended(self) -> Iterator[None]:
+        """The terminal is another program's: nothing is read meanwhile, and its ctrl+c does not reach the console."""
         with self.suspend():
-            self.bridge.pause()
-            self.stop_listening()
+            self.poller.pause()
+            self.client.stop_telemetry()
             # A handler and not SIG_IGN, which the program would inherit.
             before = signal.signal(signal.SIGINT, lambda *_: None)
             try:
                 yield
             finally:
                 signal.signal(signal.SIGINT, before)
-                self.bridge.resume()
+                self.poller.resume()
 
     def do_freeze(self) -> None:
         frozen = not self.state.frozen
-        self.change(frozen=frozen)
+        self.store.change(frozen=frozen)
         self.deck.logs.freeze(frozen)
-        if not frozen and self._latest is not None:
-            self.on_snapshot_taken(self._latest)
         if not frozen:
-            self.heard(self._heard)
+            if self._latest is not None:
+                self.on_snapshot_taken(self._latest)
+            self.store.change(telemetry=self._telemetry)
 
     def do_copy(self) -> None:
         text = self.deck.pane(self.state.pane).copy_text()
         path = self._save(text, self.state.pane)
         if path is not None:
-            if not clipboard.pasteboard(text):
+            if not copy_to_pasteboard(text):
                 self.copy_to_clipboard(text)
             first, *more = text.splitlines() or [""]
             rest = f" and {plural(len(more), 'more line')}" if more else ""
@@ -445,11 +455,11 @@ class FlightDeckApp(App[int]):
             self.say(f"saved to {path}")
 
     def _save(self, text: str, name: str) -> Path | None:
-        if self.engine is None:
+        if self.client.engine is None:
             self.say("the engine is still loading", severity="warning")
             return None
         try:
-            return clipboard.save(text, self.engine.home / "saved", name, self.clock())
+            return save_text(text, self.client.engine.home / "saved", name, self._clock())
         except OSError as error:
             self.say(f"could not be saved: {error}", severity="error")
             return None
@@ -461,14 +471,12 @@ class FlightDeckApp(App[int]):
         self.action_command_palette()
 
     def do_quit(self) -> None:
-        """Leave the console; runs go on, and it says so."""
+        """Leave the console; runs go on, and a line on the terminal names them."""
         running = [run.id for run in self.state.runs or () if run.state not in ENDED]
         if self.state.active and self.state.snapshot is not None and self.state.snapshot.record.id not in running:
             running.insert(0, self.state.snapshot.record.id)
-        said = (
-            f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it" if running else None
-        )
-        self.exit(0, message=Text(said) if said else None)
+        text = f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"
+        self.exit(message=Text(text) if running else None)
 
     async def action_quit(self) -> None:
         self.do_quit()
@@ -480,17 +488,43 @@ class FlightDeckApp(App[int]):
         self.say("q quits the console (the run goes on); ctrl+x aborts the run")
 
 
+def save_text(text: str, directory: Path, name: str, now: datetime) -> Path:
+    """Write `text` to a new 0600 file below `directory` (made 0700 when missing) and return its path."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / f"{name}-{now:%Y%m%d-%H%M%S}.txt"
+    number = 1
+    while path.exists():
+        number += 1
+        path = directory / f"{name}-{now:%Y%m%d-%H%M%S}-{number}.txt"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text if text.endswith("\n") else text + "\n")
+    return path
+
+
+def copy_to_pasteboard(text: str) -> bool:
+    """Put `text` on a local Mac's pasteboard; False elsewhere, where OSC 52 asks the terminal to."""
+    if sys.platform != "darwin" or "SSH_CONNECTION" in os.environ:
+        return False
+    try:
+        done = subprocess.run(["pbcopy"], input=text.encode(), timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
 def run_console(
     engine: Engine | Callable[[], Engine],
-    config: FlightConfig | Path | None,
+    config: Config | Path | None,
     *,
-    start: FlightConfig | None = None,
-    follow: str | None = None,
+    start: Config | None = None,
     slow_link: bool = False,
 ) -> int:
-    """Open the console and stay until it is left; returns the exit code.
+    """Open the console and stay until it is left; returns its exit code, 1 after a crash, 128+n after a signal.
 
     `engine` may be a function and `config` a path: both are then loaded after the first paint, off the app's loop.
-    `start` is launched at once; `follow` is the run to show (else the newest that has not ended).
+    `start` is launched at once; else the newest active run is shown.
     """
-    return FlightDeckApp(engine, config, start=start, follow=follow, slow_link=slow_link).run() or 0
+    app = FlightDeckApp(engine, config, start=start, slow_link=slow_link)
+    app.run()
+    return app.return_code or 0

@@ -1,4 +1,6 @@
-"""The command line: parse, call the session, print for people or as JSON. The console is one of its commands."""
+"""The command line: parses the arguments, calls the engine's API, and prints for people or as JSON. The console is
+one of its commands.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,39 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine import api
+from engine.api import ExitCode
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
-from tui.commands.terminal import DEFAULT_FILE
-
-if TYPE_CHECKING:
-    from engine.session import Engine
-
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+from tui.commands.terminal import DEFAULT_FILE, check_terminal
 
 Commands = Any
-"""What add_subparsers gives; argparse has no public name for it."""
+"""The type that add_subparsers returns, which argparse does not name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     try:
         code: int = options.run_command(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has what it wanted; a second complaint at interpreter exit is avoided by /dev/null.
+        # The reader has left; /dev/null avoids a second error at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        return ExitCode.OK
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except (ConfigError, InputError, RunNotFound) as error:
-        return _complain(error, USAGE)
+        return _print_error(error, ExitCode.USAGE)
     except FlightDeckError as error:
-        return _complain(error, FAILED)
+        return _print_error(error, ExitCode.FAILED)
     return code
 
 
-def _carry_out(options: argparse.Namespace) -> int:
-    """Run a command of `tui.commands`, named "module.function": only what is asked for is imported."""
-    from engine.session import Engine
-
-    engine = Engine()
+def _run_command(options: argparse.Namespace) -> int:
+    """Run a command of `tui.commands`, named "module.function"; the others are not imported."""
+    engine = api.Engine()
     if options.adopts:
         _adopt(engine)
     module, _, function = options.command.rpartition(".")
@@ -55,37 +52,34 @@ def _carry_out(options: argparse.Namespace) -> int:
     return code
 
 
-def _adopt(engine: Engine) -> None:
-    """A run whose supervisor was killed is found by whatever starts next (and is still judged and stopped)."""
-    for run in engine.adopt_orphans():
-        print(f"flightdeck: {run} had lost its supervisor: another one has taken it over", file=sys.stderr)
+def _adopt(engine: api.Engine) -> None:
+    """Whatever command starts next gives a run whose supervisor was killed another one."""
+    for run in engine.runs.adopt_orphans():
+        print(f"flightdeck: {run} had lost its supervisor: another one has taken over", file=sys.stderr)
 
 
-def _complain(error: FlightDeckError, code: int) -> int:
-    """A configuration's faults are one line each, everything else is one line."""
+def _print_error(error: FlightDeckError, code: int) -> int:
+    """A configuration's faults are one line each, any other error is one line."""
     prefix = "" if isinstance(error, ConfigError) else "flightdeck: "
     print(f"{prefix}{error}", file=sys.stderr)
     return code
 
 
 def _console(options: argparse.Namespace) -> int:
-    """The console on a configuration; without one it welcomes and offers the demo. It loads the engine by itself, after
-    the first paint."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise InputError("the console needs a terminal", todo="see `flightdeck --help` for the commands that do not")
+    """The console on a configuration, or its welcome without one. It loads the engine itself, after the first paint."""
+    check_terminal()
     chosen: Path | None = options.config
     if chosen is None and DEFAULT_FILE.exists():
         chosen = DEFAULT_FILE
     # textual costs more than all other commands need to start.
     from tui.app import run_console
 
-    return run_console(_engine, chosen, slow_link=options.slow_link)
+    return run_console(_new_engine, chosen, slow_link=options.slow_link)
 
 
-def _engine() -> Engine:
-    from engine.session import Engine
-
-    return Engine()
+def _new_engine() -> api.Engine:
+    """A function, since naming `api.Engine` loads the engine: that is left to the console's thread."""
+    return api.Engine()
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -93,10 +87,10 @@ def _version(_: argparse.Namespace) -> int:
     from importlib.metadata import version
 
     print(f"flightdeck {version('mlx-flightdeck')}")
-    return OK
+    return ExitCode.OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flightdeck",
         description="Checks, launches, watches and stops distributed MLX training. Alone it opens the console.",
@@ -128,7 +122,7 @@ def _starting(commands: Commands) -> None:
     demo = _command(
         commands,
         "demo",
-        "flight.demo",
+        "launch.demo",
         "train a tiny model for real, on this machine alone",
         ("flightdeck demo", "in the console"),
         ("flightdeck demo --headless --ranks 3 --iters 30", "plain lines; ends with the run's exit status"),
@@ -142,7 +136,7 @@ def _starting(commands: Commands) -> None:
     launch = _command(
         commands,
         "launch",
-        "flight.launch",
+        "launch.launch",
         "preflight, then launch; the run goes on by itself",
         ("flightdeck launch -c flightdeck.toml", "returns once the checks have let it through"),
         ("flightdeck launch --follow", "prints how it goes; ctrl+c leaves the run alone"),
@@ -156,8 +150,8 @@ def _starting(commands: Commands) -> None:
     resume = _command(
         commands,
         "resume",
-        "resume.resume",
-        "take up a run that has ended, from the newest state that any of its nodes has",
+        "launch.resume",
+        "resume a run that has ended, from the newest state that any of its nodes has",
         ("flightdeck resume last", "preflight, then the run's next attempt"),
         ("flightdeck resume 20260102 --follow", "by id prefix; prints how it goes"),
     )
@@ -166,7 +160,7 @@ def _starting(commands: Commands) -> None:
     abort = _command(
         commands,
         "abort",
-        "flight.abort",
+        "launch.abort",
         "stop a run and prove that nothing is left",
         ("flightdeck abort last", "after the current step; saves, then ends"),
         ("flightdeck abort 20260102 --now", "by id prefix, without the cooperative stop"),
@@ -182,7 +176,7 @@ def _cluster(commands: Commands) -> None:
     preflight = _command(
         commands,
         "preflight",
-        "cluster.preflight",
+        "preflight.preflight",
         "run the checks; 1 when one would block a launch",
         ("flightdeck preflight", "every failure comes with its cause, its evidence and its fix"),
         ("flightdeck preflight --json | jq .overall_status", ""),
@@ -194,10 +188,10 @@ def _cluster(commands: Commands) -> None:
         commands,
         "nodes",
         "nodes.nodes",
-        "what every node has: chip, memory, disk, versions, links",
-        ("flightdeck nodes -c flightdeck.toml", "asks every node now; - is not measured"),
+        "each node's chip, memory, disk, versions and links",
+        ("flightdeck nodes -c flightdeck.toml", "probes every node now; - is not measured"),
         ("flightdeck nodes --trust SHA256:…", "accepts exactly that host key, where a node shows it"),
-        ("flightdeck nodes --json | jq .topology", "nodes, topology and wiring in one document"),
+        ("flightdeck nodes --json | jq .topology", "nodes, topology and network plan in one document"),
         adopts=False,
     )
     _config(nodes)
@@ -214,7 +208,7 @@ def _cluster(commands: Commands) -> None:
     _command(
         commands,
         "doctor",
-        "cluster.doctor",
+        "preflight.doctor",
         "what this machine has and lacks",
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
         adopts=False,
@@ -228,7 +222,7 @@ def _planning(commands: Commands) -> None:
         "plan",
         "plan.plan",
         "what would be launched, on what, and why; every figure from a fact, the job or the calibration",
-        ("flightdeck plan", "in words"),
+        ("flightdeck plan", "as text"),
         ("flightdeck plan --explain", "the reason of each choice, and where its figure came from"),
         ("flightdeck plan --json | jq .batch_configuration", "the document, version 2.0.0"),
         ("flightdeck plan --format v1", "the older document"),
@@ -254,7 +248,7 @@ def _planning(commands: Commands) -> None:
     sync = _command(
         commands,
         "sync",
-        "sync.sync",
+        "preflight.sync",
         "make every node's workdir the same as this machine's, and prove it",
         ("flightdeck sync", "runs [preflight] sync_script; without one, our own rsync"),
         ("flightdeck sync --dry-run", "compares only; 1 when a node differs"),
@@ -270,15 +264,15 @@ def _init(commands: Commands) -> None:
         "init",
         "init.init",
         "write a first flightdeck.toml, from hosts that are named or found",
-        ("flightdeck init ana@ultra.local bea@max.local", "asks each for a python with mlx and mlx-lm"),
-        ("flightdeck init", "lists what ~/.ssh/config and Bonjour know, and lets you choose"),
+        ("flightdeck init ana@ultra.local bea@max.local", "finds a python with mlx and mlx-lm on each"),
+        ("flightdeck init", "lists the hosts of ~/.ssh/config and Bonjour, and lets you choose"),
         ("flightdeck init --from-ssh-config --yes", "all of ~/.ssh/config"),
         ("flightdeck init --hostfile hosts.json", "MLX's JSON, or lines of host:slots"),
         adopts=False,
     )
     init.add_argument("hosts", nargs="*", metavar="HOST", help="[user@]host[:port]; 127.0.0.1 is this machine")
-    init.add_argument("--from-ssh-config", action="store_true", help="look in ~/.ssh/config")
-    init.add_argument("--bonjour", action="store_true", help="look for machines that announce ssh (about 3 s)")
+    init.add_argument("--from-ssh-config", action="store_true", help="search ~/.ssh/config")
+    init.add_argument("--bonjour", action="store_true", help="search for machines that announce ssh (about 3 s)")
     init.add_argument("--hostfile", type=_file, metavar="FILE", help="take the hosts from this hostfile")
     init.add_argument("-o", "--output", type=_file, metavar="FILE", help="default: ./flightdeck.toml; - prints it")
     init.add_argument("--name", metavar="NAME", help="of the cluster; default: the folder's")
@@ -288,14 +282,12 @@ def _init(commands: Commands) -> None:
 
 def _history(commands: Commands) -> None:
     """runs, show, logs, metrics."""
-    runs = _command(
-        commands, "runs", "history.runs", "every run, newest first", ("flightdeck runs -n 5", "the last five")
-    )
+    runs = _command(commands, "runs", "runs.runs", "every run, newest first", ("flightdeck runs -n 5", "the last five"))
     runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the newest N")
     show = _command(
         commands,
         "show",
-        "history.show",
+        "runs.show",
         "one run: its state, why, what proves it, and where its files are",
         ("flightdeck show", "the newest"),
         ("flightdeck show demo", "by name: its newest; or by id, or the beginning of one"),
@@ -304,7 +296,7 @@ def _history(commands: Commands) -> None:
     log = _command(
         commands,
         "logs",
-        "logs.logs",
+        "runs.logs",
         "what the ranks printed, made harmless for a terminal; --raw gives the bytes as they were",
         ("flightdeck logs", "the newest run, all ranks, `rank | line`"),
         ("flightdeck logs last --rank 1 -f", "follow one rank; ends when the run has ended"),
@@ -313,7 +305,7 @@ def _history(commands: Commands) -> None:
     )
     _run(log)
     log.add_argument("-f", "--follow", action="store_true", help="go on as lines come, until the run has ended")
-    log.add_argument("-n", "--lines", type=_count(10**9, least=0), metavar="N", help="begin at the last N lines")
+    log.add_argument("-n", "--lines", type=_count(10**9, least=0), metavar="N", help="start at the last N lines")
     which = log.add_mutually_exclusive_group()
     which.add_argument("--rank", type=_count(10_000, least=0), metavar="K", help="only rank K")
     which.add_argument("--launcher", action="store_true", help="only what mlx.launch itself printed")
@@ -321,7 +313,7 @@ def _history(commands: Commands) -> None:
     metrics = _command(
         commands,
         "metrics",
-        "history.metrics",
+        "runs.metrics",
         "the reports in order, in mlx-lm's names",
         ("flightdeck metrics", "a table"),
         ("flightdeck metrics last --format csv > loss.csv", ""),
@@ -348,7 +340,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(run_command=_carry_out, command=command, adopts=adopts)
+    parser.set_defaults(run_command=_run_command, command=command, adopts=adopts)
     return parser
 
 
@@ -395,17 +387,12 @@ def _count(most: int, least: int = 1) -> Callable[[str], int]:
 
 def _file(text: str) -> Path:
     """An argparse type: a file's path, or - for stdout; never one that a message could not show."""
-    # The rules cost an import, which most commands do without.
-    from engine.security.paths import path_fault
-
-    accepted = path_fault(text) if text != "-" else None
+    accepted = api.path_fault(text) if text != "-" else None
     if accepted is not None:
-        from engine.security.identifiers import shown
-
-        raise argparse.ArgumentTypeError(f"{shown(text)}: expected {accepted}")
+        raise argparse.ArgumentTypeError(f"{api.safe_repr(text)}: expected {accepted}")
     return Path(text)
 
 
 def _examples(*examples: tuple[str, str]) -> str:
     width = max(len(example) for example, _ in examples)
-    return "\n".join(["examples:", *(f"  {example:<{width}}   {words}".rstrip() for example, words in examples)])
+    return "\n".join(["examples:", *(f"  {example:<{width}}   {text}".rstrip() for example, text in examples)])

@@ -1,12 +1,18 @@
-"""Figures as words, for the command line and the panes alike: durations, ages, sizes, and plain text tables."""
+"""Figures and attempts as text, for the command line and the panes: durations, ages, sizes, plain tables, and one-
+line summaries of a run's attempts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.snapshots import AttemptStatus, RunSnapshot
 
 NOT_MEASURED = "-"
-"""What is shown for None: "not measured", never a guess."""
+"""Shown for None: never a guess."""
 
 
 def duration(seconds: float | None) -> str:
@@ -19,7 +25,7 @@ def duration(seconds: float | None) -> str:
 
 
 def age(then: datetime | None, now: datetime) -> str:
-    """How long ago, in its largest unit: "12 s", "3 min", "2 h", "5 d"; "now" below a second or in the future."""
+    """Time since `then` in its largest unit: "12 s", "3 min", "2 h", "5 d"; "now" below a second or in the future."""
     if then is None:
         return NOT_MEASURED
     seconds = (now - then).total_seconds()
@@ -96,3 +102,54 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def shortened(text: str, width: int) -> str:
     """`text` in at most `width` columns, its end replaced by "…" where it is longer."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+_SOURCES = {
+    "emergency": "the state that its survivors saved",
+    "checkpoint": "the checkpoint",
+    "adapter": "the adapters",
+}
+
+
+def attempt_summary(attempt: AttemptStatus) -> str:
+    """An attempt's start and, when it failed, its end: one line."""
+    parts = [attempt.why] if attempt.why else []
+    if attempt.source in _SOURCES:
+        parts.append(f"from {_SOURCES[attempt.source]} of iteration {attempt.resumed_at}")
+    elif attempt.source is not None:
+        parts.append("from the beginning: no state was found")
+    if attempt.recovery_s is not None:
+        parts += [f"{plural(attempt.repeated or 0, 'step')} repeated", f"{attempt.recovery_s:.1f} s"]
+    if attempt.reason is not None:
+        reached = f" at iteration {attempt.reached}" if attempt.reached else ""
+        parts.append(f"{attempt.reason.value}{_place(attempt)}{reached}")
+    return ", ".join(parts) if parts else "as planned"
+
+
+def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> str | None:
+    """The node of each rank, when an attempt's differ from those of the one before; else None."""
+    if before is None or attempt.members == before.members:
+        return None
+    ranks = ", ".join(f"rank {rank} on {node}" for rank, node in attempt.members)
+    gone = [node for _, node in before.members if node not in [name for _, name in attempt.members]]
+    return ranks + (f"; without {', '.join(gone)}" if gone else "")
+
+
+def recovery_summary(snapshot: RunSnapshot) -> str | None:
+    """ "recovered from rank 1's death at iteration 37, 1 step repeated, 8.2 s" of the last attempt, or what is going on
+    before the next; None of a first."""
+    if snapshot.recovery is not None:
+        return snapshot.recovery
+    last = snapshot.attempts[-1] if snapshot.attempts else None
+    if last is None or last.why is None:
+        return None
+    if last.recovery_s is None:
+        return last.why
+    text = last.why.replace("recovers", "recovered", 1)
+    return f"{text}, {plural(last.repeated or 0, 'step')} repeated, {last.recovery_s:.1f} s"
+
+
+def _place(attempt: AttemptStatus) -> str:
+    if attempt.rank is None:
+        return f" on {attempt.host}" if attempt.host else ""
+    return f" of rank {attempt.rank}" + (f" on {attempt.host}" if attempt.host else "")

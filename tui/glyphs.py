@@ -1,6 +1,6 @@
 """State as shape plus word plus colour, in Unicode or plain ASCII, and the bars drawn in cells.
 
-Words of the engine (run states, check results, rank phases) are looked up by their string value, so that this module
+The engine's states (run states, check results, rank phases) are looked up by their string value, so that this module
 needs nothing of the engine.
 """
 
@@ -76,7 +76,7 @@ def rank_style(rank: int) -> str:
 
 
 def utf8_terminal() -> bool:
-    """Whether this terminal's locale can show more than ASCII."""
+    """The locale has more than ASCII."""
     return "utf" in locale.getpreferredencoding(False).lower()
 
 
@@ -98,7 +98,7 @@ class Glyphs:
         return Content.styled(f"{self.shape(glyph)} {word}", glyph.style)
 
     def bar(self, fraction: float, width: int) -> str:
-        """`fraction` (clamped to 0..1) of `width` cells; the last cell begun is as high as it is full."""
+        """`fraction` (clamped to 0..1) of `width` cells; the last cell is as high as it is full."""
         eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
         full, rest = divmod(eighths, 8)
         if self.ascii:

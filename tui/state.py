@@ -1,26 +1,22 @@
-"""What the deck shows at one moment: everything the panes and the actions' conditions look at, and nothing else.
+"""The state of the console at one moment: everything that the panes and the actions' conditions read.
 
-A frozen value, replaced as a whole; so a pane is a function of it, and a test can make any situation by hand.
+A frozen value, replaced as a whole, so a pane is a function of it and a test can construct any situation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tui.formatting import age
 from tui.glyphs import Glyphs
 
 if TYPE_CHECKING:
-    from engine.config.models import FlightConfig
-    from engine.events import RunSnapshot
-    from engine.measured import CalibrationProgress
+    from engine.api import CalibrationProgress, Config, NetworkPlan, Prediction, TrainingPlan
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
-    from engine.planning.document import TrainingPlan
-    from engine.planning.outlook import Outlook
-    from engine.planning.wiring import Wiring
+    from engine.snapshots import RunSnapshot
 
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
 """The dashboard and the full views, in the order of their number keys (0 has none)."""
@@ -30,9 +26,9 @@ ENDED: Final = frozenset({"succeeded", "failed", "aborted", "lost"})
 FACTS_LIMIT_S: Final = 300.0
 """A node's facts are shown stale when they are older than this."""
 TELEMETRY_LIMIT_S: Final = 15.0
-"""So is what a node uses, which it says every 2 s."""
+"""So is its telemetry, which arrives every 2 s."""
 RANK_LIMIT_S: Final = 15.0
-"""A training rank is shown stale when it has said nothing for longer than this."""
+"""A training rank is shown stale when it has reported nothing for longer than this."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +39,25 @@ class DeckState:
     glyphs: Glyphs = field(default_factory=Glyphs)
     ready: bool = False
     """The engine is loaded."""
-    config: FlightConfig | None = None
+    config: Config | None = None
     fault: str | None = None
-    """Why there is no usable configuration, or what could not be done last; one line each."""
+    """Why there is no usable configuration, or why the last launch failed; may have several lines."""
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
-    """By node, as last seen: at the start what an earlier console has seen, as old as it says."""
+    """By node; at the start those that the store has, with their age."""
     probing: bool = False
-    asked: frozenset[str] = frozenset()
-    """Nodes that the probe under way has had no answer of yet."""
+    unanswered: frozenset[str] = frozenset()
+    """Nodes that have not answered the probe under way."""
     telemetry: Mapping[str, NodeTelemetry] = field(default_factory=dict)
-    """By node: what it uses, as it last said."""
+    """The newest of each node."""
     listening: bool = False
     """Telemetry is on."""
     topology: Topology | None = None
-    wiring: Wiring | None = None
+    network_plan: NetworkPlan | None = None
     plan: TrainingPlan | None = None
-    """Of what would be launched, as the last probe found the nodes."""
+    """The next launch, by the facts of the last probe."""
     planning: bool = False
-    unwired: str | None = None
-    """Why there is no wiring, one line."""
+    network_problem: str | None = None
+    """Why there is no network plan, one line."""
     node: str | None = None
     """The node under the cursor."""
     detail: bool = False
@@ -69,20 +65,18 @@ class DeckState:
     check: str | None = None
     """The preflight check under the cursor."""
     checks: tuple[CheckResult, ...] = ()
-    """Of a preflight started from here, without a launch."""
-    not_checked: tuple[str, ...] = ()
-    """Checks of the full product that this release does not make."""
+    """The preflight started from the console, without a launch."""
     checks_at: datetime | None = None
     """When that preflight ended; None while it runs."""
-    outlook: Outlook | None = None
-    """What the newest calibration means for the next launch; without a calibration what is assumed."""
+    prediction: Prediction | None = None
+    """The next launch by the newest calibration; without one by what is assumed."""
     calibrating: Mapping[str, CalibrationProgress] | None = None
-    """How far a calibration under way is, by what is measured; None while there is none."""
+    """Progress of the calibration under way, by what is measured; None while there is none."""
     snapshot: RunSnapshot | None = None
     runs: tuple[RunRecord, ...] | None = None
     """Newest first; None until they have been read."""
     busy: str | None = None
-    """A request to the engine that has not been answered: "launching", "checking", "calibrating"."""
+    """The request to the engine under way: "launching", "checking", "calibrating"."""
     view: str = "dashboard"
     pane: str = "run"
     frozen: bool = False
@@ -107,14 +101,20 @@ class DeckState:
 
     @property
     def shown_checks(self) -> tuple[CheckResult, ...]:
-        """The newest preflight: one started from here, else the shown run's."""
+        """The newest preflight: the console's own, else the shown run's."""
         if self.checks:
             return self.checks
         return self.snapshot.checks if self.snapshot is not None else ()
 
     @property
+    def known_facts(self) -> list[NodeFacts]:
+        """The facts of the configuration's nodes, in its order."""
+        nodes = self.config.nodes if self.config is not None else ()
+        return [facts for node in nodes if (facts := self.facts.get(node.name)) is not None]
+
+    @property
     def selected_facts(self) -> NodeFacts | None:
-        """Of the node under the cursor."""
+        """The facts of the node under the cursor."""
         return self.facts.get(self.node) if self.node is not None else None
 
     @property
@@ -124,11 +124,11 @@ class DeckState:
 
     @property
     def backend(self) -> str | None:
-        """How the ranks are, or would be, joined."""
+        """The backend of the shown run, else of the next launch."""
         if self.snapshot is not None:
             return self.snapshot.record.backend
-        if self.wiring is not None:
-            return self.wiring.backend
+        if self.network_plan is not None:
+            return self.network_plan.backend
         if self.config is None:
             return None
         if self.config.cluster.backend != "auto":
@@ -136,13 +136,27 @@ class DeckState:
         return "ring" if all(node.local for node in self.config.nodes) else "backend auto"
 
     def failures(self) -> int:
-        """Failed checks of a preflight started from here: those block a launch."""
+        """Failed checks of the console's own preflight: those block a launch."""
         return sum(check.status == "fail" for check in self.checks)
 
     def ago(self, moment: datetime | None) -> str:
         """ "just now" or "3 min ago"."""
-        return "just now" if (said := age(moment, self.now)) == "now" else f"{said} ago"
+        return "just now" if (text := age(moment, self.now)) == "now" else f"{text} ago"
 
     def age_s(self, moment: datetime) -> float:
         """Seconds from `moment` to now, never below 0."""
         return max(0.0, (self.now - moment).total_seconds())
+
+
+class StateStore:
+    """Holds the console's one state. Every part of the console reads it and changes it here, on the app's loop."""
+
+    def __init__(self, state: DeckState, changed: Callable[[], object]) -> None:
+        self.state = state
+        self._changed = changed
+
+    def change(self, **changes: Any) -> None:
+        """Replace fields of the state; `changed` is called when one is another object than before."""
+        if any(getattr(self.state, name) is not value for name, value in changes.items()):
+            self.state = replace(self.state, **changes)
+            self._changed()

@@ -1,97 +1,146 @@
-"""A calibration from its beginning to its end: every node alone, then the links, then what it all was taken of."""
+"""Runs a whole calibration: every node alone, then the links by a real all_sum, and the fingerprint of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
-from engine.calibration.links import measure_links
 from engine.calibration.throughput import measure_nodes
-from engine.config.models import FlightConfig
-from engine.config.subset import only
-from engine.errors import FlightDeckError, LaunchError
-from engine.launch.place import Place
-from engine.measured import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
-from engine.models import NodeFacts
-from engine.planning.fingerprint import fingerprint, machines
-from engine.preflight.scene import Scene
+from engine.checks.context import CheckContext
+from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
+from engine.cluster.staging import HostLayout
+from engine.config.models import Config, select_nodes
+from engine.errors import FlightDeckError
+from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
+from engine.models import CheckStatus, NodeFacts
+from engine.plan.fingerprint import fingerprint, node_fingerprints
 
 QUICK_S = 10.0
-STAND_IN = "the job runs a command of its own: a tiny Llama was trained in its place, on every node the same"
+ALL_RANKS = "all ranks"
+SYNTHETIC_MODEL = "the job runs a command of its own: the same tiny Llama was trained on every node instead"
 
 
 async def calibrate(
-    scene: Scene,
+    context: CheckContext,
     *,
     quick: bool,
     known: Iterable[NodeFacts] = (),
-    tell: Callable[[CalibrationProgress], None],
+    on_progress: Callable[[CalibrationProgress], None],
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Calibration:
-    """Measure the scene's nodes and links. `known` is what was seen of the nodes before, for those that do not answer
-    now. A node that cannot be reached is "not measured", with why; when none can, its error is raised."""
-    config = scene.config
-    places = await scene.on_all(scene.place_of)
-    unreachable = {name: answer for name, answer in places.items() if not isinstance(answer, Place)}
+    """Measure the nodes and their links. `known` are the last known facts, for nodes that do not answer now. A node
+    that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
+    config = context.config
+    layouts = await context.on_all_nodes(context.layout_of)
+    unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
     if len(unreachable) == len(config.nodes):
         raise next(iter(unreachable.values()))
-    there = Scene(only(config, places.keys() - unreachable.keys()), scene.fleet) if unreachable else scene
+    reachable = (
+        CheckContext(select_nodes(config, layouts.keys() - unreachable.keys()), context.fleet)
+        if unreachable
+        else context
+    )
     try:
-        alone = await measure_nodes(there, QUICK_S if quick else config.calibration.seconds, tell)
-        links, everyone = await measure_links(there, tell)
-        backend = await _backend(there)
+        results = await measure_nodes(reachable, QUICK_S if quick else config.calibration.seconds, on_progress)
+        links, all_ranks = await measure_links(reachable, on_progress)
+        backend = await _backend(reachable)
     finally:
-        if there is not scene:
-            await there.close()
-    measured = {measure.node: measure for measure in alone.nodes}
+        if reachable is not context:
+            await reachable.close()
+    measured = {measure.node: measure for measure in results.nodes}
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
-        everyone = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
-    facts = _facts(config, (await scene.facts()).values(), known)
+        all_ranks = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
+    facts = _facts(config, (await context.facts()).values(), known)
     return Calibration(
         cluster=config.cluster.name,
         job=config.job.name,
         fingerprint=fingerprint(config, facts),
-        machines=machines(config, facts),
+        machines=node_fingerprints(config, facts),
         taken_at=clock(),
         quick=quick,
-        stand_in=config.job.command is not None,
+        synthetic_model=config.job.command is not None,
         backend=backend,
         nodes=tuple(
             measured.get(node.name) or NodeMeasure(node=node.name, host=node.ssh, problem=str(unreachable[node.name]))
             for node in config.nodes
         ),
         links=links,
-        everyone=everyone,
-        gradient_bytes=alone.gradient_bytes,
-        notes=_notes(config, alone.left),
+        all_ranks=all_ranks,
+        gradient_bytes=results.gradient_bytes,
+        notes=_notes(config, results.leftovers),
     )
 
 
-def complete(calibration: Calibration) -> bool:
-    """Whether every node was measured: only such a one takes the place of an earlier one."""
+def is_complete(calibration: Calibration) -> bool:
+    """A complete calibration replaces an earlier one in the store."""
     return all(measure.examples_per_s is not None for measure in calibration.nodes)
 
 
-def _facts(config: FlightConfig, now: Iterable[NodeFacts], before: Iterable[NodeFacts]) -> list[NodeFacts]:
-    """As the store will have them: of a node that does not answer, what was seen when it last did."""
-    seen = {fact.node: fact for fact in now if fact.problem is None}
-    last = {fact.node: fact for fact in before}
-    return [fact for node in config.nodes if (fact := seen.get(node.name) or last.get(node.name)) is not None]
+def _facts(config: Config, now: Iterable[NodeFacts], last: Iterable[NodeFacts]) -> list[NodeFacts]:
+    """As the store will have them: for a node that does not answer, its last known facts."""
+    fresh = {fact.node: fact for fact in now if fact.problem is None}
+    last_seen = {fact.node: fact for fact in last}
+    return [fact for node in config.nodes if (fact := fresh.get(node.name) or last_seen.get(node.name)) is not None]
 
 
-async def _backend(scene: Scene) -> str | None:
+async def _backend(context: CheckContext) -> str | None:
     try:
-        return (await scene.wiring()).backend
-    except (FlightDeckError, LaunchError):
+        return (await context.network_plan()).backend
+    except FlightDeckError:
         return None
 
 
-def _notes(config: FlightConfig, left: str) -> tuple[str, ...]:
-    notes = [STAND_IN] if config.job.command is not None else []
+def _notes(config: Config, leftovers: str) -> tuple[str, ...]:
+    notes = [SYNTHETIC_MODEL] if config.job.command is not None else []
     hosts = [node.ssh for node in config.nodes]
     if len(set(hosts)) < len(hosts):
         notes.append("ranks of one machine were measured one after another: together they share it")
-    if left:
-        notes.append(left)
+    if leftovers:
+        notes.append(leftovers)
     return tuple(notes)
+
+
+def ring_pairs(nodes: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The pairs of a ring through the nodes in rank order, each once."""
+    if len(nodes) < 3:
+        return [(nodes[0], nodes[1])] if len(nodes) == 2 else []
+    return list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
+
+
+async def measure_links(
+    context: CheckContext, on_progress: Callable[[CalibrationProgress], None]
+) -> tuple[tuple[LinkMeasure, ...], LinkMeasure | None]:
+    """Each pair of neighbours, and all ranks together (None for one node); each with the reason where it could not be
+    measured."""
+    names = tuple(node.name for node in context.config.nodes)
+    pairs = tuple([await _measure_link(context, pair, " - ".join(pair), on_progress) for pair in ring_pairs(names)])
+    if len(names) < 2:
+        return (), None
+    return pairs, pairs[0] if len(names) == 2 else await _measure_link(context, names, ALL_RANKS, on_progress)
+
+
+async def _measure_link(
+    context: CheckContext, names: tuple[str, ...], label: str, on_progress: Callable[[CalibrationProgress], None]
+) -> LinkMeasure:
+    on_progress(CalibrationProgress(label, "measuring", seconds=context.config.preflight.all_sum_s))
+    subset = CheckContext(select_nodes(context.config, names), context.fleet)
+    try:
+        found = _link_measure(subset, names, await run_all_sum(subset))
+    except (FlightDeckError, OSError) as error:
+        found = LinkMeasure(nodes=names, problem=str(error))
+    finally:
+        await subset.close()
+    on_progress(CalibrationProgress(label, "not measured" if found.problem else "measured", note=found.problem or ""))
+    return found
+
+
+def _link_measure(context: CheckContext, names: tuple[str, ...], found: AllSumOutcome) -> LinkMeasure:
+    result = evaluate(context.config, found)
+    measured = [each for each in found.results.values() if each is not None]
+    latencies = [each.latency_s for each in measured if each.latency_s is not None]
+    bandwidths = [each.bandwidth_bytes_per_s for each in measured if each.bandwidth_bytes_per_s]
+    if result.status is CheckStatus.FAIL or not latencies or not bandwidths:
+        return LinkMeasure(nodes=names, problem=result.summary)
+    # An all_sum has ended when its slowest rank has the result.
+    return LinkMeasure(nodes=names, latency_s=max(latencies), bandwidth_bytes_per_s=min(bandwidths))

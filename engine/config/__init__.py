@@ -1,2 +1,2 @@
-"""What the user wants: flightdeck.toml and mlx-lm's YAML read into validated, frozen models, with all faults at once.
-Nothing here contacts a node, starts a process, or looks into a model; that a path exists is preflight's to say."""
+"""Reads flightdeck.toml, mlx-lm's YAML and hostfiles into validated, frozen models, and reports all faults at once.
+Nothing here contacts a node, starts a process or opens a model; preflight checks whether paths exist."""

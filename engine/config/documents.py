@@ -1,4 +1,4 @@
-"""Reads flightdeck.toml, mlx-lm's YAML and hostfiles from disk into plain values, whatever lies in their place."""
+"""Reads flightdeck.toml, mlx-lm's YAML and hostfiles from disk into plain values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import yaml
 
 from engine.config.faults import value_text
 from engine.errors import ConfigFault
-from engine.security.paths import MAX_LENGTH
+from engine.security.paths import MAX_PATH_LENGTH
 
 SIZE_LIMIT = 1_000_000
-"""Bytes; more is no configuration, and is not read."""
+"""Bytes; larger files are not read."""
 _SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""What the parsers let through for scalars they cannot make (a 13th month, 5,000 digits) or nest too deeply."""
+"""Errors that the parsers do not wrap: for impossible scalars (a 13th month, 5,000 digits) and deep nesting."""
 
 
 class DocumentError(Exception):
-    """A file that gives no table; `fault` says why."""
+    """A file could not be read as a table."""
 
     def __init__(self, path: Path, key: str, value: str, accepted: str) -> None:
         super().__init__(accepted)
@@ -30,12 +30,12 @@ class DocumentError(Exception):
 
 
 class _MlxLmLoader(yaml.SafeLoader):
-    """mlx-lm's YAML: as PyYAML reads it, but 1e-5 is a number."""
+    """PyYAML, except that 1e-5 is a number, as in mlx-lm."""
 
 
 _MlxLmLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    # From mlx_lm/lora.py, so that both read a file alike.
+    # From mlx_lm/lora.py, so that both read a file the same way.
     re.compile(
         r"""^(?:
      [-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -53,14 +53,14 @@ _MlxLmLoader.add_implicit_resolver(
 def file_text(path: Path) -> str:
     """A file's name for a message."""
     text = str(path)
-    return text if text.isprintable() and len(text) <= MAX_LENGTH else value_text(text)
+    return text if text.isprintable() and len(text) <= MAX_PATH_LENGTH else value_text(text)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
     text = read_text(
         path,
-        "a flightdeck.toml: name one with -c FILE, or begin with `flightdeck demo`, which needs none",
+        "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`",
     )
     try:
         return tomllib.loads(text)
@@ -71,14 +71,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """The keys of an mlx-lm training YAML; none for an empty file. Raises DocumentError."""
-    text = read_text(path, "the mlx-lm YAML that [job] config names, relative to the folder of flightdeck.toml")
+    """The keys of an mlx-lm training YAML. Raises DocumentError."""
+    text = read_text(path, "the mlx-lm YAML of [job] config, relative to the folder of flightdeck.toml")
     try:
         document = yaml.load(text, _MlxLmLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "the file"
-        raise DocumentError(path, where, value_text(error.problem or "no YAML"), "YAML") from error
+        raise DocumentError(path, where, value_text(error.problem or "not YAML"), "YAML") from error
     except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
         raise DocumentError(path, "the file", _unreadable(error), "YAML of plain values") from error
     if document is None:
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def read_text(path: Path, wanted: str) -> str:
-    """A file's text, `wanted` being what it should have been. Raises DocumentError."""
+    """The text of a file; `wanted` describes it in faults. Raises DocumentError."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -98,7 +98,7 @@ def read_text(path: Path, wanted: str) -> str:
             raise DocumentError(path, "the file", f"{found.st_size:,} bytes", f"at most {SIZE_LIMIT:,} bytes")
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DocumentError(path, "the file", "(not there)", wanted) from error
+        raise DocumentError(path, "the file", "(not found)", wanted) from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise DocumentError(path, "the file", f"({why})", wanted) from error
@@ -110,10 +110,10 @@ def read_text(path: Path, wanted: str) -> str:
 
 
 def read_json(path: Path, text: str) -> Any:
-    """The document that `text`, read from `path`, holds. Raises DocumentError."""
+    """Parse `text`, which was read from `path`. Raises DocumentError."""
 
     def refuse(constant: str) -> None:
-        raise DocumentError(path, "the file", constant, "JSON, which has no such number")
+        raise DocumentError(path, "the file", constant, "JSON, which does not have such numbers")
 
     try:
         return json.loads(text, parse_constant=refuse)

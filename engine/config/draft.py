@@ -1,4 +1,6 @@
-"""Writes a first flightdeck.toml: what was found and what was meant, with a comment where a person has to look."""
+"""Writes a first flightdeck.toml from the hosts that were found and the job in a folder (an mlx-lm YAML, or data), with
+a comment wherever the user has to decide.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.places import address_form, device_form, host_form
+from engine.config.documents import DocumentError, read_yaml
+from engine.config.formats import address_form, device_form, host_form, path_form
+from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
-from engine.security.hosts import SshTarget
-from engine.security.identifiers import made_identifier, shown
+from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
 
 PYTHON_GUESS = "~/mlx/.venv/bin/python"
-"""Where docs/two-macs.md has it made."""
+"""Where docs/quickstart.md creates it."""
 MODEL_GUESS, DATA_GUESS = "~/models/Qwen3-0.6B", "~/data/my-dataset"
 _COMMENT_COLUMN = 40
 _COMMENT_WIDTH = 160
@@ -31,26 +34,25 @@ class DraftNode:
     ssh: str
     """`[user@]host[:port]`; 127.0.0.1 is this machine."""
     python: str | None = None
-    """An interpreter there that has mlx and mlx-lm; None: nobody could tell, a guess is written."""
+    """An interpreter on the node that has mlx and mlx-lm; if None, a guess is written."""
     about: str = ""
-    """What is known of the host, for the comment."""
+    """Known facts about the host, for the comment."""
     doubt: str = ""
-    """Why `python` could not be found out, in one line."""
+    """Why `python` is unknown, in one line."""
     ips: tuple[str, ...] = ()
-    """Empty: chosen from the nodes' facts at launch."""
+    """Empty: chosen from the nodes' interfaces at launch."""
     rdma: tuple[str | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class DraftJob:
-    """What of the job is known; None is a placeholder that a person replaces."""
+    """The known parts of the job; None becomes a placeholder that the user replaces."""
 
     model: str | None = None
     data: str | None = None
     config: str | None = None
-    """An mlx-lm YAML beside the file, which may name the model and the data."""
+    """An mlx-lm YAML in the same folder, which may set the model and the data."""
     has_model: bool = False
-    """Whether `config` names the model."""
     has_data: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
@@ -63,23 +65,21 @@ def draft(
     backend: str = "auto",
     job: DraftJob | None = None,
 ) -> str:
-    """The text of a flightdeck.toml that `load_config` accepts as it is. Names that are taken get a number. Raises
-    InputError for a host, an address or a device that is none, or when there is no node."""
+    """The text of a flightdeck.toml that `load_config` accepts. Duplicate names get a number. Raises InputError for an
+    invalid host, address or device, and without nodes."""
     if not nodes:
-        raise InputError("there is no host to write down", todo="name some: flightdeck init ana@ultra.local …")
+        raise InputError("no hosts", todo="name some: flightdeck init ana@ultra.local …")
     for node in nodes:
         _check(node)
     lines = [
-        "# MLX Flight Deck: what to run on and what to train. Written by `flightdeck init`, yours to edit.",
-        "# `flightdeck nodes` shows what is there, `flightdeck preflight` whether it would work.",
+        "# MLX Flight Deck: the nodes and the job. Written by `flightdeck init`; edit it as you like.",
+        "# `flightdeck nodes` shows the nodes, `flightdeck preflight` checks whether the job would run.",
         "",
         "[cluster]",
-        _set("name", made_identifier(cluster, "cluster")),
-        _set(
-            "backend", backend, "auto takes RDMA where all of it is there, else the ring" if backend == "auto" else ""
-        ),
+        _set("name", make_identifier(cluster, "cluster")),
+        _set("backend", backend, "auto uses RDMA if possible, else TCP" if backend == "auto" else ""),
         "",
-        "# One [[node]] for each rank, rank 0 first. Paths are the node's own; ~ is the home of its user.",
+        "# One [[node]] per rank, rank 0 first. Paths are on the node; ~ is the home directory of its user.",
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *_node(node, name)]
@@ -88,17 +88,17 @@ def draft(
 
 
 def checked_host(host: str) -> SshTarget:
-    """The host as ssh reaches it. Raises InputError for one that a configuration would refuse."""
+    """Raises InputError for a host that a configuration would refuse."""
     if accepted := host_form(host):
-        raise InputError(f"{shown(host)} is no host", todo=f"give {accepted}")
+        raise InputError(f"{safe_repr(host)} is not a host", todo=f"give {accepted}")
     return SshTarget.parse(host)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Names that a configuration accepts, each once: "Ana's Mac" gives "Ana-s-Mac", a second one "Ana-s-Mac-2"."""
+    """Unique names that a configuration accepts: "Ana's Mac" becomes "Ana-s-Mac", a second one "Ana-s-Mac-2"."""
     made: list[str] = []
     for rank, name in enumerate(names):
-        base = made_identifier(name, f"node{rank}")
+        base = make_identifier(name, f"node{rank}")
         number, chosen = 1, base
         while chosen in made:
             number += 1
@@ -108,8 +108,8 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def write_draft(path: Path, text: str, *, force: bool = False) -> None:
-    """Write the file whole or not at all; with `force` in the place of another. Raises InputError when there is one
-    already, StateError when it cannot be written."""
+    """Write the file atomically; with `force` it replaces an existing file. Raises InputError if the file exists,
+    StateError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -121,7 +121,7 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
             if force:
                 temporary.replace(path)
             else:
-                # Unlike a rename this fails for a file that has come meanwhile.
+                # Unlike a rename, this fails if the file was created in the meantime.
                 path.hardlink_to(temporary)
         finally:
             temporary.unlink(missing_ok=True)
@@ -132,18 +132,17 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
 
 
 def already_there(path: Path) -> InputError:
-    """The refusal to write over `path`."""
-    return InputError(f"{path} is there already", todo="--force writes over it, -o FILE writes another")
+    return InputError(f"{path} already exists", todo="--force overwrites it, -o FILE writes another file")
 
 
 def _check(node: DraftNode) -> None:
     checked_host(node.ssh)
     for address in node.ips:
         if accepted := address_form(address):
-            raise InputError(f"{node.name}: {shown(address)} is no address", todo=f"give {accepted}")
+            raise InputError(f"{node.name}: {safe_repr(address)} is not an address", todo=f"give {accepted}")
     for device in node.rdma or ():
         if device is not None and (accepted := device_form(device)):
-            raise InputError(f"{node.name}: {shown(device)} is no device", todo=f"give {accepted}")
+            raise InputError(f"{node.name}: {safe_repr(device)} is not a device", todo=f"give {accepted}")
 
 
 def _node(node: DraftNode, name: str) -> list[str]:
@@ -151,11 +150,11 @@ def _node(node: DraftNode, name: str) -> list[str]:
     if node.python is not None:
         lines.append(_set("python", node.python))
     else:
-        lines.append(_set("python", PYTHON_GUESS, f"NOT VERIFIED: {node.doubt or 'nobody has asked'}"))
+        lines.append(_set("python", PYTHON_GUESS, f"NOT VERIFIED: {node.doubt or 'not probed'}"))
     if node.ips:
         lines.append(_set("ips", list(node.ips)))
     if node.rdma is not None:
-        # TOML has no null: the node itself is an empty text.
+        # TOML has no null: an empty string is the node itself.
         lines.append(_set("rdma", [device or "" for device in node.rdma]))
     return lines
 
@@ -163,11 +162,11 @@ def _node(node: DraftNode, name: str) -> list[str]:
 def _job(job: DraftJob, ranks: int) -> list[str]:
     lines = ["[job]"]
     if job.config is not None:
-        lines.append(_set("config", job.config, "mlx-lm's YAML; keys here win"))
+        lines.append(_set("config", job.config, "an mlx-lm YAML; keys in this file have priority"))
     if job.model is not None:
         lines.append(_set("model", job.model, "on every node"))
     elif not job.has_model:
-        lines.append(_set("model", MODEL_GUESS, "CHANGE ME: a directory of mlx-lm's form, on every node"))
+        lines.append(_set("model", MODEL_GUESS, "CHANGE ME: a directory in mlx-lm's format, on every node"))
     if job.data is not None:
         lines.append(_set("data", job.data, "on every node"))
     elif not job.has_data:
@@ -175,13 +174,13 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     if job.config is None:
         lines += [
             _set("fine_tune_type", "lora", "lora, dora or full"),
-            _set("batch_size", ranks * math.ceil(8 / ranks), "global, as in mlx-lm"),
+            _set("batch_size", ranks * math.ceil(8 / ranks), "over all ranks, as in mlx-lm"),
             _set("iters", 1000),
         ]
     if job.env:
         lines.append("env = {" + ", ".join(f"{_toml(name)} = {_toml(value)}" for name, value in job.env.items()) + "}")
     lines += [
-        "# Any key of an mlx-lm training YAML may stand here. Or, in place of all of it, a program of your own:",
+        "# Any key of an mlx-lm training YAML is accepted here. Or replace the job by a custom command:",
         '# command = ["python", "my_script.py"]',
     ]
     return lines
@@ -194,10 +193,55 @@ def _set(key: str, value: str | int | list[str], comment: str = "") -> str:
 def _toml(value: str | int | list[str]) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    # JSON's texts are TOML's but for DEL, which TOML wants escaped.
+    # JSON strings are TOML strings, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _commented(code: str, comment: str) -> str:
     comment = sanitise(comment.encode(errors="replace"), _COMMENT_WIDTH).strip()
     return f"{code:<{_COMMENT_COLUMN - 1}} # {comment}" if comment else code
+
+
+DATA, TRAIN = "data", "train.jsonl"
+_TYPICAL_KEYS = frozenset(
+    {"model", "data", "iters", "batch_size", "learning_rate", "fine_tune_type", "lora_parameters"}
+)
+"""A YAML with two of these and no unknown key is mlx-lm's."""
+
+
+def find_job(folder: Path, *, remote: bool) -> DraftJob:
+    """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, to be valid on other
+    machines."""
+    found = _yaml(folder)
+    data = None
+    if found is None or not found[1].get("data"):
+        data = _data(folder, remote=remote)
+    if found is None:
+        return DraftJob(data=data)
+    name, keys = found
+    return DraftJob(data=data, config=name, has_model=bool(keys.get("model")), has_data=bool(keys.get("data")))
+
+
+def _yaml(folder: Path) -> tuple[str, dict[object, object]] | None:
+    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:50]:
+        try:
+            keys = read_yaml(path)
+        except DocumentError:
+            continue
+        if (
+            len(_TYPICAL_KEYS & set(map(str, keys))) >= 2
+            and all(key in KEYS for key in keys)
+            and path_form(path.name) is None
+        ):
+            return path.name, keys
+    return None
+
+
+def _data(folder: Path, *, remote: bool) -> str | None:
+    if not (folder / DATA / TRAIN).is_file():
+        return None
+    if not remote:
+        return DATA
+    path = (folder / DATA).absolute()
+    text = f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+    return text if path_form(text) is None else None

@@ -1,4 +1,4 @@
-"""Faults of a configuration: collected with where they are and what is accepted, in words of our own."""
+"""Collects the faults of a configuration, each with its location and a description of what is accepted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.errors import ConfigFault
-from engine.security.identifiers import is_identifier, shown
+from engine.security.identifiers import is_identifier, safe_repr
 
 UNKNOWN_LIMIT = 20
-"""So many unknown keys of one table are named one by one; more are counted."""
+"""Unknown keys of a table that are reported individually; the rest are only counted."""
 _KEY_WIDTH = 60
 _INDEXED = re.compile(r"[a-z_]+\[[0-9]{1,4}\]|line [0-9]{1,9}")
 _NOT_SET = "(not set)"
 
 _TYPES = {
-    "string_type": "a text in quotes",
+    "string_type": "a string in quotes",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -41,8 +41,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A table of a file: its keys are named `<table>.<key>`, those of a YAML file by themselves."""
+class Location:
+    """A table of a file, whose keys are reported as `<table>.<key>`; YAML files have no table."""
 
     file: str
     table: str = ""
@@ -53,32 +53,34 @@ class Place:
 
 @dataclass
 class Faults:
-    """All the faults so far, in the order in which they were found."""
+    """The faults so far, in the order in which they were found."""
 
     found: list[ConfigFault] = field(default_factory=list)
 
-    def add(self, place: Place, key: object, value: object, accepted: str) -> None:
-        """A value that is not accepted. Said once, however many nodes have it from [node_defaults]."""
-        fault = ConfigFault(place.file, place.key(key), value_text(value), accepted)
+    def add(self, location: Location, key: object, value: object, accepted: str) -> None:
+        """Report a value that is not accepted, once even if many nodes take it from [node_defaults]."""
+        fault = ConfigFault(location.file, location.key(key), value_text(value), accepted)
         if fault not in self.found:
             self.found.append(fault)
 
-    def missing(self, place: Place, key: object, accepted: str) -> None:
-        """A key that has to be there and is not."""
-        self.found.append(ConfigFault(place.file, place.key(key), _NOT_SET, accepted))
+    def missing(self, location: Location, key: object, accepted: str) -> None:
+        """Report a required key."""
+        self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
 
-    def unknown(self, place: Place, table: Mapping[Any, Any], known: Iterable[str], later: Mapping[str, str]) -> None:
-        """Every key of `table` that is not one of `known`; `later` says of some why they are not."""
+    def unknown(
+        self, location: Location, table: Mapping[Any, Any], known: Iterable[str], hints: Mapping[str, str]
+    ) -> None:
+        """Report every key of `table` that is not in `known`; `hints` says what to use instead of some keys."""
         names = sorted(known)
-        strange = [key for key in table if key not in names]
-        for key in strange[:UNKNOWN_LIMIT]:
-            self.add(place, key, table[key], later.get(key) or _suggestion(key, names))
-        if len(strange) > UNKNOWN_LIMIT:
-            more = f"({len(strange) - UNKNOWN_LIMIT} more keys)"
-            self.found.append(ConfigFault(place.file, place.table or "the file", more, "keys that are known"))
+        unknown = [key for key in table if key not in names]
+        for key in unknown[:UNKNOWN_LIMIT]:
+            self.add(location, key, table[key], hints.get(key) or _suggestion(key, names))
+        if len(unknown) > UNKNOWN_LIMIT:
+            more = f"({len(unknown) - UNKNOWN_LIMIT} more keys)"
+            self.found.append(ConfigFault(location.file, location.table or "the file", more, "known keys"))
 
-    def validated(self, place: Place, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
-        """`values` as a model, types taken strictly; None when there were faults. Unknown keys are passed over."""
+    def validated(self, location: Location, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
+        """`values` as a model with strict types; None if there are faults. Unknown keys are ignored."""
         chosen = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in values.items()
@@ -91,42 +93,42 @@ class Faults:
                 name, *inner = problem["loc"]
                 key = key_text(name) + "".join(f"[{key_text(part)}]" for part in inner)
                 value = _NOT_SET if problem["type"] == "missing" else value_text(problem["input"])
-                self.found.append(ConfigFault(place.file, f"{place.table}.{key}", value, accepted_form(problem)))
+                self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
             return None
 
 
 def accepted_form(problem: ErrorDetails) -> str:
-    """What pydantic would have accepted, in plain words."""
+    """A description of what pydantic accepts."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return words.format(context[name])
+        name, template = _BOUNDS[kind]
+        return template.format(context[name])
     if kind == "literal_error":
         return f"one of {context['expected']}"
     if kind == "missing":
-        return "a value: it cannot be left out"
+        return "a value, since the key is required"
     return _TYPES.get(kind, problem["msg"])
 
 
 def key_text(key: object) -> str:
-    """A key as it is printed: itself when it is a name or an index, else quoted, printable and cut."""
+    """A key for printing: unchanged if it is a name or an index, else quoted, escaped and shortened."""
     if is_identifier(key) or (isinstance(key, int) and abs(key) < 10**9):
         return str(key)
-    return key if isinstance(key, str) and _INDEXED.fullmatch(key) else shown(key, _KEY_WIDTH)
+    return key if isinstance(key, str) and _INDEXED.fullmatch(key) else safe_repr(key, _KEY_WIDTH)
 
 
 def value_text(value: object) -> str:
-    """A value as it is printed: printable, at most 80 characters."""
+    """A value for printing: escaped, at most 80 characters."""
     try:
-        return shown(value)
+        return safe_repr(value)
     except (ValueError, RecursionError):
-        # Python refuses to print a number of more than some thousand digits.
+        # Python refuses to print numbers with thousands of digits.
         return "(a value that cannot be printed)"
 
 
 def _suggestion(key: object, names: list[str]) -> str:
     near = get_close_matches(key[:_KEY_WIDTH], names, n=1) if isinstance(key, str) else []
     if near:
-        return f"a known key; is {near[0]} meant?"
-    listed = ", ".join(names) if len(names) <= 12 else "those of an mlx-lm training YAML, and our own few"
+        return f"a known key; did you mean {near[0]}?"
+    listed = ", ".join(names) if len(names) <= 12 else "see docs/configuration.md"
     return f"a known key: {listed}"

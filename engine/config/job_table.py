@@ -1,4 +1,4 @@
-"""[job]: an mlx-lm training, whose keys stand inline or in the YAML file that `config` names, or a command."""
+"""Reads [job]: an mlx-lm training, with its keys inline or in the YAML file of `config`, or a custom command."""
 
 from __future__ import annotations
 
@@ -10,178 +10,176 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.documents import DocumentError, file_text, read_yaml
-from engine.config.faults import Faults, Place
+from engine.config.faults import Faults, Location
+from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
 from engine.config.models import JobConfig
-from engine.config.places import path_form, resolved
-from engine.security.identifiers import ACCEPTED as IDENTIFIER
-from engine.security.identifiers import is_identifier, made_identifier
-from engine.worker.layers import parse_split
+from engine.protocol.pipeline import parse_split
+from engine.security.identifiers import IDENTIFIER_FORM as IDENTIFIER
+from engine.security.identifiers import is_identifier, make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
-COMMAND_KEYS = ("name", "command", "env")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
-"""Of ours, what only the trainer obeys."""
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
-_LATER_KEYS = {
-    "hf_dataset": 'data = "<a directory with train.jsonl>": data sets of a hub are not read',
-}
+_HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("MLX_", "FLIGHTDECK_")
-_EITHER = 'model = "<a directory of mlx-lm\'s form>" and data, or command = ["python", "my_script.py"]'
+_EITHER = 'model = "<directory in mlx-lm\'s format>" and data, or command = ["python", "my_script.py"]'
 
 
 @dataclass(frozen=True)
 class ReadJob:
-    """The job, None when it has faults; and which keys are right and where each given one was found, for the faults
-    that concern more than one key."""
+    """The job, and what the checks across keys need: the valid settings, and where each was found."""
 
     config: JobConfig | None
+    """None if it has faults."""
     settings: Mapping[str, Any]
-    places: Mapping[str, Place]
-    command: bool
-    """Whether it is a command."""
+    locations: Mapping[str, Location]
+    is_command: bool
 
 
-def read_job(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> ReadJob:
-    """[job], with every mlx-lm key filled in. The paths in it stay as written."""
+def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base: Path) -> ReadJob:
+    """Read [job], with defaults for all mlx-lm keys. Its paths are kept as written."""
     before = len(faults.found)
-    faults.unknown(place, table, (*OWN_KEYS, *KEYS), _LATER_KEYS)
-    _check_environment(faults, place, table.get("env"))
+    faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
+    _check_environment(faults, location, table.get("env"))
     report = table.get("data_quality_report")
     if isinstance(report, str) and (accepted := path_form(report)):
-        faults.add(place, "data_quality_report", report, accepted)
+        faults.add(location, "data_quality_report", report, accepted)
     name = table.get("name")
     if isinstance(name, str) and not is_identifier(name):
-        faults.add(place, "name", name, IDENTIFIER)
+        faults.add(location, "name", name, IDENTIFIER)
     command = "command" in table
     if command:
-        settings, places = _command(faults, place, table), dict[str, Place]()
+        settings, locations = _command(faults, location, table), dict[str, Location]()
     else:
-        settings, places = _training(faults, place, table, base)
+        settings, locations = _training(faults, location, table, base)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    _layer_split(faults, place, own)
+    _layer_split(faults, location, own)
     if not isinstance(own.get("command", []), list):
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
-    faults.validated(place, JobConfig, own)
+    faults.validated(location, JobConfig, own)
     if len(faults.found) > before:
-        return ReadJob(None, settings, places, command)
+        return ReadJob(None, settings, locations, command)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
-    config = faults.validated(place, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(places)})
-    return ReadJob(config, settings, places, command)
+    config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
+    return ReadJob(config, settings, locations, command)
 
 
-def _layer_split(faults: Faults, place: Place, own: dict[str, Any]) -> None:
-    """A pipeline's layers as they are written; how many there must be is seen with the nodes, and with the model."""
+def _layer_split(faults: Faults, location: Location, own: dict[str, Any]) -> None:
+    """Check the form of layer_split; its number of ranges is checked against the nodes, its layers against the
+    model."""
     written = own.get("layer_split")
     if not isinstance(written, str):
         return
     if own.get("strategy") != "pipeline":
-        faults.add(place, "layer_split", own.pop("layer_split"), 'nothing here, or strategy = "pipeline"')
+        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
         return
     try:
         parse_split(written)
     except ValueError as error:
-        faults.add(place, "layer_split", own.pop("layer_split"), f'one range per rank, as in "0-8,8-36": {error}')
+        faults.add(location, "layer_split", own.pop("layer_split"), f'one range per rank, such as "0-8,8-36": {error}')
 
 
-def _command(faults: Faults, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A job that is a program of the user's own: nothing of it is ours to fill in."""
+def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a job with a custom command."""
     for key, value in table.items():
         if key in KEYS or key in _TRAINING_KEYS:
-            faults.add(place, key, value, "nothing here: a command brings its own; leave out this key or the command")
+            faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
-    accepted = 'a list of texts such as ["python", "my_script.py"]'
+    accepted = 'a list of strings such as ["python", "my_script.py"]'
     if not isinstance(command, list):
-        faults.add(place, "command", command, accepted)
+        faults.add(location, "command", command, accepted)
     elif not command or not command[0]:
-        faults.add(place, "command", command, f"{accepted}, not empty")
+        faults.add(location, "command", command, f"{accepted}, not empty")
     elif not isinstance(command[0], str) or command[0].startswith("-") or not command[0].isprintable():
-        faults.add(place, "command[0]", command[0], "a program's name or path")
+        faults.add(location, "command[0]", command[0], "the name or path of a program")
     elif len(command) > 1000:
-        faults.add(place, "command", f"{len(command)} words", "at most 1000 words")
+        faults.add(location, "command", f"{len(command)} arguments", "at most 1000 arguments")
     else:
         for number, word in enumerate(command[1:], start=1):
             if isinstance(word, str) and "\0" in word:
-                faults.add(place, f"command[{number}]", word, "a text without NUL")
+                faults.add(location, f"command[{number}]", word, "a string without NUL")
     return {}
 
 
 def _training(
-    faults: Faults, place: Place, table: Mapping[str, Any], base: Path
-) -> tuple[dict[str, Any], dict[str, Place]]:
-    """mlx-lm's keys with their defaults, and where each given one stands."""
+    faults: Faults, location: Location, table: Mapping[str, Any], base: Path
+) -> tuple[dict[str, Any], dict[str, Location]]:
+    """mlx-lm's keys with defaults, and where each key was set."""
     given: dict[str, Any] = {}
-    places: dict[str, Place] = {}
-    for file_place, keys in ((place, table), _yaml_keys(faults, place, table, base)):
+    locations: dict[str, Location] = {}
+    for file_location, keys in ((location, table), _yaml_keys(faults, location, table, base)):
         for key, value in keys.items():
             if key in KEYS and key != "config" and value is not None and key not in given:
-                given[key], places[key] = value, file_place
-    wrong: set[str] = set()
+                given[key], locations[key] = value, file_location
+    invalid: set[str] = set()
     for key, value in list(given.items()):
         if key == "optimizer" and isinstance(value, str):
-            # mlx-lm reads AdamW and adamw alike.
+            # mlx-lm accepts AdamW and adamw.
             value = given[key] = value.lower()
-        if not KEYS[key].check(value):
-            faults.add(places[key], key, given.pop(key), KEYS[key].accepted)
-            wrong.add(key)
+        if not KEYS[key].form.check(value):
+            faults.add(locations[key], key, given.pop(key), KEYS[key].form.accepted)
+            invalid.add(key)
         elif key in PATH_KEYS and (accepted := path_form(value)):
-            faults.add(places[key], key, given.pop(key), accepted)
-            wrong.add(key)
-    if "model" not in places and "data" not in places:
-        faults.missing(place, "model", _EITHER)
-    elif "model" not in places:
-        faults.missing(place, "model", "a directory of mlx-lm's form: config.json, tokenizer, *.safetensors")
-    elif "data" not in places:
-        faults.missing(place, "data", "a directory with train.jsonl, and valid.jsonl and test.jsonl where there are")
+            faults.add(locations[key], key, given.pop(key), accepted)
+            invalid.add(key)
+    if "model" not in locations and "data" not in locations:
+        faults.missing(location, "model", _EITHER)
+    elif "model" not in locations:
+        faults.missing(location, "model", "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors")
+    elif "data" not in locations:
+        faults.missing(location, "data", "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl")
     settings = with_defaults(given)
     settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
-    return {key: value for key, value in settings.items() if key not in wrong}, places
+    return {key: value for key, value in settings.items() if key not in invalid}, locations
 
 
-def _yaml_keys(faults: Faults, place: Place, table: Mapping[str, Any], base: Path) -> tuple[Place, Mapping[Any, Any]]:
-    """What the file that `config` names says; nothing when there is none, or none that can be read."""
+def _yaml_keys(
+    faults: Faults, location: Location, table: Mapping[str, Any], base: Path
+) -> tuple[Location, Mapping[Any, Any]]:
+    """The keys of the file in `config`; empty if there is none, or if it cannot be read."""
     named = table.get("config")
     if named is None:
-        return place, {}
+        return location, {}
     if accepted := path_form(named):
-        faults.add(place, "config", named, accepted)
-        return place, {}
+        faults.add(location, "config", named, accepted)
+        return location, {}
     path = Path(resolved(named, base))
     try:
         keys = read_yaml(path)
     except DocumentError as error:
         faults.found.append(error.fault)
-        return place, {}
-    there = Place(file_text(path))
-    later = {**_LATER_KEYS, **dict.fromkeys(OWN_KEYS, "nothing here: this key belongs into flightdeck.toml")}
-    faults.unknown(there, keys, KEYS, later)
+        return location, {}
+    there = Location(file_text(path))
+    hints = {**_HINTS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
+    faults.unknown(there, keys, KEYS, hints)
     return there, keys
 
 
-def _check_environment(faults: Faults, place: Place, env: object) -> None:
+def _check_environment(faults: Faults, location: Location, env: object) -> None:
     if not isinstance(env, dict):
         return
-    here = Place(place.file, f"{place.table}.env")
+    here = Location(location.file, f"{location.table}.env")
     for name, value in env.items():
         if accepted := environment_fault(name, value):
             faults.add(here, name, value, accepted)
 
 
 def environment_fault(name: str, value: object) -> str | None:
-    """What is accepted in place of a variable for the ranks; None when it can be set."""
+    """Description of an accepted variable; None if this one can be set."""
     if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
-        return "a variable's name; those that begin with MLX_ or FLIGHTDECK_ are set for it"
+        return "a variable name; names that begin with MLX_ or FLIGHTDECK_ are reserved"
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= sign <= "\udfff" for sign in value)):
-        return "a text without NUL, of whole characters"
+        return "a string of valid characters without NUL"
     return None
 
 
 def _name(command: object, model: object) -> str:
-    """The job's name where none is given: of the model's folder, or of the script."""
+    """The default name: that of the model's folder, or of the script."""
     if isinstance(command, list):
         words = [word for word in command if isinstance(word, str)]
         script = next((word for word in words if word.endswith(".py")), words[0] if words else "")
-        return made_identifier(Path(script[:4096]).stem, "job")
-    return made_identifier(Path(model).name, "job") if isinstance(model, str) else "job"
+        return make_identifier(Path(script[:4096]).stem, "job")
+    return make_identifier(Path(model).name, "job") if isinstance(model, str) else "job"

@@ -1,75 +1,176 @@
-"""Makes a FlightConfig from a flightdeck.toml, or says everything that is wrong with it at once."""
+"""Loads a Config from flightdeck.toml, or reports all its faults at once, including those between several keys."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
-from engine.config.cross import cross_check
+from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
-from engine.config.faults import Faults, Place
-from engine.config.hostfile_import import ImportedHosts, read_hostfile
+from engine.config.faults import Faults, Location
+from engine.config.formats import address_form, host_form, on_node, path_form, remote_path_form, resolved
+from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
     CalibrationConfig,
     CheckpointConfig,
+    Config,
     ConsistencyConfig,
-    FlightConfig,
     NodeConfig,
     PreflightConfig,
     RecoveryConfig,
     UiConfig,
 )
-from engine.config.places import host_form, on_node, path_form, remote_path_form, resolved
 from engine.errors import ConfigError
+from engine.security.identifiers import LOCAL
+
+MAX_PORT = 65535
+
+
+def _check_nodes(faults: Faults, nodes: Sequence[NodeTable]) -> None:
+    """Names and addresses must be unique."""
+    first: dict[str, int] = {}
+    for rank, node in enumerate(nodes):
+        name = node.known.get("name")
+        if not isinstance(name, str):
+            continue
+        if name in first:
+            accepted = f"a unique name: node[{first[name]}] has this one"
+            faults.add(node.location, "name", name, accepted)
+        first.setdefault(name, rank)
+    hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
+    if len(set(hosts)) == 1:
+        return
+    first = {}
+    for rank, number, address in _valid_addresses(nodes):
+        key = f"ips[{number}]"
+        if ipaddress.IPv4Address(address).is_loopback:
+            accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
+            faults.add(nodes[rank].location, key, address, accepted)
+        elif hosts[first.setdefault(address, rank)] != hosts[rank]:
+            accepted = f"a unique address: node[{first[address]}] is another host and has this one"
+            faults.add(nodes[rank].location, key, address, accepted)
+
+
+def _valid_addresses(nodes: Sequence[NodeTable]) -> Iterator[tuple[int, int, str]]:
+    """(rank, index in ips, address)"""
+    for rank, node in enumerate(nodes):
+        for number, address in enumerate(_listed(node, "ips")):
+            if isinstance(address, str) and address_form(address) is None:
+                yield rank, number, address
+
+
+def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> None:
+    """A complete matrix of RDMA devices must connect the ranks as the backend needs it."""
+    size = len(nodes)
+    if backend not in ("jaccl", "jaccl-ring") or not all(len(_listed(node, "rdma")) == size for node in nodes):
+        return
+    for rank, node in enumerate(nodes):
+        row = _listed(node, "rdma")
+        peers = {(rank - 1) % size, (rank + 1) % size} if backend == "jaccl-ring" else set(range(size))
+        missing = [str(peer) for peer in sorted(peers - {rank}) if row[peer] in ("", None)]
+        if missing:
+            accepted = f"a device for rank {' and '.join(missing)} too: {backend} needs it"
+            faults.add(node.location, "rdma", row, accepted)
+
+
+def _check_ports(faults: Faults, location: Location, nodes: Sequence[NodeTable], first: int | None) -> None:
+    """Every address of a rank needs a port."""
+    ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
+    if first is not None and nodes and first + ports - 1 > MAX_PORT:
+        accepted = f"a port that is the first of {ports} ports up to {MAX_PORT}"
+        faults.add(location, "starting_port", first, accepted)
+
+
+def _listed(node: NodeTable, key: str) -> list[object]:
+    found = node.known.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _check_command(faults: Faults, nodes: Sequence[NodeTable], defaults: Defaults) -> None:
+    accepted = "no value here: the job is a command, which has its own"
+    for key in ("model", "data", "share"):
+        for node in nodes:
+            if key in node.known:
+                faults.add(node.location, key, node.known[key], accepted)
+        if key in defaults.values:
+            faults.add(defaults.location, key, defaults.values[key], accepted)
+
+
+def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) -> None:
+    settings, config = job.settings, job.config
+    batch_size = settings.get("batch_size")
+    pipeline = config is not None and config.strategy == "pipeline"
+    if pipeline and nodes < 2:
+        faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
+    if config is not None and config.layer_split is not None and config.layer_split.count(",") + 1 != nodes:
+        accepted = f"{nodes} ranges, one per node"
+        faults.add(inline, "layer_split", config.layer_split, accepted)
+    # In a pipeline every node processes the whole batch.
+    if batch_size is not None and batch_size < nodes and not pipeline:
+        accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"
+        faults.add(job.locations.get("batch_size", inline), "batch_size", batch_size, accepted)
+    iters, key = settings.get("iters"), "grad_accumulation_steps"
+    if iters is not None and settings.get(key, 0) > iters:
+        accepted = f"at most iters = {iters}, since otherwise the model is never updated"
+        faults.add(job.locations.get(key, inline), key, settings[key], accepted)
+
 
 _SECTIONS = ("preflight", "consistency", "calibration", "checkpoint", "recovery", "ui")
 _TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
-_OTHERWISE = {"nodes": "[[node]], one table per rank"}
-"""Tables that people write, and what is meant."""
+_HINTS = {"nodes": "[[node]], one table per rank"}
 
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
+_URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def load_config(path: Path) -> FlightConfig:
-    """Read `path`. Nothing is contacted, started or written. Raises ConfigError with all the faults, nothing else."""
+def load_config(path: Path) -> Config:
+    """Raises ConfigError with all faults, and nothing else."""
     try:
         document = read_toml(path)
     except DocumentError as error:
         raise ConfigError([error.fault]) from error
     file = path.absolute()
     faults, name = Faults(), file_text(path)
-    faults.unknown(Place(name), document, _TABLES, _OTHERWISE)
+    faults.unknown(Location(name), document, _TABLES, _HINTS)
     cluster_table, job_table = _table(faults, name, document, "cluster"), _table(faults, name, document, "job")
-    cluster = read_cluster(faults, Place(name, "cluster"), cluster_table)
-    defaults = read_defaults(faults, Place(name, "node_defaults"), _table(faults, name, document, "node_defaults"))
-    imported = _imported(faults, name, cluster_table, file.parent)
+    cluster = read_cluster(faults, Location(name, "cluster"), cluster_table)
+    defaults = read_defaults(faults, Location(name, "node_defaults"), _table(faults, name, document, "node_defaults"))
+    imported = _read_hostfile(faults, name, cluster_table, file.parent)
     tables = imported.tables if imported else node_tables(faults, name, document.get("node"))
     if imported and document.get("node"):
-        accepted = "nothing here: the nodes are those of [cluster] hostfile; leave out one of the two"
-        faults.add(Place(name), "node", document["node"], accepted)
+        accepted = "no value here: [cluster] hostfile names the nodes; remove one of the two"
+        faults.add(Location(name), "node", document["node"], accepted)
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     nodes = read_nodes(faults, tables, defaults, file.parent)
-    job = read_job(faults, Place(name, "job"), job_table, file.parent)
+    job = read_job(faults, Location(name, "job"), job_table, file.parent)
     preflight = _section(faults, name, document, "preflight", PreflightConfig)
-    _check_preflight_paths(faults, Place(name, "preflight"), preflight)
+    _check_preflight_paths(faults, Location(name, "preflight"), preflight)
     consistency = _section(faults, name, document, "consistency", ConsistencyConfig)
     calibration = _section(faults, name, document, "calibration", CalibrationConfig)
     checkpoint = _section(faults, name, document, "checkpoint", CheckpointConfig)
-    _check_destination(faults, Place(name, "checkpoint"), checkpoint, nodes)
+    _check_destination(faults, Location(name, "checkpoint"), checkpoint, nodes)
     recovery = _section(faults, name, document, "recovery", RecoveryConfig)
     if recovery is not None and recovery.min_nodes is not None and recovery.min_nodes > len(nodes) > 0:
-        faults.add(Place(name, "recovery"), "min_nodes", recovery.min_nodes, f"at most {len(nodes)}, all the nodes")
+        faults.add(
+            Location(name, "recovery"), "min_nodes", recovery.min_nodes, f"at most {len(nodes)}, the number of nodes"
+        )
     ui = _section(faults, name, document, "ui", UiConfig)
-    cross_check(faults, name, tables, defaults=defaults, cluster=cluster, job=job)
+    _check_nodes(faults, tables)
+    if cluster is not None:
+        _check_devices(faults, tables, cluster.backend)
+        _check_ports(faults, Location(name, "cluster"), tables, cluster.starting_port)
+    if job.is_command:
+        _check_command(faults, tables, defaults)
+    elif tables:
+        _check_training(faults, Location(name, "job"), len(tables), job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
     if faults.found or not (
@@ -79,7 +180,7 @@ def load_config(path: Path) -> FlightConfig:
     config = job.config
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
-    return FlightConfig(
+    return Config(
         file=file,
         cluster=cluster,
         nodes=tuple(_with_job(node, config.model, config.data, file.parent) for node in good),
@@ -93,56 +194,56 @@ def load_config(path: Path) -> FlightConfig:
     )
 
 
-def _imported(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
-    """What the hostfile that [cluster] names says; None where it names none."""
+def _read_hostfile(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
+    """The nodes of [cluster] hostfile; None if it is not set."""
     named = cluster.get("hostfile")
     if not isinstance(named, str):
         return None
     if accepted := path_form(named):
-        faults.add(Place(name, "cluster"), "hostfile", named, accepted)
+        faults.add(Location(name, "cluster"), "hostfile", named, accepted)
         return ImportedHosts()
     return read_hostfile(faults, Path(resolved(named, base)))
 
 
 def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
-    """~somebody is a user of this machine, and need not be one elsewhere."""
-    # What is no host at all has been said by now.
+    """`~user` is only valid on this machine."""
+    # Invalid hosts are already reported.
     if all(host_form(node.ssh) is not None or node.local for node in nodes):
         return
     for key in PATH_KEYS:
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
-            faults.add(job.places[key], key, value, accepted)
+            faults.add(job.locations[key], key, value, accepted)
 
 
-def _check_preflight_paths(faults: Faults, place: Place, preflight: PreflightConfig | None) -> None:
+def _check_preflight_paths(faults: Faults, location: Location, preflight: PreflightConfig | None) -> None:
     if preflight is None:
         return
     if accepted := path_form(preflight.sync_script):
-        faults.add(place, "sync_script", preflight.sync_script, accepted)
+        faults.add(location, "sync_script", preflight.sync_script, accepted)
     for number, root in enumerate(preflight.roots):
         if accepted := remote_path_form(root):
-            faults.add(place, f"roots[{number}]", root, accepted)
+            faults.add(location, f"roots[{number}]", root, accepted)
 
 
 def _check_destination(
-    faults: Faults, place: Place, checkpoint: CheckpointConfig | None, nodes: Sequence[NodeConfig | None]
+    faults: Faults, location: Location, checkpoint: CheckpointConfig | None, nodes: Sequence[NodeConfig | None]
 ) -> None:
-    """A path is the node's own, as those of [job] are; an address is for the node's fsspec to understand."""
+    """The destination is a path on the node, or a URL for fsspec there."""
     if checkpoint is None or checkpoint.destination is None:
         return
     named = checkpoint.destination
     if "://" in named:
-        if not _ADDRESS.fullmatch(named):
-            faults.add(place, "destination", named, "an address such as s3://bucket/folder, without blanks")
+        if not _URL.fullmatch(named):
+            faults.add(location, "destination", named, "a URL such as s3://bucket/folder, without spaces")
         return
     local = all(node is None or host_form(node.ssh) is not None or node.local for node in nodes)
     if accepted := path_form(named) if local or not named.startswith("~") else remote_path_form(named):
-        faults.add(place, "destination", named, f"{accepted}; or an address such as s3://bucket/folder")
+        faults.add(location, "destination", named, f"{accepted}; or a URL such as s3://bucket/folder")
 
 
 def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:
-    """The node with the job's model and data as they are on it, where it names no others."""
+    """The node with the job's model and data, unless it sets its own."""
     job = {"model": model, "data": data}
     paths = {key: on_node(path, node, base) for key, path in job.items() if path and not getattr(node, key)}
     return node.model_copy(update=paths)
@@ -152,11 +253,11 @@ def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) ->
     found = document.get(name, {})
     if isinstance(found, dict):
         return found
-    faults.add(Place(file), name, found, f"one table: [{name}] on a line of its own, its keys below")
+    faults.add(Location(file), name, found, f"a table: [{name}] on its own line, with its keys below")
     return {}
 
 
 def _section(faults: Faults, file: str, document: Mapping[str, Any], name: str, kind: type[Section]) -> Section | None:
-    table, place = _table(faults, file, document, name), Place(file, name)
-    faults.unknown(place, table, kind.model_fields, {})
-    return faults.validated(place, kind, table)
+    table, location = _table(faults, file, document, name), Location(file, name)
+    faults.unknown(location, table, kind.model_fields, {})
+    return faults.validated(location, kind, table)

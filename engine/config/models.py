@@ -1,16 +1,20 @@
-"""The configuration as the engine uses it: validated, paths resolved, defaults filled in.
+"""The configuration as the engine uses it: validated, with paths resolved and defaults filled in. `engine.config.load`
+makes a Config from flightdeck.toml; nothing else creates one from user input.
 
-`engine.config.load` makes a FlightConfig from flightdeck.toml; nothing else constructs one from user text.
+The docstrings of the fields are the text of docs/configuration.md (`python -m tests.docs.generate`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.security.hosts import SshTarget
+from engine.errors import InputError
+from engine.protocol.pipeline import parse_split
+from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
 Strategy = Literal["data", "sharded", "pipeline"]
@@ -21,172 +25,201 @@ class _Section(BaseModel):
 
 
 class ClusterConfig(_Section):
-    """[cluster]"""
+    """How the nodes are connected and how the ranks are started. The whole table may be left out."""
 
     name: str = "cluster"
+    """Name of the cluster: letters, digits, `.`, `_`, `-`."""
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
-    """auto chooses by the nodes' facts and their cables (engine.planning)."""
+    """MLX's communication backend. `auto` uses RDMA (`jaccl`, `jaccl-ring`) if the Macs are cabled for it, `nccl` if
+    every node has CUDA, else `ring` (TCP)."""
     launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
-    """What starts the ranks: MLX's launcher over our ssh, or our own connections with the same environment."""
+    """Starts the ranks with `mlx.launch`, or directly over Flight Deck's own connections with the same environment."""
     starting_port: int | None = Field(default=None, ge=1024, le=65000)
-    """First port that the ranks listen on; None picks fresh ports for each attempt."""
+    """First TCP port that the ranks listen on. Default: free ports, chosen for each attempt."""
     hostfile: str | None = None
-    """A hostfile that the nodes were read from, as written: MLX's JSON, or `host:slots` lines."""
+    """Reads the nodes from a hostfile instead of `[[node]]` tables: MLX's JSON, or lines of `host:slots`. Default:
+    none."""
 
 
 class NodeConfig(_Section):
-    """One [[node]]: one rank. Paths are the node's own: absolute, or below `~`, the home of the node's user; those of
-    a node that is this machine are absolute by now."""
+    """One table per rank, rank 0 first. Paths are those of the node itself: absolute or below `~`, the home directory
+    of its user; if the node is this machine, also relative to the configuration file."""
 
     name: str
+    """Unique name of the node. Default: `node0`, `node1`, …"""
     ssh: str = "127.0.0.1"
-    """`[user@]host[:port]` (engine.security.hosts); 127.0.0.1 is this machine, without ssh."""
+    """How to reach the node: `[user@]host[:port]`. `127.0.0.1` is this machine, without ssh."""
     ips: tuple[str, ...] = ("127.0.0.1",)
-    """IPv4 addresses on which its rank listens; empty: those are chosen from the nodes' facts."""
+    """Up to 8 IPv4 addresses on which the rank listens. Default: chosen from the network interfaces of the nodes."""
     python: str
-    """The interpreter on the node; for this machine by default the one that runs flightdeck."""
+    """Python interpreter that has mlx and mlx-lm; required for a remote node. Default: on this machine, the interpreter
+    that runs flightdeck."""
     workdir: str
-    """Directory on the node in which the rank's program runs."""
+    """Directory in which the rank runs. Default: `~`; on this machine the folder of the configuration file."""
     model: str | None = None
-    """Where the model lies on this node; filled in from the job's where the node says nothing."""
+    """Where the model is on this node. Default: `model` in `[job]`."""
     data: str | None = None
+    """Where the training data is on this node. Default: `data` in `[job]`."""
     rdma: tuple[str | None, ...] | None = None
-    """The RDMA device towards each rank, None for itself, as in MLX's hostfile; None: chosen from the cables."""
+    """RDMA device towards each rank, in their order, and `""` for the node itself: `["", "rdma_en5"]`. Default: chosen
+    from the Thunderbolt cables."""
     share: float | None = Field(default=None, gt=0)
-    """Fixed relative share of the global batch; None is an equal share."""
+    """Relative share of the global batch, from 1e-6 to 1e6. Default: by the calibration, or equal shares."""
 
     @property
     def local(self) -> bool:
-        """Whether it is this machine."""
         return SshTarget.parse(self.ssh).local
 
 
 class JobConfig(_Section):
-    """[job]: either mlx-lm training (`model`, `data`, …) or the user's own `command`."""
+    """The training: either mlx-lm fine-tuning (`model`, `data` and the keys of the second table) or a custom
+    `command`."""
 
     name: str
+    """Name of the job. Default: the name of the model's folder, or of the script."""
     command: tuple[str, ...] | None = None
+    """A custom program and its arguments instead of mlx-lm: `["python", "my_script.py"]`. `{rank}` in an argument is
+    the rank. Default: none."""
     model: str | None = None
-    """As written, like the paths in `mlx_lm`: what it is on a node says NodeConfig.model."""
+    """The model's path as written; `NodeConfig.model` is the path on a node."""
     data: str | None = None
+    """The data's path as written; `NodeConfig.data` is the path on a node."""
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
+    """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
+    `pipeline`: every rank has some of the layers."""
     layer_split: str | None = None
-    """Of a pipeline, per rank its layers, half-open: "0-8,8-36". None: by memory."""
+    """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
-    """Every key of an mlx-lm training YAML with its default filled in (batch_size, iters, learning_rate, …),
-    [job] keys winning over the YAML file's."""
+    """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
     given: tuple[str, ...] = ()
-    """Those of its keys that the configuration names itself; the others are defaults."""
+    """The keys of `mlx_lm` that the configuration sets; the others are defaults."""
     env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for every rank. Names that begin with `MLX_` or `FLIGHTDECK_` are reserved. Default:
+    none."""
     data_quality_report: str | None = None
-    """A JSON report on the data, on this machine (engine.planning): its number of examples, and whether they may be
-    trained on."""
+    """JSON report on the training data, on this machine: its number of examples, and whether training on it is allowed.
+    Default: none."""
     chunking: bool = True
-    """Whether a large dataset is streamed in chunks."""
+    """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
-    """Examples of one chunk; a dataset of as many or more is chunked."""
+    """Examples per chunk. Smaller datasets are not streamed."""
 
 
 class PreflightConfig(_Section):
-    """[preflight]"""
+    """The checks before a launch."""
 
     all_sum_s: float = Field(default=2.0, gt=0, le=60)
-    """How long the real all_sum runs, seconds."""
+    """Duration of the all_sum test over all ranks, seconds."""
     skip: tuple[str, ...] = ()
+    """Checks to skip, by name. Default: none."""
     roots: tuple[str, ...] = ()
-    """Folders, beside the home, the workdir and the state directory of a machine, in which scripts and checkpoints may
-    lie; a symlink out of all of them is refused."""
+    """Folders in which scripts and checkpoints may be, besides the home, workdir and state directories; symlinks that
+    leave all of them are refused. Default: none."""
     sync: bool = True
-    """Whether the sync script runs before the launch."""
+    """Run the sync script before a launch."""
     sync_script: str = "~/Dev/sync-dev.sh"
-    """On this machine; where there is none, that is a warning."""
+    """Script on this machine that copies the project to the nodes. If it does not exist, that is a warning."""
     block_on_failure: bool = True
-    """Whether a sync script that fails blocks the launch; else it warns."""
+    """A failing sync script blocks the launch; otherwise it is a warning."""
     consistency: bool = True
-    """Whether the workers' files are compared before the launch."""
+    """Compare the files of the nodes before a launch."""
     consistency_threshold: float = Field(default=0.95, gt=0, le=1)
-    """Agreeing workers over all, inclusive."""
+    """Smallest share of nodes that must agree."""
     exclude_divergent: bool = False
-    """Leave a divergent minority out and plan for the others, instead of blocking."""
+    """Launch without a divergent minority of nodes instead of blocking."""
 
 
 class ConsistencyConfig(_Section):
-    """[consistency]: what is watched of the workers while they train."""
+    """Comparison of the ranks during training with strategy `data`, whose ranks are replicas."""
 
     enabled: bool = True
+    """Compare the ranks."""
     every: int = Field(default=50, ge=1)
-    """Updates between two comparisons of the replicas' parameters."""
+    """Optimizer updates between two comparisons of the parameters."""
     staleness: int = Field(default=5, ge=0)
+    """Updates that a rank may be behind before an alarm."""
     kl: float = Field(default=0.1, ge=0)
+    """Spread of the ranks' losses that raises an alarm: log(1 + variance) / 10."""
     wasserstein: float = Field(default=1.0, ge=0)
+    """Spread of the ranks' gradient norms that raises an alarm: mean distance from the median."""
     on_corruption: Literal["stop", "warn"] = "stop"
-    """When replicas differ: stop at the last step where all agreed, or go on with an alarm."""
+    """When the parameters of replicas differ: stop at the last step at which all agreed, or continue with an alarm."""
 
 
 class CalibrationConfig(_Section):
-    """[calibration]"""
+    """Measured speed of the nodes and their links."""
 
     enabled: bool = True
-    """Whether plan, preflight and shares use a stored calibration."""
+    """Use the stored calibration for the plan, the checks and the shares of the batch."""
     seconds: float = Field(default=120.0, gt=0, le=3600)
-    """Of measuring per node; --quick takes 10."""
+    """Measuring time per node, seconds; `--quick` takes 10."""
     max_age_days: float = Field(default=30.0, gt=0)
-    """An older one is a warning."""
+    """Days after which a calibration is no longer used."""
 
 
 class CheckpointConfig(_Section):
-    """[checkpoint]: the state from which a training goes on exactly, written beside it."""
+    """Checkpoints of the whole training state, from which a run continues exactly. They are written in the
+    background."""
 
     enabled: bool = True
+    """Write checkpoints of the training state."""
     every: int | None = Field(default=None, ge=1)
-    """Optimizer updates from one to the next; None: as often as the job saves its adapters (save_every)."""
+    """Optimizer updates between two checkpoints. Default: as often as the job saves its adapters (`save_every`)."""
     keep: int = Field(default=3, ge=1, le=1000)
-    """Older ones are removed when a newer one has been read back."""
+    """Checkpoints to keep. Older ones are removed after a newer one was verified."""
     compression: Literal["none", "gzip", "zstd"] = "none"
+    """Compression of the checkpoints."""
     destination: str | None = None
-    """A folder (NFS, another disk) on the node that writes: rank 0's, or each where no rank has the whole state; or an
-    address that fsspec knows (s3://…, gs://…), to which each is copied. None: below the run's folder on that node.
-    Every run has a folder of its own in it. Where the state is divided it must be one that all nodes reach."""
+    """Folder for the checkpoints (another disk, NFS) on each node that writes, or an fsspec URL (`s3://…`, `gs://…`) to
+    which they are copied. With a partitioned strategy it must be a folder that all nodes can reach. Default: the run's
+    folder on the node."""
 
 
 class RecoveryConfig(_Section):
-    """[recovery]: the lease and the graces of a stop, and what is done when a rank is lost. Times in seconds."""
+    """Restarts after a lost rank or connection, and limits of a stop. Times are in seconds."""
 
     lease_s: float = Field(default=60.0, ge=3)
+    """A node that has been without contact for this long ends its ranks."""
     on_lease_expiry: Literal["end", "continue"] = "end"
+    """End the ranks of a node whose lease has expired, or let them continue."""
     stop_grace_s: float = Field(default=2.5, ge=0)
+    """Time to finish the current step after a stop request."""
     save_grace_s: float = Field(default=30.0, ge=0)
+    """Time for a rank that is saving when the stop is requested."""
     term_grace_s: float = Field(default=0.8, ge=0)
+    """Time between SIGTERM and SIGKILL."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """How often a run is started anew by itself; 0: its first failure ends it."""
+    """Automatic restarts per run; 0 means that the first failure ends the run."""
     min_nodes: int | None = Field(default=None, ge=1)
-    """With as many nodes a restart goes on without those that are gone; None: all of them are needed, and so they are
-    when each has a part of the state that lies nowhere else (strategy, [checkpoint] destination)."""
+    """A restart may leave out lost nodes if this many remain. With a partitioned strategy and no shared
+    `[checkpoint] destination` all nodes are needed. Default: all nodes."""
     backoff_s: float = Field(default=1.0, ge=0, le=3600)
-    """Before a second restart without progress; twice as long before each further one."""
+    """Wait before the second restart without progress; doubles with each further one."""
     node_wait_s: float = Field(default=600.0, ge=0)
-    """How long a restart waits for a node that it needs and that does not answer."""
+    """How long a restart waits for a node that it needs."""
     hang_s: float = Field(default=60.0, ge=1)
-    """Without a step for as long, and for 5 times the longest steps, the training hangs."""
+    """A run without a step for this long, and for 5 times its longest steps, is hung."""
     stall_s: float = Field(default=600.0, ge=1)
-    """The same while a rank loads, validates or saves, and for the first steps."""
+    """The same limit while a rank loads, validates or saves, and for the first steps."""
     restart_commands: bool = False
-    """Whether a program of the user's own is started anew: it has to find its own state."""
+    """Restart a custom `command` too. It must restore its own state."""
 
 
 class UiConfig(_Section):
-    """[ui]"""
+    """The console."""
 
     theme: str = "textual-dark"
+    """A theme of Textual."""
     ascii: bool = False
+    """Draw with ASCII characters only."""
 
 
-class FlightConfig(_Section):
+class Config(_Section):
     """A whole flightdeck.toml."""
 
     file: Path | None = None
-    """Where it was read from; None for the demo."""
+    """The file it was read from; None for the demo."""
     cluster: ClusterConfig
     nodes: tuple[NodeConfig, ...] = Field(min_length=1)
     job: JobConfig
@@ -196,3 +229,54 @@ class FlightConfig(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()
+
+
+def select_nodes(config: Config, names: Collection[str]) -> Config:
+    """The configuration with only the nodes in `names`, in its own order. Ranks are renumbered; RDMA devices towards
+    the other nodes are dropped, and a pipeline's layer_split if a node was. Raises InputError when no node is left."""
+    kept = [rank for rank, node in enumerate(config.nodes) if node.name in names]
+    if not kept:
+        raise InputError("no node of the configuration is left")
+    nodes = tuple(
+        node.model_copy(update={"rdma": node.rdma and tuple(node.rdma[rank] for rank in kept)})
+        for node in (config.nodes[rank] for rank in kept)
+    )
+    changed: dict[str, object] = {"nodes": nodes}
+    if len(nodes) < len(config.nodes) and config.job.layer_split is not None:
+        changed["job"] = config.job.model_copy(update={"layer_split": None})
+    return config.model_copy(update=changed)
+
+
+def needs_all_nodes(config: Config) -> bool:
+    """True if each node has a part of the training state that exists nowhere else, so that no restart can do without
+    it."""
+    local_state = config.checkpoint.enabled and config.checkpoint.destination is None
+    return config.job.command is None and config.job.strategy != "data" and local_state and len(config.nodes) > 1
+
+
+def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:
+    """`config` with another strategy or other pipeline layers; None keeps its own. Raises InputError."""
+    if strategy is None and layer_split is None:
+        return config
+    chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
+    if config.job.command is not None:
+        raise InputError("--strategy is not possible", why="the job runs a custom command")
+    if chosen == "pipeline" and len(config.nodes) < 2:
+        raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
+    if layer_split is not None:
+        _check_layer_split(layer_split, chosen, len(config.nodes))
+    kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
+    job = config.job.model_copy(update={"strategy": chosen, "layer_split": kept})
+    return config.model_copy(update={"job": job})
+
+
+def _check_layer_split(layer_split: str, strategy: Strategy, nodes: int) -> None:
+    what = f"--layer-split {layer_split} is not possible"
+    if strategy != "pipeline":
+        raise InputError(what, why=f"strategy {strategy} does not split layers", todo="use --strategy pipeline")
+    try:
+        ranges = parse_split(layer_split)
+    except ValueError as error:
+        raise InputError(what, why=str(error)) from error
+    if len(ranges) != nodes:
+        raise InputError(what, why=f"it has {len(ranges)} ranges for {nodes} nodes")

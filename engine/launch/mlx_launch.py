@@ -1,13 +1,15 @@
-"""mlx.launch as we run it: its arguments, and its process in a group of its own with a stdin that never ends.
+"""mlx.launch as we run it: its arguments, its process in a group of its own with a stdin that stays open, and its
+output, read as it grows.
 
-It is no supervisor: it exits 0 whatever the ranks did, burns a core on pipes whose other end is open, and crashes on a
-closed stdin. Its exit code is therefore never believed, and what it prints is evidence only.
+It does not supervise: it exits 0 whatever the ranks did, burns a core on pipes whose other end is open, and crashes on
+a closed stdin. So its exit code is ignored, and its output is only evidence.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LaunchError
+from engine.launch.ssh_shim import ssh_log_path
+from engine.node import processes
+from engine.protocol.events import tail
 
 _RANK_ENDED = re.compile(r"Node with rank (?P<rank>\d+) exited with code (?P<code>-?\d+)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -34,7 +39,7 @@ class Launcher:
 
 def executable() -> Path:
     """mlx.launch beside this interpreter. Raises LaunchError when it is not there."""
-    # sys.executable is not resolved: in a virtual environment it is a link, and mlx.launch lies beside the link.
+    # sys.executable is not resolved: in a virtual environment it is a link, and mlx.launch is beside the link.
     path = Path(sys.executable).with_name("mlx.launch")
     if not path.exists():
         raise LaunchError(
@@ -55,28 +60,28 @@ def arguments(
 ) -> list[str]:
     """mlx.launch's argument list.
 
-    `environment` shows in `ps` on every node, so nothing secret may be in it: a job's variables travel in spec.json.
+    `environment` is visible in `ps` on every node and holds no secrets: a job's variables are sent in spec.json.
     Raises ValueError for a variable name that mlx.launch would drop with no more than a warning.
     """
     line = [str(launcher or executable()), "--backend", backend, "--hostfile", str(hostfile)]
     line += ["--starting-port", str(starting_port)]
     if backend == "nccl":
-        # The second gives each rank of a host its own GPU; with a hostfile it does nothing else.
+        # --repeat-hosts gives each rank of a host its own GPU; with a hostfile it has no other effect.
         line += ["--nccl-port", str(starting_port), "--repeat-hosts", str(ranks_per_host)]
     for name, value in environment.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{name!r} is not the name of an environment variable")
         line += ["--env", f"{name}={value}"]
-    # Without "--", options of the program that look like the launcher's own would be swallowed.
+    # Without "--" the launcher would take the program's options that look like its own.
     return [*line, "--", *program]
 
 
 def start(
     argv: Sequence[str], *, stdin: Path, output: Path, environment: Mapping[str, str], directory: Path
 ) -> Launcher:
-    """Start the launcher. `stdin` is made a FIFO, `output` is appended to. Raises LaunchError.
+    """Start the launcher with a FIFO as `stdin`; `output` is appended to. Raises LaunchError.
 
-    It holds its own reading and writing end of the FIFO, so nobody's death is an end of file to it.
+    It holds both ends of the FIFO itself, so it sees no end of file when another process dies.
     """
     try:
         if not stdin.exists():
@@ -101,10 +106,8 @@ def start(
 
 
 def drop_pipes(stdin: Path) -> None:
-    """Make the launcher notice that the ranks have left its pipes: one newline that nobody will read.
-
-    Does nothing when the FIFO is gone or full.
-    """
+    """Send a newline, at which the launcher drops the pipes that its ranks have left. Does nothing when the FIFO is
+    gone or full."""
     try:
         fifo = os.open(stdin, os.O_RDWR | os.O_NONBLOCK)
     except OSError:
@@ -120,6 +123,75 @@ def drop_pipes(stdin: Path) -> None:
 def rank_ends(output: str) -> list[tuple[int, int]]:
     """(rank, exit code) of each "[WARN] Node with rank …" in the launcher's output, in its order.
 
-    That order does not name the culprit; a rank whose keeper never ran has no other witness, though.
+    That order does not show which rank failed first, but for a rank whose keeper never ran there is no other evidence.
     """
     return [(int(match["rank"]), int(match["code"])) for match in _RANK_ENDED.finditer(output)]
+
+
+_BLOCK_BYTES = 262_144
+_LONGEST_LINE = 8192
+
+
+class LauncherWatch:
+    """A launcher process: our own child, or one that an earlier supervisor started."""
+
+    def __init__(self, pid: int, start: str, stdin: Path, log: Path, offset: int) -> None:
+        """`offset` is where the attempt's output begins in `log`."""
+        self.pid = pid
+        self._start = start
+        self._stdin = stdin
+        self._log = log
+        self._begin = self._offset = offset
+        self._torn = b""
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, launcher: Launcher, log: Path, offset: int) -> LauncherWatch:
+        watch = cls(launcher.pid, processes.start_time(launcher.pid) or "", launcher.stdin, log, offset)
+        watch._child = launcher.process
+        return watch
+
+    @property
+    def start(self) -> str:
+        return self._start
+
+    def alive(self, *, thorough: bool = True) -> bool:
+        """With `thorough` False a launcher that an earlier supervisor started may be mistaken for a later process with
+        its pid: telling them apart takes a process on macOS."""
+        if self._child is not None:
+            return self._child.poll() is None
+        if not thorough:
+            return processes.exists(self.pid)
+        return processes.alive(self.pid, self._start)
+
+    def drop_pipes(self) -> None:
+        drop_pipes(self._stdin)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the launcher's process group, unless its number has been reused."""
+        # A group outlives its leader and keeps its number. A process with the leader's pid and another start time means
+        # that the group has ended and the number was reused.
+        started = processes.start_time(self.pid)
+        if started is None or started == self._start:
+            processes.kill_group(self.pid, number)
+
+    def rank_ends(self) -> list[tuple[int, int]]:
+        """(rank, exit code) of each end that the launcher has reported since the last call."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._offset)
+                block = log.read(_BLOCK_BYTES)
+        except FileNotFoundError:
+            return []
+        self._offset += len(block)
+        whole, _, self._torn = (self._torn + block).rpartition(b"\n")
+        self._torn = self._torn[-_LONGEST_LINE:]
+        return rank_ends(whole.decode(errors="replace")) if whole else []
+
+    def words(self, rank: int) -> str:
+        """The end of ssh's stderr for `rank`, which says why the launcher could not start it; "" for none."""
+        return tail(ssh_log_path(self._stdin.parent, rank))
+
+    def tail(self) -> str:
+        """The end of its output in this attempt."""
+        return tail(self._log, self._begin)

@@ -1,38 +1,44 @@
-"""The `ssh` that mlx.launch finds first on its PATH: ours, which runs the real one with our settings.
+"""The `ssh` that mlx.launch finds first on its PATH, a script that runs the real one with our settings; and the rest
+of mlx.launch's own environment.
 
-mlx.launch runs `ssh -tt -o LogLevel=QUIET HOST COMMAND` for a rank, which takes a terminal on the node (CRLF, one
-stream for two, a hang-up when the connection goes) and hides why ssh failed; and `ssh HOST COMMAND` to kill a rank by a
-pid that it never gets right. In place of the first, the real ssh runs without a terminal, with our time limits and
-known hosts, in a bash whatever the user's shell is, with the temporary files of mlx.launch in the attempt's own folder.
-The second is answered and not done: stopping is the supervisor's.
+mlx.launch runs `ssh -tt -o LogLevel=QUIET HOST COMMAND` for a rank, which allocates a terminal on the node (CRLF, one
+stream for two, SIGHUP when the connection drops) and hides why ssh failed; and `ssh HOST COMMAND` to kill a rank by a
+pid that is always wrong. Instead of the first, the real ssh runs without a terminal, with our time limits and known
+hosts, in bash whatever the user's shell is, with mlx.launch's temporary files in the attempt's own folder. The second
+is answered and not executed: stopping ranks is the supervisor's job.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from engine.cluster.staging import HostLayout
+from engine.cluster.transport.ssh_config import write_openssh_config
+from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.worker.wire import write_atomic
+from engine.protocol.attempt import write_atomic
 
 NODE_ROOT_ENV = "FLIGHTDECK_NODE_ROOT"
-"""Where this machine, as a node, has its root; other machines have ~/.flightdeck."""
+"""This machine's root as a node; that of other machines is ~/.flightdeck."""
 KEPT_TMPDIR_ENV = "FLIGHTDECK_TMPDIR"
-"""The node's own TMPDIR ("" for none) while mlx.launch's is another; start.sh gives it back."""
+"""The node's own TMPDIR ("" for none) while mlx.launch uses another; start.sh restores it."""
 
 _SHIM = r"""#!/bin/sh
 if [ "$1" != -tt ]; then
-    # The launcher asks for the end of a rank: "0" is its word for a rank that was gone.
+    # The launcher wants to kill a rank: it takes "0" to mean that the rank had ended.
     echo 0
     exit 0
 fi
 host=$4
 rank=${{5##*export MLX_RANK=}}
-words={words}"${{rank%%;*}}".log
-# Without a terminal there is no echo to be switched off, and stty would complain of it.
+log={log}"${{rank%%;*}}".log
+# stty fails without a terminal, and there is no echo to switch off.
 command=$(printf '%s\n%s' {prepare} "${{5#stty -echo; }}" | sed "s/'/'\\\\''/g")
-{ssh} -n -T -o LogLevel=ERROR -o RemoteCommand=none -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$words" &
+{ssh} -n -T -o LogLevel=ERROR -o RemoteCommand=none -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$log" &
 child=$!
 trap 'kill "$child" 2>/dev/null' HUP INT TERM
 wait "$child"
@@ -40,7 +46,7 @@ code=$?
 # Only now, and not through a pipe: the launcher stops listening when this shell ends. It takes the first line of a
 # rank, on whichever stream, for the name of its pidfile.
 [ "$code" = 0 ] || echo
-cat "$words" >&2
+cat "$log" >&2
 exit "$code"
 """
 _PREPARE = """{kept}=${{TMPDIR-}}
@@ -51,17 +57,17 @@ export {kept} TMPDIR
 
 
 def program(run_id: str, attempt: int) -> list[str]:
-    """What mlx.launch is to run: one and the same on hosts with different homes."""
-    return ["/bin/sh", "-c", f"exec /bin/sh {_attempt(run_id, attempt)}/start.sh"]
+    """The program for mlx.launch, the same on hosts with different homes."""
+    return ["/bin/sh", "-c", f"exec /bin/sh {_attempt_path(run_id, attempt)}/start.sh"]
 
 
-def words_of(directory: Path, rank: int) -> Path:
-    """Where the shim in `directory` keeps what the real ssh has said about `rank`."""
+def ssh_log_path(directory: Path, rank: int) -> Path:
+    """The stderr of the real ssh for `rank`, written by the shim in `directory`."""
     return directory / f"ssh.rank{rank}.log"
 
 
 def write_shim(directory: Path, config: Path, run_id: str, attempt: int) -> Path:
-    """Write the shim for one attempt; returns the folder to be put first on PATH. Raises LaunchError, OSError."""
+    """Write the shim for one attempt; returns the folder to put first on PATH. Raises LaunchError, OSError."""
     real = shutil.which("ssh")
     if real is None:
         raise LaunchError("there is no ssh", where="this machine", todo="install OpenSSH's client")
@@ -74,10 +80,10 @@ def write_shim(directory: Path, config: Path, run_id: str, attempt: int) -> Path
             todo="set FLIGHTDECK_HOME to another folder",
         )
     text = _SHIM.format(
-        prepare=shlex.quote(_PREPARE.format(kept=KEPT_TMPDIR_ENV, attempt=_attempt(run_id, attempt)).rstrip("\n")),
+        prepare=shlex.quote(_PREPARE.format(kept=KEPT_TMPDIR_ENV, attempt=_attempt_path(run_id, attempt)).rstrip("\n")),
         ssh=shlex.quote(str(Path(real).absolute())),
         config=shlex.quote(str(config)),
-        words=shlex.quote(str(directory / "ssh.rank")),
+        log=shlex.quote(str(directory / "ssh.rank")),
     )
     folder.mkdir(mode=0o700, exist_ok=True)
     write_atomic(folder / "ssh", text)
@@ -85,6 +91,30 @@ def write_shim(directory: Path, config: Path, run_id: str, attempt: int) -> Path
     return folder
 
 
-def _attempt(run_id: str, attempt: int) -> str:
+def _attempt_path(run_id: str, attempt: int) -> str:
     """The attempt's folder for a shell on any of the hosts; a run's id is an identifier and needs no quotes."""
     return f'"${{{NODE_ROOT_ENV}:-$HOME/.flightdeck}}"/runs/{run_id}/attempts/{attempt}'
+
+
+def launcher_environment(
+    here: Path, nodes: Sequence[NodeConfig], layouts: Sequence[HostLayout], *, home: Path, run_id: str, attempt: int
+) -> dict[str, str]:
+    """For mlx.launch with the ranks at `layouts`: its files are in `here`, and our ssh comes first on PATH where a rank
+    is on another machine. Raises LaunchError, OSError."""
+    variables = temporary_files(here)
+    local = [layout for layout in layouts if nodes[layout.ranks[0]].local]
+    for layout in local:
+        variables[NODE_ROOT_ENV] = layout.root
+    if len(local) < len(layouts):
+        config = here / "ssh_config"
+        write_openssh_config(config, home)
+        folder = write_shim(here, config, run_id, attempt)
+        variables["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}"
+    return variables
+
+
+def temporary_files(here: Path) -> dict[str, str]:
+    """mlx.launch never removes its temporary files: they go into the folder `here` and are removed with it."""
+    folder = here / "tmp"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return {"TMPDIR": str(folder), KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from engine.launch.environment import NEEDED_FILE
+from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
-from engine.worker.wire import AttemptSpec, NodeFiles
+from engine.protocol.attempt import AttemptSpec, NodeFiles
 
 _NO_SUCH_RANK = 126
 _NO_FILE = 125
@@ -24,26 +24,25 @@ def start_script(
     detached: Collection[int] = (),
     environment: Mapping[str, str | None] | None = None,
 ) -> str:
-    """The script's text, for `ranks` of the attempt, all of them by default. `bundle` is the folder that holds
-    `worker/` on the node. The keepers of the `detached` ranks leave whoever runs the script as soon as their rank runs.
-    """
+    """The script's text, for `ranks` of the attempt, by default all of them. `bundle` is the folder of the node bundle.
+    The keepers of the `detached` ranks detach from the script as soon as their rank runs."""
     programs = {}
     for rank in spec.ranks:
         if ranks is None or rank.rank in ranks:
             options = ["--detach"] if rank.rank in detached else []
-            keeper = [rank.python, "-m", "worker.keeper", "--spec", str(files.spec), *options]
-            troubles = shlex.quote(str(files.keeper_log(rank.rank)))
-            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{troubles}")
+            keeper = [rank.python, "-m", "engine.node.keeper", "--spec", str(files.spec), *options]
+            keeper_log = shlex.quote(str(files.keeper_log(rank.rank)))
+            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}")
     return ranks_script(programs, bundle, backend=spec.backend, world_size=spec.world_size, environment=environment)
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank's shell becomes."""
+    """The program that start.sh execs for one rank."""
 
     argv: Sequence[str]
     output: str
-    """Redirections of its output, as the shell reads them."""
+    """Shell redirections of its output."""
 
 
 def ranks_script(
@@ -54,25 +53,24 @@ def ranks_script(
     world_size: int,
     environment: Mapping[str, str | None] | None = None,
 ) -> str:
-    """The one program that starts every rank of a host, whatever they run: it goes to `bundle`, and becomes the program
-    of the rank that MLX_RANK says.
+    """A script that starts every rank of a host, whatever they run: it changes to `bundle` and execs the program of
+    $MLX_RANK.
 
-    The program takes none of the launcher's pipes: the launcher drops them at the first word it is sent, and then costs
-    1 % of a core where it would cost a whole one. `environment` is what the launcher has otherwise than the ranks are
-    to have it; None is a variable that they do not have.
+    The program takes none of the launcher's pipes: the launcher drops them at the first newline it is sent, and then
+    costs 1 % of a core instead of a whole one. `environment` overrides the launcher's; None unsets a variable.
     """
     lines = ["#!/bin/sh"]
     for name, value in (environment or {}).items():
         lines.append(f"unset {name}" if value is None else f"{name}={shlex.quote(value)}; export {name}")
-    lines += _given_back()
+    lines += _restore_environment()
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
     if world_size == 1:
-        # For a lone rank mlx.launch names an empty hostfile, which MLX then cannot parse.
+        # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
         lines.append("unset MLX_HOSTFILE")
     lines.append('case "$MLX_RANK" in')
     check = _check(backend) if world_size > 1 else ""
     for rank, program in programs.items():
-        # Redirected before exec, so that the shell's own complaint about a missing interpreter is kept as well.
+        # Redirected before exec, so that the shell's own error about a missing interpreter is kept too.
         lines.append(f"{rank}) exec </dev/null {program.output}; {check}exec {shlex.join(program.argv)} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
@@ -80,8 +78,8 @@ def ranks_script(
     return "\n".join(lines) + "\n"
 
 
-def _given_back() -> list[str]:
-    """What the way here has set for itself."""
+def _restore_environment() -> list[str]:
+    """Undo what the ssh shim has set for mlx.launch."""
     kept = KEPT_TMPDIR_ENV
     return [
         f'if [ -n "${{{kept}-}}" ]; then TMPDIR=${kept}; export TMPDIR',
@@ -91,9 +89,9 @@ def _given_back() -> list[str]:
 
 
 def _check(backend: str) -> str:
-    """Without the file that MLX is told of, or with an empty one where the disk was full, every rank would be alone."""
+    """Fail when MLX's file is missing or empty (a full disk): every rank would train in a group of its own."""
     name = NEEDED_FILE.get(backend)
     if name is None:
         return ""
-    said = f"{name} names no file: it could not be written, perhaps because the disk is full"
-    return f'if [ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]; then echo "{said}" >&2; exit {_NO_FILE}; fi; '
+    message = f"{name} names no file: it could not be written, perhaps because the disk is full"
+    return f'if [ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]; then echo "{message}" >&2; exit {_NO_FILE}; fi; '

@@ -1,4 +1,4 @@
-"""The audit log: who let what happen, one JSON line each, in `<home>/audit.jsonl`, 10 MB × 5."""
+"""The audit log: every security-relevant action as one JSON line in `<home>/audit.jsonl`, rotated at 10 MB, 5 files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StateError
-from engine.security.home import make_home, state_home
-from engine.security.identifiers import shown
+from engine.security.identifiers import safe_repr
+from engine.security.paths import make_home, state_home
 from engine.security.redact import redact_document
 
 MAX_BYTES = 10_000_000
 FILES = 5
 """audit.jsonl and audit.jsonl.1 (newest) to .4."""
 MAX_LINE = 64_000
-"""A longer context is cut: the log is for people, and must not be filled by one line."""
+"""Bytes; a longer context is cut, so that one entry cannot fill the log."""
 
 
 def audit_log(
@@ -31,17 +31,19 @@ def audit_log(
     home: Path | None = None,
     now: datetime | None = None,
 ) -> bool:
-    """Append `{"at", "event_type", "status", "context", "pid"}`; whether it could be written. It does not raise when
-    the disk is full or the directory is gone: an abort must not fail for want of its record.
+    """Append `{"at", "event_type", "status", "context", "pid"}`. Returns False, without raising, when the disk is full
+    or the directory is gone: an abort must not fail because it cannot be recorded.
 
-    JSON escapes every control character, so text from outside cannot end the line and begin one of its own.
+    JSON escapes every control character, so text from outside cannot start a line of its own.
     """
     home = home or state_home()
     at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
     entry = {"at": at, "event_type": event_type, "status": status, "context": dict(context), "pid": os.getpid()}
-    line = json.dumps(redact_document(entry), default=shown)
+    line = json.dumps(redact_document(entry), default=safe_repr)
     if len(line) > MAX_LINE:
-        line = json.dumps(entry | {"context": {"cut": shown(redact_document(entry["context"]), 2000)}}, default=shown)
+        line = json.dumps(
+            entry | {"context": {"cut": safe_repr(redact_document(entry["context"]), 2000)}}, default=safe_repr
+        )
     try:
         make_home(home)
         with _locked(home / "audit.lock"):
@@ -68,7 +70,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    """All of the line or nothing: what a full disk cuts off is taken back."""
+    """Write the whole line or nothing: a line that a full disk cuts off is removed."""
     before = os.fstat(descriptor).st_size
     try:
         if os.write(descriptor, line) != len(line):
@@ -78,9 +80,9 @@ def _append(descriptor: int, line: bytes) -> None:
         raise
 
 
-def _rotate(log: Path, coming: int) -> None:
+def _rotate(log: Path, size: int) -> None:
     try:
-        if log.stat().st_size + coming <= MAX_BYTES:
+        if log.stat().st_size + size <= MAX_BYTES:
             return
     except FileNotFoundError:
         return

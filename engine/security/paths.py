@@ -1,30 +1,66 @@
-"""Paths from outside: expanded, resolved, and refused when they are no plain path or lead out of the allowed roots."""
+"""The state directory (private to its user), and validation of paths from outside: expanded, resolved, and refused
+when malformed or outside of the allowed roots.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.errors import InputError
-from engine.security.home import state_home
-from engine.security.identifiers import shown
+from platformdirs import user_state_path
 
-MAX_LENGTH = 4096
-SHELL_SIGNS = frozenset("$`;|<>")
-"""No path of ours reaches a shell unquoted; these in a path are a mistake ("$HOME" is not expanded) or an attack."""
+from engine.errors import InputError, StateError
+from engine.security.identifiers import safe_repr
+
+
+def state_home() -> Path:
+    """FLIGHTDECK_HOME, else the platform's user state directory; it may not exist."""
+    configured = os.environ.get("FLIGHTDECK_HOME")
+    return Path(configured).expanduser().absolute() if configured else user_state_path("flightdeck")
+
+
+def make_private(directory: Path) -> None:
+    """Create `directory`, or restrict the existing one, to its owner (0700). Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
+
+
+def make_home(home: Path) -> None:
+    """Create the state directory, 0700. Raises StateError when it cannot be created or written, or is another's."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = home.stat().st_uid
+    except OSError as error:
+        raise StateError(
+            "the state directory cannot be created",
+            where=str(home),
+            why=str(error.strerror),
+            todo="set FLIGHTDECK_HOME",
+        ) from error
+    if owner != os.geteuid() and os.geteuid() != 0:
+        raise StateError("the state directory belongs to another user", where=str(home), todo="set FLIGHTDECK_HOME")
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise StateError("the state directory cannot be written", where=str(home), todo="set FLIGHTDECK_HOME")
+
+
+MAX_PATH_LENGTH = 4096
+SHELL_CHARACTERS = frozenset("$`;|<>")
+"""In a path these are a mistake ("$HOME" is not expanded) or an attack, though no path reaches a shell unquoted."""
 
 
 def path_fault(text: object) -> str | None:
-    """What is wrong with the form of a path, as the form that is accepted; None when it is a plain path."""
+    """The form that a path violates, as "a path …"; None when it violates none."""
     if not isinstance(text, str) or not text:
         return "a path as text"
     if any(not sign.isprintable() for sign in text):
         return "a path without control characters"
-    if len(text.encode()) > MAX_LENGTH:
-        return f"a path of at most {MAX_LENGTH} bytes"
+    if len(text.encode()) > MAX_PATH_LENGTH:
+        return f"a path of at most {MAX_PATH_LENGTH} bytes"
     if text.startswith("-"):
         return "a path that does not begin with -"
-    if SHELL_SIGNS & set(text):
+    if SHELL_CHARACTERS & set(text):
         return "a plain path without $ ` ; | < > (~ is expanded, variables are not)"
     return None
 
@@ -36,26 +72,28 @@ def default_roots() -> tuple[Path, ...]:
 
 def validate_path(path: str | Path, purpose: str, *, roots: Iterable[Path] | None = None) -> Path:
     """The path, absolute, with ~ expanded and symlinks resolved; it need not exist. A relative one is taken from the
-    working directory. Without `roots` it must lie below home, the working directory or the state directory.
+    working directory. Without `roots` it must be below home, the working directory or the state directory.
 
-    Raises InputError for a refused form, a `..` component, or a place outside of the roots, also through a symlink.
+    Raises InputError for a refused form, a `..` component, or a path outside of the roots, also through a symlink.
     """
     text = str(path)
     accepted = path_fault(text)
     if accepted is None and ".." in Path(text).parts:
         accepted = "a path without .."
     if accepted is not None:
-        raise InputError(f"{purpose} {shown(text)}", why="refused", todo=f"give {accepted}")
+        raise InputError(f"{purpose} {safe_repr(text)}", why="refused", todo=f"give {accepted}")
     try:
         named = Path(text).expanduser().absolute()
         resolved = named.resolve()
         allowed = [root.expanduser().resolve() for root in (default_roots() if roots is None else roots)]
-    except (RuntimeError, OSError) as broken:
-        raise InputError(f"{purpose} {shown(text)}", why=f"it cannot be resolved: {shown(str(broken))}") from broken
+    except (RuntimeError, OSError) as error:
+        raise InputError(
+            f"{purpose} {safe_repr(text)}", why=f"it cannot be resolved: {safe_repr(str(error))}"
+        ) from error
     if not any(resolved.is_relative_to(root) for root in allowed):
-        why = "it lies outside of the allowed directories"
+        why = "it is outside of the allowed directories"
         if any(named.is_relative_to(root) for root in allowed):
-            why = f"a symlink in it leads to {shown(str(resolved))}, outside of the allowed directories"
+            why = f"a symlink in it leads to {safe_repr(str(resolved))}, outside of the allowed directories"
         inside = ", ".join(dict.fromkeys(str(root) for root in allowed))
-        raise InputError(f"{purpose} {shown(text)}", why=why, todo=f"give a path below one of {inside}")
+        raise InputError(f"{purpose} {safe_repr(text)}", why=why, todo=f"give a path below one of {inside}")
     return resolved

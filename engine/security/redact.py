@@ -1,4 +1,4 @@
-"""Secrets taken out of what is logged, journalled or exported: by their name, by their form, and by their value."""
+"""Redacts secrets from everything logged, journalled or exported: by name, by form, and by value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 REDACTED = "[redacted]"
 SECRET_NAMES = re.compile(r"(?:TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_?KEY)$", re.IGNORECASE)
-"""Ends of the names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY's kin, …"""
+"""Endings of the names of variables that hold secrets, such as HF_TOKEN or WANDB_API_KEY."""
 _SPECIAL_NAMES = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"})
 _ASSIGNED = re.compile(
     r"(?P<name>\b[A-Za-z0-9_]*(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD|PASSWD))(?P<sign>[\"']?\s*[=:]\s*[\"']?)"
@@ -24,16 +24,16 @@ _FORMS = re.compile(
     r"|(?<=Bearer )[A-Za-z0-9._~+/-]{16,}=*"
 )
 _SHORTEST = 6
-"""A secret's value shorter than this is not searched for: it would black out ordinary words."""
+"""Shorter values are not searched for: they would redact ordinary words."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or key of that name holds a secret."""
+    """`name` is that of a variable or key."""
     return name.upper() in _SPECIAL_NAMES or SECRET_NAMES.search(name) is not None
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """The values to look for, longest first, so that one within another leaves no rest."""
+    """Longest first, so that a value within another leaves no remainder."""
     found = {value for name, value in environment.items() if is_secret(name) and len(value) >= _SHORTEST}
     return sorted(found, key=len, reverse=True)
 
@@ -48,7 +48,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_document(document: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """A JSON-like document with the same done to every text and to every value under a secret's name."""
+    """A JSON-like document with every string redacted, and every value under the name of a secret."""
     if isinstance(document, str):
         return redact(document, environment)
     if isinstance(document, Mapping):

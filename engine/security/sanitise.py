@@ -1,22 +1,25 @@
-"""Bytes that a program printed, as one line that is safe to show.
+"""Makes untrusted input safe: output of a program as one line for the display, and values of a node's JSON as bounded
+strings and finite numbers. Nothing here raises.
 
-Text from a rank is hostile until it has been here: what comes out has no control character of any kind, no invisible
-or direction-changing character and no pile of combining marks, whatever went in. The stored bytes stay as they were.
+Sanitised text has no control characters, no invisible or direction-changing characters and no piles of combining
+marks. Stored bytes are not changed.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import unicodedata
-from typing import Final
+from typing import Any, Final
 
 TAB_COLUMNS: Final = 8
 MARKS_PER_CHARACTER: Final = 3
-"""Combining marks kept in a row: real scripts need up to three, more of them draws over the neighbouring lines."""
+"""Combining marks kept in a row: real scripts need up to three, more draw over the neighbouring lines."""
 
 _PLAIN: Final = re.compile(rb"[\x20-\x7e]*")
 # The payload of a control string excludes what begins or ends one, so that a hostile line is scanned at most twice.
-# One that never ends loses its introducer alone: its text is harmless then, and may be what matters.
+# One that never ends loses only its introducer: its text is harmless then, and may matter.
 _SEQUENCE: Final = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
@@ -28,7 +31,7 @@ _CACHED_CHARACTERS: Final = 8192
 
 
 class _Visible(dict[int, str | None]):
-    """str.translate table: what stands for a code point, worked out when it is first seen."""
+    """str.translate table, filled with each code point when it is first seen."""
 
     def __missing__(self, code: int) -> str | None:
         if len(self) >= _CACHED_CHARACTERS:
@@ -58,12 +61,11 @@ _VISIBLE: Final = _Visible()
 
 
 def sanitise(data: bytes, limit: int | None = None) -> str:
-    """`data`, one line of output with or without its newline, as plain text for one line of a display.
+    """One line of output, with or without its newline, as plain text for one line of a display.
 
     Escape sequences, C0 and C1 controls, bidi controls and invisible characters are removed, tabs expanded, invalid
-    UTF-8 becomes U+FFFD, and of a progress bar (`\\r`) what a terminal would show last is kept. `limit` bounds the
-    result in characters; a longer line ends in "…" and how many characters are not shown. Takes any bytes, never
-    raises, in time linear in their number; its own output passes unchanged.
+    UTF-8 becomes U+FFFD, and of a progress bar (`\\r`) only what a terminal would show last is kept. `limit` bounds
+    the result in characters; a longer line ends in "…" and the number of characters cut. Linear in time; idempotent.
     """
     if limit is None and _PLAIN.fullmatch(data):
         return data.decode("ascii")
@@ -101,5 +103,46 @@ def _cut(text: str, limit: int) -> str:
 
 
 def plain(text: object, limit: int = 500) -> str:
-    """A text from a node, safe to show, at most `limit` characters."""
+    """Text from a node, safe to show, at most `limit` characters."""
     return sanitise(str(text).encode(errors="replace"), limit)
+
+
+TEXT_LIMIT = 120
+_LARGEST = 2**63
+
+
+def text_or_none(value: object, limit: int = TEXT_LIMIT) -> str | None:
+    """A string on one line, without control characters; None for anything else, or when it is empty."""
+    if not isinstance(value, str):
+        return None
+    return sanitise(value[: 8 * limit].encode(errors="replace"), limit).strip() or None
+
+
+def count_or_none(value: object) -> int | None:
+    """A count, from 0 on, given as a number or in decimal digits; None for anything else."""
+    if isinstance(value, str):
+        text = value.strip()
+        value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+    return value if type(value) is int and 0 <= value < _LARGEST else None
+
+
+def seconds_or_none(value: object) -> float | None:
+    """A finite time or duration."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < _LARGEST and math.isfinite(value) else None
+
+
+def json_or_none(text: object) -> Any:
+    """Parsed JSON; None when it is invalid."""
+    if not isinstance(text, str | bytes):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_objects(value: object, limit: int = 256) -> list[dict[str, Any]]:
+    """The objects in a JSON list."""
+    return [row for row in value[:limit] if isinstance(row, dict)] if isinstance(value, list) else []

@@ -14,8 +14,8 @@ def imported_by(statement: str) -> set[str]:
 
 
 def test_the_session_never_imports_mlx_or_a_face() -> None:
-    assert not imported_by("import engine.session") & {"mlx", "mlx_lm", "transformers", "textual", "rich", "tui"}
+    assert not imported_by("import engine.api") & {"mlx", "mlx_lm", "transformers", "textual", "rich", "tui"}
 
 
 def test_the_keepers_wire_format_needs_the_standard_library_only() -> None:
-    assert not imported_by("import engine.worker.wire") & {"mlx", "pydantic", "numpy"}
+    assert not imported_by("import engine.protocol.attempt") & {"mlx", "pydantic", "numpy"}

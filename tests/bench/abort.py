@@ -21,8 +21,8 @@ from engine.config.models import RecoveryConfig
 from engine.models import RunState
 from tests.bench.figures import Figure, machine, report
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on, ring_config
-from tests.faults.flying import DEAF, DOUBLE_FORK, ring
+from tests.faults.cluster_runs import ClusterRun, demo_on, ring_config, start_on
+from tests.faults.local_runs import DEAF, DOUBLE_FORK, ring
 from tests.faults.test_training import await_iteration
 
 PROVED_S, UP_S = 5.0, 5.0
@@ -30,13 +30,13 @@ NODES = 4
 
 
 def training(cluster: Cluster, home: Path) -> ClusterRun:
-    run = fly_on(cluster, home, demo_on(cluster, home, iters=5000, recovery=RecoveryConfig()))
+    run = start_on(cluster, home, demo_on(cluster, home, iters=5000, recovery=RecoveryConfig()))
     await_iteration(run, 3)
     return run
 
 
 def deaf(cluster: Cluster, home: Path) -> ClusterRun:
-    run = fly_on(cluster, home, ring_config(cluster, script=DEAF + DOUBLE_FORK + ring(), recovery=RecoveryConfig()))
+    run = start_on(cluster, home, ring_config(cluster, script=DEAF + DOUBLE_FORK + ring(), recovery=RecoveryConfig()))
     for rank in range(NODES):
         run.await_output("step", rank)
     return run

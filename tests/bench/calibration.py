@@ -25,21 +25,21 @@ from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine.api import Engine
+from engine.checks.runner import CHECKS
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import (
     CalibrationConfig,
     ClusterConfig,
-    FlightConfig,
+    Config,
     JobConfig,
     NodeConfig,
     PreflightConfig,
+    select_nodes,
 )
-from engine.config.subset import only
-from engine.measured import Calibration, NodeMeasure
+from engine.measurements import Calibration, NodeMeasure
 from engine.models import RunState
-from engine.preflight.registry import CHECKS
-from engine.runs.json_lines import JsonLinesTail
-from engine.session import Engine
+from engine.run.json_lines import JsonLinesTail
 from tests.bench.figures import Figure, machine, report
 from tests.cluster import sshd
 from tests.cluster.cluster import Cluster
@@ -101,7 +101,7 @@ def pinned(node: Node, core: int, nice: int) -> NodeConfig:
     return NodeConfig(name=node.name, ssh=node.ssh, ips=(node.ip,), python="~/pinned/python", workdir="~")
 
 
-def configuration(nodes: tuple[NodeConfig, ...], seconds: float, iters: int) -> FlightConfig:
+def configuration(nodes: tuple[NodeConfig, ...], seconds: float, iters: int) -> Config:
     keys = {**JOB, "batch_size": BATCH, "iters": iters, "val_batches": 0, "save_every": _NO_END}
     keys = {name: value for name, value in keys.items() if name not in ("name", "fine_tune_type")}
     job = JobConfig(
@@ -111,7 +111,7 @@ def configuration(nodes: tuple[NodeConfig, ...], seconds: float, iters: int) -> 
         fine_tune_type="full",
         mlx_lm=with_defaults({**keys, "adapter_path": "~/adapters"}),
     )
-    return FlightConfig(
+    return Config(
         cluster=ClusterConfig(name="bench", backend="ring"),
         nodes=tuple(node.model_copy(update={"model": MODEL, "data": DATA}) for node in nodes),
         job=job,
@@ -120,25 +120,25 @@ def configuration(nodes: tuple[NodeConfig, ...], seconds: float, iters: int) -> 
     )
 
 
-async def calibrated(engine: Engine, config: FlightConfig) -> Calibration:
+async def calibrated(engine: Engine, config: Config) -> Calibration:
     # To its very end: until then the nodes are its own.
-    steps = [step async for step in engine.calibrate(config)]
+    steps = [step async for step in engine.calibrations.measure(config)]
     taken = steps[-1]
     assert isinstance(taken, Calibration)
     return taken
 
 
-async def trained(engine: Engine, config: FlightConfig) -> float:
+async def trained(engine: Engine, config: Config) -> float:
     """Launch, without preflight, and await the end: examples/s of all ranks, by the clock."""
-    record = await engine.launch(config, skip=list(CHECKS))
+    record = await engine.launches.launch(config, skip=list(CHECKS))
     deadline = time.monotonic() + _RUN_LIMIT_S
-    while not (record := engine.record(record.id)).state.ended:
+    while not (record := engine.runs.record(record.id)).state.ended:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{record.id} has not ended within {_RUN_LIMIT_S:g} s")
         await asyncio.sleep(0.5)
     if record.state is not RunState.SUCCEEDED:
         raise AssertionError(f"{record.id}: {record.cause}")
-    events = JsonLinesTail(engine.find(record.id).events(0)).objects()
+    events = JsonLinesTail(engine.runs.find(record.id).events(0)).objects()
     ends = [float(event["t"]) for event in events if event.get("event") == "step"][_WARM_UP - 1 :]
     return BATCH * (len(ends) - 1) / (ends[-1] - ends[0])
 
@@ -160,16 +160,16 @@ async def measured(chosen: argparse.Namespace, folder: Path) -> list[Figure]:
             await engine.close()
 
 
-async def one_round(engine: Engine, config: FlightConfig, number: int, chosen: argparse.Namespace) -> Round:
+async def one_round(engine: Engine, config: Config, number: int, chosen: argparse.Namespace) -> Round:
     """A calibration, and the four real runs: in turn, or backwards."""
     fast, slow = (node.name for node in config.nodes)
     taken = await calibrated(engine, config)
-    found = engine.outlook(config, taken)
-    assert found.prediction.speed_up is not None, found.prediction.why_not
+    found = engine.calibrations.predict(config, taken)
+    assert found.throughput.speed_up is not None, found.throughput.why_not
     fixed = tuple(node.model_copy(update={"share": 1.0}) for node in config.nodes)
     runs = {
-        "fast": only(config, {fast}),
-        "slow": only(config, {slow}),
+        "fast": select_nodes(config, {fast}),
+        "slow": select_nodes(config, {slow}),
         "both": config,
         "equal": config.model_copy(update={"nodes": fixed}),
     }
@@ -177,7 +177,7 @@ async def one_round(engine: Engine, config: FlightConfig, number: int, chosen: a
     for name in list(runs)[:: -1 if number % 2 else 1]:
         with spinning(FAST_CORE, 1, chosen.nice) if name == "slow" else contextlib.nullcontext():
             speeds[name] = await trained(engine, runs[name])
-    done = Round(taken, found.shares.parts[slow], found.shares.source, found.prediction.speed_up, **speeds)
+    done = Round(taken, found.shares.parts[slow], found.shares.source, found.throughput.speed_up, **speeds)
     print(
         f"round {number + 1}: share {done.share:.1%} ({done.source}) of {done.slow / (done.fast + done.slow):.1%}, "
         f"speed-up {done.speed_up:.2f} of {done.both / done.fast:.2f}, load {os.getloadavg()[0]:.1f}",

@@ -24,16 +24,17 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 
-from engine.planning.checkpointing import save_every
-from engine.worker.arrays import number
-from engine.worker.events import EventWriter
-from engine.worker.job import Job
-from engine.worker.optimizer import Updater
-from engine.worker.periodic import Cadence, Periodic
-from engine.worker.reporting import Reporter
-from engine.worker.snapshot import Origin, Snapshot
-from engine.worker.stand_in import LENGTH, VOCABULARY, RandomTokens
-from engine.worker.strategies.gradients import Gradients
+from engine.plan.checkpoints import save_every
+from engine.protocol.events import EventWriter
+from engine.protocol.job import Job
+from engine.trainer.checkpoint.locations import Destination
+from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.optimizer import Updater
+from engine.trainer.reporting import Reporter
+from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
+from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 
 ITERATIONS: Final = 500
@@ -69,20 +70,20 @@ class Training:
                 num_attention_heads=4,
                 num_key_value_heads=4,
                 rms_norm_eps=1e-5,
-                vocab_size=VOCABULARY,
+                vocab_size=SYNTHETIC_VOCABULARY,
                 tie_word_embeddings=False,
             )
         )
         mx.eval(model.parameters())
-        job = Job(home, home, home, home, fine_tune_type="full", batch_size=BATCH, max_seq_length=LENGTH)
-        self._data, self._position = RandomTokens(), 0
+        job = Job(home, home, home, home, fine_tune_type="full", batch_size=BATCH, max_seq_length=SYNTHETIC_LENGTH)
+        self._data, self._position = SyntheticData(), 0
         self._gradients, self.updater = Gradients(model), Updater(job, model)
 
     def step(self) -> None:
         batch = self._data.batch(np.arange(BATCH) + self._position * BATCH)
         self._position += 1
         _, sums = self._gradients.of(batch)
-        number(self.updater.update(self._gradients.unpack(sums, batch.targets)))
+        scalar(self.updater.update(self._gradients.unpack(sums, batch.targets)))
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._position, self._position, {}, self.updater.state())
@@ -103,13 +104,13 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
     for _ in range(3):
         training.step()
     quiet = Reporter(0, EventWriter(None, 0, 1))
-    who = Origin("bench", world_size=1, part=0, parts=1)
-    ours = Periodic(home / "ours", Cadence(every), who, quiet, writes=True)
+    origin = Origin("bench", world_size=1, part=0, parts=1)
+    ours = PeriodicCheckpoints(Destination(home / "ours"), CheckpointPolicy(every), origin, quiet)
     kinds = {"without": Window(), "beside": Window(), "in line": Window()}
     written: list[float] = []
     for _ in range(ROUNDS):
         for kind, window in kinds.items():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             blocked = 0.0
             for _ in range(every):
                 at = time.perf_counter()
@@ -117,7 +118,7 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
                 window.steps.append(time.perf_counter() - at)
                 if kind == "beside":
                     at = time.perf_counter()
-                    ours.agree(*ours.counters())
+                    ours.sync(*ours.counters())
                     blocked += time.perf_counter() - at
             at = time.perf_counter()
             if kind == "beside":
@@ -126,7 +127,7 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
                 in_line(training, home)
             blocked += time.perf_counter() - at
             window.blocked.append(blocked)
-            window.whole.append(time.perf_counter() - begun)
+            window.whole.append(time.perf_counter() - started)
             if kind == "beside":
                 # What it takes away from the steps that follow counts for its own kind.
                 at = time.perf_counter()

@@ -20,6 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from mlx_lm.utils import load_tokenizer
+
+from engine.protocol.events import EventWriter
+from engine.protocol.job import Job
+from engine.trainer.data import DataLoader, load_split
+from engine.trainer.reporting import Reporter
+
 SIZES: Final = (50_000, 500_000, 5_000_000)
 HELD: Final = 500_000
 """The largest dataset that is also held in memory."""
@@ -67,38 +74,33 @@ def memory(field: str) -> int:
 
 def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     """One epoch of the only rank, in this process."""
-    from mlx_lm.utils import load_tokenizer
-
-    from engine.worker.data import load_split
-    from engine.worker.events import EventWriter
-    from engine.worker.feed import Feed
-    from engine.worker.job import Job
-    from engine.worker.reporting import Reporter
-
     raw = {"model": "demo/model", "data": f"data-{examples}", "batch_size": BATCH, "chunking": chunked}
-    job = Job.of(raw, model=None, data=None, workdir=home, home=home / f"run-{examples}-{chunked}")
+    job = Job.from_spec(raw, model=None, data=None, workdir=home, home=home / f"run-{examples}-{chunked}")
     tokenizer = load_tokenizer(job.model)
     tokenizer.encode("tower")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     start = memory("VmRSS")
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     train = load_split(job, "train", tokenizer, lambda _: None)
     if (train.num_chunks is not None) != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
-    feed, order = Feed(train, job, [1.0], 0, Reporter(0, EventWriter(None, 0, 1))), train.sampler(BATCH, job.seed)
+    loader, order = (
+        DataLoader(train, job, [1.0], 0, Reporter(0, EventWriter(None, 0, 1))),
+        train.sampler(BATCH, job.seed),
+    )
     ready = time.perf_counter()
     taken, blocks = 0, 0
-    for position in range(feed.batches_per_epoch):
-        taken += len(feed.batch(position).tokens)
-        feed.finish(position)
+    for position in range(loader.batches_per_epoch):
+        taken += len(loader.batch(position).tokens)
+        loader.end_batch(position)
         if order.chunk_end(position) is not None:
             blocks = max(blocks, sys.getallocatedblocks())
     ended = time.perf_counter()
     gc.collect()
     blocks = max(blocks, sys.getallocatedblocks())
-    return Epoch(examples, chunked, taken, ready - begun, ended - ready, start, memory("VmHWM"), blocks)
+    return Epoch(examples, chunked, taken, ready - started, ended - ready, start, memory("VmHWM"), blocks)
 
 
 def in_a_process(home: Path, examples: int, *, chunked: bool) -> Epoch:

@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.runs.diagnosis import explain, findings
-from engine.runs.log_ends import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds
-from engine.runs.signatures import SIGNATURES
+from engine.run.diagnosis import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, explain, findings
+from engine.run.signatures import SIGNATURES
 
 GROWTH = 8.0
 """Between 4, for a cost in proportion, and 16."""

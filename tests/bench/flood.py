@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine.api import Engine
 from engine.models import RunState
-from engine.runs.journal import read_journal
-from engine.runs.layout import RunDir, node_root
-from engine.runs.line_index import LineIndex
-from engine.session import Engine
-from engine.worker.wire import NodeFiles
+from engine.protocol.attempt import NodeFiles
+from engine.run.events import LauncherStarted
+from engine.run.journal import read_journal
+from engine.run.logs.line_index import LogIndex
+from engine.store.layout import RunDir, node_root
 from tests.bench.figures import Figure, machine, report
 from tests.bench.logs import GROWTH_MB, KEY_P99_MS, LINES_PER_SECOND, RANKS, quantile, read_for, resident_mb
 from tests.conftest import FLIGHTDECK
@@ -79,13 +80,13 @@ async def flood(home: Path, seconds: float) -> list[Figure]:
     config = home / "flightdeck.toml"
     config.write_text(CONFIG.format(rate=LINES_PER_SECOND // len(RANKS), seconds=seconds + WARM_UP_S))
     engine = Engine(home / "state")
-    run = await engine.launch(engine.load_config(config))
-    watch = engine.watch(run.id)
+    run = await engine.launches.launch(engine.configs.load(config))
+    watch = engine.runs.watch(run.id)
     while watch.poll().record.state is not RunState.RUNNING:
         await asyncio.sleep(0.05)
     head = RunDir(engine.home / "runs" / run.id)
     supervisor = int(json.loads(head.supervisor.read_text())["pid"])
-    launcher = next(int(entry["pid"]) for entry in read_journal(head.journal) if entry["event"] == "launcher")
+    launcher = next(event.pid for event in read_journal(head.journal).events if isinstance(event, LauncherStarted))
 
     with Terminal([str(FLIGHTDECK), "-c", str(config)]) as console:
         console.read_until(b"TAIL")
@@ -122,10 +123,10 @@ def _figures(
     burnt: list[float],
     seconds: float,
 ) -> Iterator[Figure]:
-    node = NodeFiles.of(node_root(), head.id, 1)
+    node = NodeFiles.for_attempt(node_root(), head.id, 1)
     written = [node.log(rank).read_bytes().count(b"\n") for rank in RANKS]
     same = all(head.log(rank).read_bytes() == node.log(rank).read_bytes() for rank in RANKS)
-    whole = same and [LineIndex(head.index(rank)).count for rank in RANKS] == written
+    whole = same and [LogIndex(head.index(rank)).count for rank in RANKS] == written
     p50, p99 = quantile(waits, 0.5) * 1000, quantile(waits, 0.99) * 1000
     rate = sum(written) / seconds
     yield Figure("the run", state.value, "succeeded", state is RunState.SUCCEEDED)

@@ -19,14 +19,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.launch import mlx_launch
-from engine.runs.journal import read_journal
-from engine.runs.layout import RunDir
+from engine.models import RunState
+from engine.run.events import LauncherStarted, StateChanged
+from engine.run.journal import read_journal
+from engine.store.layout import RunDir
 from tests.bench.figures import Figure, machine, report
 from tests.bench.flood import cpu_s
 from tests.cluster.cluster import Cluster
@@ -109,11 +110,11 @@ class Bench:
         run = RunDir(Path(os.environ["FLIGHTDECK_HOME"]) / "runs" / json.loads(done.stdout)["id"])
         await_(lambda: all(FIRST in _text(run.log(rank)) for rank in range(4)))
         share = self._spent(run, seconds)
-        await_(lambda: _states(run)[-1]["state"] in ("succeeded", "failed"), limit_s=LIMIT_S + seconds)
-        assert _states(run)[-1]["state"] == "succeeded", _states(run)[-1]
+        await_(lambda: _states(run)[-1].state in ("succeeded", "failed"), limit_s=LIMIT_S + seconds)
+        assert _states(run)[-1].state == "succeeded", _states(run)[-1]
         first = max(_first(_text(run.log(rank))) for rank in range(4))
-        at = {entry["state"]: datetime.fromisoformat(entry["at"]).timestamp() for entry in _states(run)}
-        return first - begun - (at["launching"] - at["preflight"]), share
+        at = {event.state: event.at.timestamp() for event in _states(run)}
+        return first - begun - (at[RunState.LAUNCHING] - at[RunState.PREFLIGHT]), share
 
     def stock(self, seconds: float) -> tuple[float, float]:
         """The same of bare mlx.launch."""
@@ -144,7 +145,7 @@ class Bench:
     def _spent(self, run: RunDir, seconds: float) -> float:
         """Of a core, by the supervisor and by mlx.launch while there is one."""
         pids = [int(json.loads(run.supervisor.read_text())["pid"])]
-        pids += [int(entry["pid"]) for entry in read_journal(run.journal) if entry["event"] == "launcher"]
+        pids += [event.pid for event in read_journal(run.journal).events if isinstance(event, LauncherStarted)]
         before, then = {pid: _cpu(pid) for pid in pids}, time.monotonic()
         time.sleep(seconds * 0.7)
         spent = sum(max(0.0, _cpu(pid) - before[pid]) for pid in pids)
@@ -174,8 +175,8 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _states(run: RunDir) -> list[dict[str, Any]]:
-    return [entry for entry in read_journal(run.journal) if entry["event"] == "state"]
+def _states(run: RunDir) -> list[StateChanged]:
+    return [event for event in read_journal(run.journal).events if isinstance(event, StateChanged)]
 
 
 def _first(text: str) -> float:

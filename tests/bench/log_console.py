@@ -13,7 +13,7 @@ from textual.app import App, ComposeResult
 from textual.events import Key
 from textual.widgets import Static
 
-from engine.runs.layout import RunDir
+from engine.store.layout import RunDir
 from tui.widgets.log_view import LogView
 
 

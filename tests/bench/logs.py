@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.runs.layout import RunDir
-from engine.runs.line_index import LineIndex
-from engine.runs.log_reader import LogReader
-from engine.runs.mirror import Mirror
+from engine.run.logs.line_index import LogIndex
+from engine.run.logs.mirror import Mirror
+from engine.run.logs.reader import LogReader
+from engine.store.layout import RunDir
 from tests.bench.figures import Figure, machine, report
 from tests.terminal import Terminal
 
@@ -53,8 +53,8 @@ print(step)
 SUPERVISOR = """
 import resource, signal, sys, time
 from pathlib import Path
-from engine.runs.layout import RunDir
-from engine.runs.mirror import Mirror
+from engine.store.layout import RunDir
+from engine.run.logs.mirror import Mirror
 run_dir, ended = RunDir(Path(sys.argv[1])), []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
 mirror = Mirror(run_dir, print)
@@ -111,9 +111,9 @@ def flood(root: Path, seconds: float) -> Iterator[Figure]:
         console.wait()
     supervisor.send_signal(signal.SIGTERM)
     used = float(supervisor.communicate()[0])
-    stored = [LineIndex(run_dir.index(rank)).count for rank in RANKS]
+    stored = [LogIndex(run_dir.index(rank)).count for rank in RANKS]
     same = all(run_dir.log(rank).read_bytes() == node.read_bytes() for rank, node in zip(RANKS, nodes, strict=True))
-    merged = LineIndex(run_dir.merged_index).count
+    merged = LogIndex(run_dir.merged_index).count
     whole = stored == written and merged == sum(written) and same
     p50, p99 = quantile(waits, 0.5) * 1000, quantile(waits, 0.99) * 1000
     yield Figure(
@@ -170,8 +170,8 @@ def quantile(values: list[float], share: float) -> float:
 OPEN = """
 import random, sys, time
 from pathlib import Path
-from engine.runs.layout import RunDir
-from engine.runs.log_reader import LogReader
+from engine.store.layout import RunDir
+from engine.run.logs.reader import LogReader
 source = None if sys.argv[2] == "merged" else int(sys.argv[2])
 begun = time.perf_counter()
 reader = LogReader(RunDir(Path(sys.argv[1])), source)

@@ -1,7 +1,7 @@
 """Memory estimated from config.json, against MLX's own figures: `python -m tests.bench.memory [--write] [--only WORD]`.
 
-Each combination is one real training step (loading, adapters, gradients, optimizer: engine.worker) in a process of its
-own on MLX's CPU build, at batch 1, 2 and 8. Exits 1 when a target is missed. `--write` puts the table into
+Each combination is one real training step (loading, adapters, gradients, optimizer: engine.trainer) in its own
+process on MLX's CPU build, at batch 1, 2 and 8. Exits 1 when a target is missed. `--write` puts the table into
 docs/memory.md.
 """
 
@@ -19,12 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.measured import MemoryProbe
-from engine.planning.memory.estimate import MemoryAsk, MemoryEstimate, estimate
-from engine.planning.memory.known_sizes import KNOWN, known_bytes
-from engine.planning.memory.probes import peak_from_probes
-from engine.planning.memory.shape import ModelShape
+from engine.measurements import MemoryProbe
+from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, peak_from_probes
+from engine.plan.memory.shape import ModelShape
 from tests.bench.figures import machine, system
+from tests.bench.known_sizes import KNOWN_SIZES, known_bytes
 
 STATE_LIMIT, PEAK_LIMIT, PROBES_LIMIT = 0.02, 0.20, 0.05
 BATCHES = (1, 2, 8)
@@ -101,10 +100,10 @@ class Combination:
         given = {"fine_tune_type": "full", "num_layers": -1, **self.job}
         return {**given, "max_seq_length": self.sequence + 1, "lora_parameters": {"rank": 8, **given.get("lora", {})}}
 
-    def ask(self, batch: int) -> MemoryAsk:
+    def ask(self, batch: int) -> RankWorkload:
         settings = self.settings
         keys = settings["lora_parameters"].get("keys")
-        return MemoryAsk(
+        return RankWorkload(
             fine_tune_type=settings["fine_tune_type"],
             num_layers=settings["num_layers"],
             lora_rank=settings["lora_parameters"]["rank"],
@@ -185,7 +184,7 @@ class Row:
     peaks: Mapping[int, int]
 
     def expected(self, batch: int) -> MemoryEstimate:
-        return estimate(ModelShape.of(self.combination.model), self.combination.ask(batch))
+        return estimate(ModelShape.from_config(self.combination.model), self.combination.ask(batch))
 
     @property
     def state_error(self) -> float:
@@ -213,14 +212,13 @@ class Row:
 
 
 def measure(combination: Combination, tokenizer: Path) -> Row:
-    """Run the step in a process of its own."""
+    """Run the step in its own process."""
     with TemporaryDirectory() as name:
         directory = Path(name)
         for file in tokenizer.iterdir():
             (directory / file.name).write_bytes(file.read_bytes())
         (directory / "config.json").write_text(json.dumps(combination.model))
-        asked = {"job": combination.settings, "batches": BATCHES}
-        (directory / "asked.json").write_text(json.dumps(asked))
+        (directory / "request.json").write_text(json.dumps({"job": combination.settings, "batches": BATCHES}))
         done = subprocess.run(
             [sys.executable, "-m", "tests.bench.memory_step", name], capture_output=True, text=True, check=False
         )
@@ -264,48 +262,48 @@ def document(rows: Sequence[Row]) -> str:
     met = sum(row.met for row in rows)
     table = [HEADER, tuple("---" for _ in HEADER), *map(cells, rows)]
     known = [
-        f"| {size.name} | {shape.total_parameters / 1e9:.2f} × 10⁹ | {size.told_gb} GB"
+        f"| {size.name} | {shape.total_parameters / 1e9:.2f} × 10⁹ | {size.reported_gb} GB"
         f"{' with gradient checkpointing' if size.grad_checkpoint else ''} | {known_bytes(size) / 1e9:.0f} GB |"
-        for size in KNOWN
-        for shape in [ModelShape.of(size.config)]
+        for size in KNOWN_SIZES
+        for shape in [ModelShape.from_config(size.config)]
     ]
     return f"""# Memory: estimated from config.json, and measured
 
 Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}: {system()}, on the CPU.
 {met} of {len(rows)} combinations met all their targets.
 
-Each row is one real training step (the trainer's own loading, adapters, gradients and optimizer) in a process of its
-own. Measured are MLX's figures: `mx.get_active_memory()` before the update for the state (weights, gradients, masters
-and moments), `mx.get_peak_memory()` over the step for the peak, at batches of 1, 2 and 8 sequences. The errors are the
-estimate's, from config.json and the job alone: estimated over measured, less one. "8 from 1 and 2" is the error of
-the peak at batch 8 when it is extrapolated from the measured one at 2, as after `flightdeck calibrate`: on the line
-from the state at batch 0.
+Each row is one real training step (the trainer's own loading, adapters, gradients and optimizer) in its own process.
+The measured values are MLX's: `mx.get_active_memory()` before the update is the state (weights, gradients, masters
+and moments), `mx.get_peak_memory()` over the step is the peak, at batches of 1, 2 and 8 sequences. The errors are
+those of the estimate, which uses only config.json and the job: estimated over measured, minus one. "8 from 1 and 2"
+is the error of the peak at batch 8 when it is extrapolated from the measurement at 2, as after `flightdeck
+calibrate`: on the line that starts with the state at batch 0.
 Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each batch, extrapolated peak within
 {PROBES_LIMIT:.0%}.
 
 {chr(10).join("| " + " | ".join(line) + " |" for line in table)}
 
-## What is assumed
+## Assumptions
 
-- Activations are counted by MLX's operations without fused kernels, as its CPU build runs them. The fused kernels of
-  a Mac's GPU hold less: there the estimate is an upper bound, and the probes of `flightdeck calibrate` are the measure.
-- A layer's backward pass works with as much again as the layer holds; with gradient checkpointing, 2.75 times as much,
-  since its forward pass is made again first. The loss works with six arrays of tokens × vocabulary.
-- The optimizer's step works with twice the gradients' size. Where it is the peak (many trained parameters, few
-  tokens), the peak does not grow with the batch at first; so the probes' line begins at the state, which is known.
-- Gradients are float32 sums; weights of 16 bits have float32 masters and moments unless `optimizer_precision` says
-  otherwise; mlx-lm's adapters are float32 always, and in 16 bits each makes a float32 copy of its input.
-- Beside MLX's peak a node needs a reserve: up to 1 GiB of freed buffers that MLX keeps, and half a GiB for Python.
+- Activations are counted for MLX's operations without fused kernels, as its CPU build runs them. The fused kernels of
+  a Mac's GPU keep less: there the estimate is an upper bound, and `flightdeck calibrate` measures the real value.
+- The backward pass of a layer needs as much working memory as the layer keeps; with gradient checkpointing 2.75 times
+  as much, since it repeats the forward pass first. The loss needs six arrays of tokens × vocabulary.
+- The optimizer's step needs twice the size of the gradients. If that is the peak (many trained parameters, few
+  tokens), the peak does not grow with small batches; so the extrapolation starts at the state, which is known.
+- Gradients are float32 sums; 16-bit weights have float32 masters and moments unless `optimizer_precision` is
+  `parameter`; mlx-lm's adapters are always float32, and in a 16-bit model each makes a float32 copy of its input.
+- In addition to MLX's peak a node needs a reserve: up to 1 GiB of freed buffers that MLX caches, and half a GiB for
+  Python.
 
-## The sizes that users know
+## Sizes that users report
 
-12 bytes per parameter (weights, gradients and two moments in 16 bits, and a float32 master) and activations. The
-activations are computed from the public configuration of each size under one assumption, named in
-`engine/planning/memory/known_sizes.py`: one sequence of 2,048 tokens and fused attention. 320 GB lies below
-12 bytes for 32.76 × 10⁹ parameters, which no checkpointing undercuts: it comes out at 10 bytes per parameter (float32
-gradients, all else in 16 bits).
+These are 12 bytes per parameter (weights, gradients and two moments in 16 bits, and a float32 master) plus
+activations, computed from the public configuration of each size in `tests/bench/known_sizes.py` for one sequence of
+2,048 tokens with fused attention. 320 GB is less than 12 bytes for 32.76 × 10⁹ parameters, even with checkpointing; it
+matches 10 bytes per parameter (float32 gradients, everything else in 16 bits).
 
-| model | parameters | known | computed |
+| model | parameters | reported | computed |
 | --- | --- | --- | --- |
 {chr(10).join(known)}
 """

@@ -2,7 +2,7 @@
 
     python -m tests.bench.memory_step DIRECTORY
 
-DIRECTORY holds a model without weights, and asked.json: {"job": …, "batches": […]}. The model is filled with random
+DIRECTORY holds a model without weights, and request.json: {"job": …, "batches": […]}. The model is filled with random
 weights and loaded, adapted and stepped by the trainer's own code. Prints one JSON object: parameters, bytes of the
 state, and batch → bytes of the peak.
 """
@@ -20,11 +20,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from engine.worker.alone import Alone
-from engine.worker.data import Batch
-from engine.worker.job import Job
-from engine.worker.model import load_model, sizes
-from engine.worker.sampler import Indices
+from engine.protocol.job import Job
+from engine.trainer.data import Batch
+from engine.trainer.model import count_parameters, load_model
+from engine.trainer.sampler import Indices
+from engine.trainer.single_node_bench import SingleNodeTrainer
 
 
 class Tokens:
@@ -53,14 +53,14 @@ def main(directory: Path) -> int:
     mx.set_default_device(mx.cpu)
     # As the trainer does on the CPU.
     mx.disable_compile()
-    asked = json.loads((directory / "asked.json").read_text())
+    request = json.loads((directory / "request.json").read_text())
     write_weights(directory)
     mx.clear_cache()
-    job = Job.of(asked["job"], model=str(directory), data=str(directory), workdir=directory, home=directory)
+    job = Job.from_spec(request["job"], model=str(directory), data=str(directory), workdir=directory, home=directory)
     model, _ = load_model(job)
-    training = Alone(job, model, Tokens(), lambda position: np.arange(1))
-    found = {batch: training.probe(batch) for batch in asked["batches"]}
-    trainable, total = sizes(model)
+    training = SingleNodeTrainer(job, model, Tokens(), lambda position: np.arange(1))
+    found = {batch: training.probe(batch) for batch in request["batches"]}
+    trainable, total = count_parameters(model)
     answer = {
         "trainable": trainable,
         "total": total,

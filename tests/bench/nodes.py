@@ -1,7 +1,7 @@
 """Probing, measured: `uv run python -m tests.bench.nodes`.
 
 Four real nodes of the test cluster, then 64 simulated ones: real sshds on 64 ports of 127.0.0.1, where
-"python" is a script that says what this machine's own probe and telemetry have just said. With those 64 the real
+"python" is an agent that repeats what this machine's own facts and telemetry have just been. With those 64 the real
 console is opened on a pseudo-terminal of 160x45, and keys are pressed while their telemetry pours in. Exits 1 when a
 target is missed.
 """
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shlex
 import shutil
 import socket
 import subprocess
@@ -22,12 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.nodes.probe import SCRIPT as FACTS_SCRIPT
-from engine.nodes.probe import probe_all
-from engine.nodes.telemetry import SCRIPT as TELEMETRY_SCRIPT
-from engine.transport.fleet import Fleet
-from engine.transport.local import LocalTransport
+import engine
+from engine.cluster.facts import probe_all
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from tests.bench.figures import Figure, machine, report
 from tests.bench.logs import KEY_P99_MS, quantile, read_for
 from tests.cluster.cluster import Cluster
@@ -41,14 +38,43 @@ LISTEN_SOCKETS = 16
 """That one sshd can have."""
 CONSOLE_S = 80.0
 
-PYTHON = """#!/bin/bash
-# Stands for a node's python: facts when its program comes over stdin, telemetry when it comes as an argument. Telemetry
-# starts no process, and the sshds are nice: 64 nodes share the console's cores here, and only here.
-case "$1" in
--) cat >/dev/null; sleep 0.1; cat {facts} ;;
-*) line=$(<{telemetry}); exec {{never}}<> <(:)
-   while :; do printf '%s\\n' "$line"; read -r word || exit 0; read -t {every} -u "$never"; done ;;
-esac
+PYTHON = """#!{python} -S
+# Stands for a node's python: an agent that answers with recorded facts, and with one recorded sample of telemetry after
+# the other. It starts no process, and the sshds are nice: 64 nodes share the console's cores here, and only here.
+import sys
+sys.path.insert(0, {source!r})
+import json, os, select, time
+from engine.protocol.messages import *
+from engine.protocol.messages import VERSION
+def send(message):
+    data = encode(message)
+    while data:
+        data = data[os.write(1, data):]
+os.write(1, json.dumps({{"kind": "bootstrap", "home": "/root", "missing": False}}).encode() + b"\\n")
+send(Hello(VERSION, "boot", 0, time.time()))
+facts, sample = (open(path, "rb").read() for path in ({facts!r}, {telemetry!r}))
+decoder, streams, due = Decoder(), [], 0.0
+while True:
+    wait = max(0.0, due - time.monotonic()) if streams else None
+    if select.select([0], [], [], wait)[0]:
+        data = os.read(0, 65536)
+        if not data:
+            break
+        for message in decoder.feed(data):
+            if isinstance(message, Heartbeat):
+                send(HeartbeatAck(message.number, time.time()))
+            elif isinstance(message, ProbeRequest) and message.probe == "facts":
+                time.sleep(0.1)
+                send(RequestOutput(message.request, facts))
+                send(RequestEnded(message.request, 0, ""))
+            elif isinstance(message, ProbeRequest):
+                streams.append(message.request)
+            elif isinstance(message, CancelRequest) and message.request in streams:
+                streams.remove(message.request)
+    elif streams:
+        for request in streams:
+            send(RequestOutput(request, sample))
+        due = time.monotonic() + {every}
 """
 SSHD = """
 HostKey {folder}/host_key
@@ -62,8 +88,8 @@ Subsystem sftp internal-sftp
 """
 
 
-def config_of(nodes: list[NodeConfig]) -> FlightConfig:
-    return FlightConfig(
+def config_of(nodes: list[NodeConfig]) -> Config:
+    return Config(
         cluster=ClusterConfig(name="bench"), nodes=tuple(nodes), job=JobConfig(name="none", command=("true",))
     )
 
@@ -96,12 +122,13 @@ def real(home: Path) -> Iterator[Figure]:
 @contextlib.contextmanager
 def simulated(folder: Path) -> Iterator[list[NodeConfig]]:
     """The 64 nodes; FLIGHTDECK_SSH_CONFIG points at the way to them."""
-    facts = asyncio.run(LocalTransport().run([sys.executable, "-", "/"], timeout_s=30, stdin=FACTS_SCRIPT.read_bytes()))
-    (folder / "facts").write_bytes(facts.stdout)
-    (folder / "telemetry").write_bytes(asyncio.run(_telemetry_line()))
+    facts, sample = asyncio.run(_recorded())
+    (folder / "facts").write_bytes(facts)
+    (folder / "telemetry").write_bytes(sample)
     python = folder / "python"
-    shown = {name: shlex.quote(str(folder / name)) for name in ("facts", "telemetry")}
-    python.write_text(PYTHON.format(every=TELEMETRY_S, **shown))
+    shown = {name: str(folder / name) for name in ("facts", "telemetry")}
+    source = str(Path(engine.__file__).parents[1])
+    python.write_text(PYTHON.format(python=sys.executable, source=source, every=TELEMETRY_S, **shown))
     python.chmod(0o755)
     for name in ("host_key", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
@@ -128,15 +155,15 @@ def simulated(folder: Path) -> Iterator[list[NodeConfig]]:
         ]
 
 
-async def _telemetry_line() -> bytes:
-    """What the telemetry's program first says on this machine."""
-    text = TELEMETRY_SCRIPT.read_text(encoding="utf-8")
-    channel = await LocalTransport().open([sys.executable, "-I", "-S", "-c", text, "1"])
-    line = b""
-    while not line.endswith(b"\n"):
-        line += await channel.read(65_536)
-    await channel.close()
-    return line
+async def _recorded() -> tuple[bytes, bytes]:
+    """What this machine's facts and telemetry probes print."""
+    here = NodeConfig(name="here", python=sys.executable, workdir="/")
+    async with Fleet((here,), Path("/nonexistent")) as fleet:
+        request = await fleet.agent(here).start_probe("facts", "/")
+        facts = await request.completed(30.0)
+        sample = await (await fleet.agent(here).start_probe("telemetry", "1")).next_line(30.0)
+        assert isinstance(sample, bytes)
+    return facts.stdout, sample + b"\n"
 
 
 def many(folder: Path) -> Iterator[Figure]:

@@ -21,12 +21,12 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.worker.arrays import number
-from engine.worker.data import Split, load_split
-from engine.worker.job import Job
-from engine.worker.model import load_model
-from engine.worker.optimizer import Updater
-from engine.worker.strategies.gradients import Gradients
+from engine.protocol.job import Job
+from engine.trainer.data import Split, load_split
+from engine.trainer.model import load_model
+from engine.trainer.optimizer import Updater
+from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 
 STEPS: Final = 200
@@ -72,7 +72,7 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
         losses.append(loss / batch.targets)
     squares = [mx.square(value.astype(mx.float32) - start[name]).sum() for name, value in updater.masters.items()]
     after = dict(tree_flatten(model.parameters()))
-    return Trained(losses, math.sqrt(sum(map(number, squares))), before, validation(job, after, valid)), after
+    return Trained(losses, math.sqrt(sum(map(scalar, squares))), before, validation(job, after, valid)), after
 
 
 def validation(job: Job, weights: dict[str, mx.array], valid: Split) -> float:
@@ -102,7 +102,7 @@ def compare(home: Path, steps: int, rate: float) -> Iterator[Figure]:
     }
 
     def job(**keys: Any) -> Job:
-        return Job.of({**raw, **keys}, model=None, data=None, workdir=home, home=home / "run")
+        return Job.from_spec({**raw, **keys}, model=None, data=None, workdir=home, home=home / "run")
 
     random = dict(tree_flatten(load_model(job())[0].parameters()))
     _, trained = train(job(learning_rate=FIRST_RATE), random, mx.float32, FIRST_STEPS)

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.config.models import FlightConfig, PreflightConfig
+from engine.checks.context import CheckContext
+from engine.checks.runner import run_checks
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport
-from engine.preflight.checklist import run_checks
-from engine.preflight.scene import Scene
-from engine.transport.fleet import Fleet
 from tests.bench.figures import Figure, machine, report
 from tests.cluster.cluster import Cluster
 from tests.integration.checks import config_of, furnish, unheard
@@ -29,7 +29,7 @@ from tests.integration.checks import config_of, furnish, unheard
 REACHABLE_S, BLACK_HOLED_S = 6.0, 15.0
 
 
-async def measured(config: FlightConfig, home: Path, *, phases: bool = False) -> tuple[float, PreflightReport]:
+async def measured(config: Config, home: Path, *, phases: bool = False) -> tuple[float, PreflightReport]:
     """Seconds of one preflight with new connections, and what it found."""
     begun = time.perf_counter()
 
@@ -38,12 +38,12 @@ async def measured(config: FlightConfig, home: Path, *, phases: bool = False) ->
             print(f"  {time.perf_counter() - begun:6.2f} s  {result.status.value:8} {result.name}  {result.summary}")
 
     async with Fleet(config.nodes, home) as fleet:
-        scene = Scene(config, fleet)
+        context = CheckContext(config, fleet)
         try:
-            found = await run_checks(scene, on_result=on_result, audit=unheard)
+            found = await run_checks(context, on_result=on_result, audit=unheard)
             return time.perf_counter() - begun, found
         finally:
-            await scene.close()
+            await context.close()
 
 
 def figures(rounds: int, folder: Path, *, phases: bool) -> Iterator[Figure]:

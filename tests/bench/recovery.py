@@ -14,17 +14,17 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine.config.models import RecoveryConfig
 from engine.models import RunState
+from engine.run.events import AttemptFailed, AttemptPlanned, AttemptResumed, Event, RankExited, StateChanged
 from tests.bench.figures import Figure, machine, report
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import ClusterRun, fly_on
+from tests.faults.cluster_runs import ClusterRun, start_on
 from tests.faults.test_cluster_recovery import ITERATIONS, training
-from tests.faults.test_recovery import entries_of, losses
+from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration
 
 NOTICED_S, RECOVERED_S = 2.0, 15.0
@@ -37,7 +37,7 @@ STAGES = ("noticed", "fenced", "prepared", "running", "recovered")
 def killed(cluster: Cluster, home: Path, seed: int) -> tuple[ClusterRun, dict[str, float]]:
     """A run of which a rank was killed; seconds from that until each of STAGES."""
     moment = random.Random(seed)
-    run = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+    run = start_on(cluster, home, training(cluster, home, RecoveryConfig()))
     await_iteration(run, moment.randint(2, ITERATIONS - 5))
     rank = moment.randint(0, 3)
     pid = run.identity(rank).trainer_pid
@@ -46,23 +46,22 @@ def killed(cluster: Cluster, home: Path, seed: int) -> tuple[ClusterRun, dict[st
     record = run.ended(within_s=LIMIT_S)
     if record.state is not RunState.SUCCEEDED:
         raise RuntimeError(f"seed {seed}: {record.state}: {record.cause}")
-    noticed = next(entry for entry in entries_of(run, "rank_ended") if entry["rank"] == rank)
-    running = [entry for entry in entries_of(run, "state") if entry["state"] == "running"]
-    told = {
-        "noticed": noticed,
-        "fenced": entries_of(run, "attempt_ended")[0],
-        "prepared": entries_of(run, "attempt")[1],
+    running = [event for event in run.events_of(StateChanged) if event.state is RunState.RUNNING]
+    events: dict[str, Event] = {
+        "noticed": next(event for event in run.events_of(RankExited) if event.rank == rank),
+        "fenced": run.events_of(AttemptFailed)[0],
+        "prepared": run.events_of(AttemptPlanned)[1],
         "running": running[1],
-        "recovered": entries_of(run, "recovered")[0],
+        "recovered": run.events_of(AttemptResumed)[0],
     }
-    return run, {stage: _at(told[stage]["at"]) - at for stage in STAGES}
+    return run, {stage: events[stage].at.timestamp() - at for stage in STAGES}
 
 
 def figures(seeds: int, home: Path) -> Iterator[Figure]:
     with Cluster(4) as cluster:
         os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
         os.environ["FLIGHTDECK_HOME"] = str(home)
-        calm = fly_on(cluster, home, training(cluster, home, RecoveryConfig()))
+        calm = start_on(cluster, home, training(cluster, home, RecoveryConfig()))
         calm.ended(within_s=LIMIT_S)
         undisturbed = losses(calm)
         seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
@@ -87,10 +86,6 @@ def _spread(name: str, seconds: list[float], limit_s: float | None = None) -> Fi
     middle, last = ordered[(len(ordered) - 1) // 2], ordered[(99 * len(ordered) - 1) // 100]
     target = f"<= {limit_s:g} s" if limit_s is not None else ""
     return Figure(name, f"p50 {middle:.2f} s, p99 {last:.2f} s", target, limit_s is None or last <= limit_s)
-
-
-def _at(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 def main() -> int:

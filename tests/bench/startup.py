@@ -20,7 +20,7 @@ from typing import Final
 from tests.terminal import Terminal
 
 LIMIT: Final = 1.6
-LATE: Final = {"mlx", "mlx_lm", "asyncssh", "numpy", "tinydb"}
+LATE: Final = {"mlx", "mlx_lm", "asyncssh", "numpy", "tinydb", "pydantic"}
 """Not before the first paint."""
 NEVER: Final = {"mlx", "mlx_lm"}
 
@@ -50,9 +50,9 @@ CONSOLE_LAST: Final = b"commands"
 WATCHED: Final = """
 import json, sys
 import tui.app
-from tui.bridge import Bridge
+from tui.poller import RunPoller
 
-start, seen = Bridge.start, {}
+start, seen = RunPoller.start, {}
 
 def names():
     return sorted({name.split(".")[0] for name in sys.modules})
@@ -61,7 +61,7 @@ def watched(self):
     seen["before"] = names()
     start(self)
 
-Bridge.start = watched
+RunPoller.start = watched
 from tui.cli import main
 main(["-c", sys.argv[1]])
 seen["ever"] = names()

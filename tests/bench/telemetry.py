@@ -1,7 +1,7 @@
-"""What looking costs a node: `python -m tests.bench.telemetry [SECONDS]`, 60 by default.
+"""What telemetry costs a node: `python -m tests.bench.telemetry [SECONDS]`, 60 by default.
 
-The script that a console has running on each node, with its own interval, on a machine of 400 more processes of which 8
-are ranks': on this machine, and on a node of the test cluster over ssh. Exit code 1 above 1 % of a core."""
+The agent that a console has running on each node, with its telemetry probe, on a machine of 400 more processes of which
+8 are ranks': on this machine, and on a node of the test cluster over ssh. Exit code 1 above 1 % of a core."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
-from engine.nodes.telemetry import INTERVAL_S, SCRIPT, telemetry
-from engine.transport.fleet import Fleet
+from engine.cluster.telemetry import INTERVAL_S, telemetry
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from tests.cluster.cluster import Cluster
 
 LIMIT = 0.01
 CROWD, RANKS = 400, 8
@@ -47,26 +48,26 @@ def crowd() -> Iterator[None]:
             os.killpg(shell.pid, signal.SIGKILL)
 
 
-def scripts() -> list[int]:
-    """Pids of the scripts on this machine and on the test cluster's nodes."""
-    mark = SCRIPT.read_bytes()[:200]
+def agents(python: str) -> list[int]:
+    """Pids of the agents with this python, on this machine and on the test cluster's nodes, and of their probes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if mark in (entry / "cmdline").read_bytes():
+                argv = (entry / "cmdline").read_bytes()
+                if argv.split(b"\0")[0].endswith(python.encode()) and b"engine.node.agent" in argv:
                     found.append(int(entry.name))
     return found
 
 
 def cpu_s(pid: int) -> float:
-    """Time on a core so far; the script has one thread."""
+    """Time on a core so far; it has one thread."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 async def measure(node: NodeConfig, seconds: float, home: Path) -> float:
-    """The share of a core that one script takes, while its lines are read."""
-    config = FlightConfig(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="bench", command=("true",)))
+    """The share of a core that an agent and its probe take, while their samples are read."""
+    config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="bench", command=("true",)))
     lines = 0
     async with Fleet(config.nodes, home) as fleet:
         values = telemetry(config, fleet)
@@ -78,10 +79,10 @@ async def measure(node: NodeConfig, seconds: float, home: Path) -> float:
             lines += 1
             now = time.monotonic()
             if before is None and now - began >= SETTLE_S:
-                (pid,) = scripts()
-                before = (now, cpu_s(pid))
+                pids = agents(node.python.removeprefix("~"))
+                before = (now, sum(map(cpu_s, pids)))
             elif before is not None and now - before[0] >= seconds:
-                share = (cpu_s(pid) - before[1]) / (now - before[0])
+                share = (sum(map(cpu_s, pids)) - before[1]) / (now - before[0])
                 seen = len(value.ranks)
                 break
         await values.aclose()  # type: ignore[attr-defined]
@@ -96,8 +97,6 @@ def main(seconds: float) -> int:
         here = NodeConfig(name="this machine", python=sys.executable, workdir="/")
         shares = [asyncio.run(measure(here, seconds, Path("/nonexistent")))]
     if os.geteuid() == 0:
-        from tests.cluster.cluster import Cluster
-
         with Cluster(1) as cluster:
             os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
             node = cluster.nodes[0]

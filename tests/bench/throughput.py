@@ -27,9 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import mlx.core as mx
+
 from engine.demo_model import calls
 from engine.launch import mlx_launch
-from engine.worker.wire import END
+from engine.protocol.attempt import END
 from tests.bench.calibration import SPINNERS, spinning
 from tests.bench.figures import Figure, machine, report
 from tests.training.launching import launch, run_under_launcher
@@ -109,7 +111,7 @@ class Place:
         try:
             run.launcher.wait(_RUN_LIMIT_S)
         except BaseException:
-            run.say(END)
+            run.send(END)
             raise
         run.succeeded()
         return self._counted(run.events(0, "report"), padding=0)
@@ -185,8 +187,6 @@ def write_data(directory: Path) -> None:
 
 
 def _to_bfloat16(path: Path) -> None:
-    import mlx.core as mx
-
     weights = mx.load(str(path))
     assert isinstance(weights, dict)
     halves = {name: value.astype(mx.bfloat16) for name, value in weights.items()}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Final
 
-PARTS: Final = ("divided", "checkpoint_cost", "precision", "recovery", "throughput")
+PARTS: Final = ("partitioned", "checkpoint_cost", "precision", "recovery", "throughput")
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.worker.processes import alive
+from engine.node.processes import alive
 from tests.cluster import capability
 from tests.cluster.cluster import Cluster
 from tests.cluster.command import CommandFailed
@@ -104,6 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
         for node in map(cluster.__getitem__, arguments.nodes) if arguments.nodes else cluster.nodes:
             node.heal(all_faults=True)
         return 0
+    return run_on_node(cluster, arguments)
+
+
+def run_on_node(cluster: Cluster, arguments: argparse.Namespace) -> int:
     node = cluster[arguments.node]
     match arguments.command:
         case "cut" | "lossy" | "reject":
@@ -132,13 +136,13 @@ def up(size: int, *, loopback: bool, bare: bool) -> int:
     """Hold a cluster until a signal ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if not loopback and (reason := capability.missing()):
-        print(f"{reason}: sshds on loopback instead; nothing can be cut or switched off", file=sys.stderr)
+        print(f"needs {reason}: sshds on loopback instead; nothing can be cut or switched off", file=sys.stderr)
         loopback = True
     begun = time.monotonic()
     with LoopbackCluster(size) if loopback else Cluster(size) as cluster:
         ready = time.monotonic() - begun
         # Not at the top: this imports the engine's configuration, and the other commands need not wait for that.
-        from engine.security.home import state_home
+        from engine.security.paths import state_home
         from tests.cluster.flight import install_demo, write_toml
 
         if not bare:

@@ -1,14 +1,13 @@
-"""Whether this machine can have a cluster of namespaces, and what tests do when it cannot."""
+"""What a cluster of namespaces needs, and whether this machine has it."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from functools import cache
-from typing import NoReturn
 
-from tests.cluster.command import PATH, attempt
+from tests import needs
+from tests.cluster.command import attempt
 
 TOOLS = (
     "ip",
@@ -33,29 +32,16 @@ mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work trial /mnt/
 """
 
 
-def needs_namespaces(what: str) -> NoReturn:
-    """Skip the test that asks a node without namespaces for `what`."""
-    # Not at the top: clusters by hand need no pytest.
-    import pytest
-
-    pytest.skip(f"{what} needs a cluster of namespaces: {missing() or 'this one is of sshds on loopback'}")
-
-
 @cache
 def missing() -> str | None:
-    """Why there can be no cluster of namespaces here; None when there can."""
+    """What a cluster of namespaces needs and this machine lacks; None when it lacks nothing."""
     if not sys.platform.startswith("linux"):
-        return f"namespaces are Linux's, this is {sys.platform}"
+        return "Linux, for a cluster of namespaces"
     if os.geteuid() != 0:
-        return "namespaces need root"
-    if absent := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
-        return f"not installed: {', '.join(absent)}"
+        return "root, for a cluster of namespaces"
+    if lacks := next(filter(None, map(needs.missing, TOOLS)), None):
+        return lacks
     tried = attempt("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "sh", "-c", _TRIAL)
     if tried.returncode != 0:
-        return f"this machine refuses namespaces: {tried.stderr.strip().splitlines()[-1]}"
+        return f"namespaces, which this machine refuses: {tried.stderr.strip().splitlines()[-1]}"
     return None
-
-
-def required() -> bool:
-    """Whether tests must have the real thing: in CI, a skipped cluster suite is a failure."""
-    return os.environ.get("CI", "").lower() in ("1", "true") or os.environ.get("FLIGHTDECK_REQUIRE_CLUSTER") == "1"

@@ -9,17 +9,27 @@ import pytest
 from tests.cluster import capability
 from tests.cluster.cluster import Cluster
 from tests.cluster.fallback import LoopbackCluster
+from tests.needs import require, required
+
+LOOPBACK = ("sshd", "ssh-keygen", "ssh", "ps")
+"""Programs that a cluster of sshds on loopback needs."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose cluster cannot be had here; in CI, fail it, also where only sshds on loopback could be had."""
+    wanted: set[str] = set(getattr(item, "fixturenames", ()))
+    if "session_cluster" in wanted:
+        require(*LOOPBACK)
+    if "isolated_cluster" in wanted or ("session_cluster" in wanted and required()):
+        require("namespaces")
 
 
 @pytest.fixture(scope="session")
 def session_cluster() -> Iterator[Cluster]:
     """The four nodes that all tests of a session share. Tests ask for `cluster` instead, which heals it.
 
-    Where namespaces cannot be had they are sshds on loopback, and what needs more skips by name; in CI that fails."""
-    reason = capability.missing()
-    if reason and capability.required():
-        pytest.fail(f"CI must run the cluster's tests on namespaces: {reason}", pytrace=False)
-    with LoopbackCluster(4) if reason else Cluster(4) as cluster:
+    Where namespaces cannot be had they are sshds on loopback, and what needs more skips; in CI that fails."""
+    with LoopbackCluster(4) if capability.missing() else Cluster(4) as cluster:
         yield cluster
 
 
@@ -33,6 +43,4 @@ def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def isolated_cluster(cluster: Cluster) -> Cluster:
     """The same, for tests whose every step needs users, networks or disks apart; they skip where there are none."""
-    if not cluster.isolated:
-        capability.needs_namespaces("what this test is about")
     return cluster

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.worker.processes import Process, alive, start_time
+from engine.node.processes import Process, alive, start_time
 from tests.cluster import network, sshd, system
 from tests.cluster.command import CommandFailed, command
 from tests.cluster.disk import Disk

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.worker.processes import alive, start_time
+from engine.node.processes import alive, start_time
 
 NUMBERS = range(256)
 RECORD = "cluster.json"

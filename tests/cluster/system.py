@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path, PurePosixPath
 from shlex import quote
 
-from engine.security.home import state_home
+from engine.security.paths import state_home
 
 PROJECT = Path(__file__).parents[2]
 INIT = "/usr/local/libexec/flightdeck-init.py"

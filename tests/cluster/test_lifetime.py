@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import capability, network
+from tests.cluster import network
 from tests.cluster.cluster import Cluster
 from tests.cluster.disk import mounts_below
 from tests.cluster.machine import until
@@ -26,11 +26,7 @@ with Cluster(2) as cluster:
 """
 
 
-@pytest.fixture(autouse=True)
-def namespaces() -> None:
-    """These make clusters of their own."""
-    if reason := capability.missing():
-        (pytest.fail if capability.required() else pytest.skip)(f"a cluster of namespaces: {reason}")
+pytestmark = pytest.mark.needs("namespaces")
 
 
 def left_of(number: int, folder: Path, namespaces: set[str]) -> list[str]:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig, PreflightConfig, RecoveryConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig, RecoveryConfig
 from engine.demo import demo_config
-from engine.supervision import spawn
-from engine.worker.processes import Process
-from engine.worker.wire import NodeFiles
+from engine.node.processes import Process
+from engine.protocol.attempt import NodeFiles
+from engine.run import supervisor_process
+from engine.run.events import NodeConditionChanged
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import DATA, MODEL, install_demo
 from tests.cluster.node import Node
 from tests.demo_copies import demo_below
-from tests.faults.flying import HURRIED, PLANNED, Run, plan_config, ring
+from tests.faults.local_runs import PLANNED, SHORT_GRACES, Run, plan_config, ring
 
 
 @dataclass
@@ -29,13 +30,13 @@ class ClusterRun(Run):
 
     def node_of(self, rank: int, attempt: int = 1) -> Node:
         """The node that a rank was on in an attempt."""
-        entries = [each for each in self.entries if each["event"] == "attempt" and each["attempt"] == attempt]
-        names = dict(entries[0]["members"]) if entries else {}
+        found = self.history.attempt(attempt)
+        names = dict(found.plan.members) if found is not None else {}
         return next((node for node in self.nodes if node.name == names.get(rank)), self.nodes[rank])
 
     def files_of(self, rank: int, attempt: int = 1) -> NodeFiles:
         node = self.node_of(rank, attempt)
-        there = NodeFiles.of(Path(node.home) / ".flightdeck", self.plan.run_id, attempt)
+        there = NodeFiles.for_attempt(Path(node.home) / ".flightdeck", self.plan.run_id, attempt)
         return NodeFiles(node.disk.seen_from_head(str(there.directory)))
 
     def left(self) -> list[Process]:
@@ -54,12 +55,11 @@ class ClusterRun(Run):
         assert done.returncode == 0, done.stderr
 
     def conditions(self, node: str) -> list[str]:
-        """What the journal says of a node, in its order."""
-        entries = [entry for entry in self.entries if entry["event"] == "node" and entry["node"] == node]
-        return [str(entry["condition"]) for entry in entries]
+        """The recorded conditions of a node, oldest first."""
+        return [event.condition for event in self.events_of(NodeConditionChanged) if event.node == node]
 
     def await_condition(self, node: str, condition: str, within_s: float = 60.0) -> float:
-        """Awaits that the journal says so; the seconds that it took."""
+        """Awaits that it is recorded; the seconds that it took."""
         begun = time.monotonic()
         self.wait(lambda: self.conditions(node)[-1:] == [condition], within_s)
         return time.monotonic() - begun
@@ -87,16 +87,16 @@ def ring_config(
     *,
     fault: str = "pass",
     script: str | None = None,
-    recovery: RecoveryConfig = HURRIED,
+    recovery: RecoveryConfig = SHORT_GRACES,
     launcher: str = "mlx.launch",
     names: Sequence[str] = (),
     **job: Any,
-) -> FlightConfig:
+) -> Config:
     """A ring over the nodes; each has an empty working directory of the run's own."""
     workdir = f"~/work/{uuid.uuid4().hex[:8]}"
     for node in cluster.nodes:
         node.write(f"{workdir}/.kept", "")
-    return FlightConfig(
+    return Config(
         cluster=ClusterConfig.model_validate({"launcher": launcher}),
         nodes=nodes_of(cluster, workdir, names),
         job=JobConfig(name="test", command=("python", "-c", script or ring(fault)), **job),
@@ -105,7 +105,7 @@ def ring_config(
     )
 
 
-def demo_on(cluster: Cluster, home: Path, *, iters: int, recovery: RecoveryConfig = HURRIED) -> FlightConfig:
+def demo_on(cluster: Cluster, home: Path, *, iters: int, recovery: RecoveryConfig = SHORT_GRACES) -> Config:
     """The demo's training on the nodes."""
     install_demo(cluster, demo_below(home))
     config = demo_config(home, ranks=4, iters=iters)
@@ -114,8 +114,8 @@ def demo_on(cluster: Cluster, home: Path, *, iters: int, recovery: RecoveryConfi
     return config.model_copy(update={"nodes": nodes_of(cluster), "job": job, "recovery": recovery})
 
 
-def plan_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[str, ...] | None = None) -> ClusterRun:
-    """The run's directory with its plan; without preflight unless `skip` says else."""
+def plan_on(cluster: Cluster, home: Path, config: Config, *, skip: tuple[str, ...] | None = None) -> ClusterRun:
+    """The run's directory with its plan; without preflight unless `skip` is given."""
     planned = plan_config(home, config, skip=skip)
     nodes = [cluster[node.name] for node in config.nodes]
     run = ClusterRun(planned.dir, planned.plan, Path(config.nodes[0].workdir), nodes=nodes)
@@ -123,8 +123,8 @@ def plan_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[s
     return run
 
 
-def fly_on(cluster: Cluster, home: Path, config: FlightConfig, *, skip: tuple[str, ...] | None = None) -> ClusterRun:
+def start_on(cluster: Cluster, home: Path, config: Config, *, skip: tuple[str, ...] | None = None) -> ClusterRun:
     """A run that has been started."""
     run = plan_on(cluster, home, config, skip=skip)
-    spawn.start(run.dir)
+    supervisor_process.start_supervisor(run.dir)
     return run

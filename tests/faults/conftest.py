@@ -1,4 +1,4 @@
-"""What every fault test leaves behind: nothing, also when it fails."""
+"""Every fault test leaves nothing behind, also when it fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.faults.flying import PLANNED
+from tests.faults.local_runs import PLANNED
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,10 @@ import pytest
 
 from engine.config.models import RecoveryConfig
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
-from engine.supervision.requests import ABORT, place_request
-from engine.worker import processes
-from tests.faults.flying import DEAF, DOUBLE_FORK, HURRIED, Run, fly, ring
+from engine.node import processes
+from engine.run.events import ABORT, StopStageReached
+from engine.run.requests import place_request
+from tests.faults.local_runs import DEAF, DOUBLE_FORK, SHORT_GRACES, Run, ring, start_run
 
 LIMIT_S = 20.0
 """Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
@@ -33,7 +34,7 @@ def aborted(run: Run, *, now: bool = False) -> float:
 
 def at_a_random_moment(home: Path, workdir: Path, seed: int) -> None:
     moment = random.Random(seed)
-    run = fly(home, workdir, script=ring(), recovery=DEFAULTS, skip=() if seed % 2 else None)
+    run = start_run(home, workdir, script=ring(), recovery=DEFAULTS, skip=() if seed % 2 else None)
     # The moment is what is under test: from before the preflight to well into the training.
     time.sleep(moment.uniform(0.0, 3.0))
     aborted(run, now=seed % 3 == 0)
@@ -56,39 +57,40 @@ def mentioning(path: Path) -> list[str]:
     return [command for command in listed.splitlines() if str(path) in command]
 
 
+@pytest.mark.needs("ps")
 def test_in_the_middle_of_preflights_all_sum(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), skip=(), all_sum_s=30.0)
-    run.wait(lambda: any("all_sum" in command for command in mentioning(home)))
+    run = start_run(home, tmp_path, script=ring(), skip=(), all_sum_s=30.0)
+    run.wait(lambda: any("allreduce_check" in command for command in mentioning(home)), every_s=0.1)
     aborted(run)
     assert run.record.attempts == 0
     report = PreflightReport.model_validate_json(run.dir.preflight.read_bytes())
     assert CheckStatus.RUNNING not in {report.overall_status, *(check.status for check in report.checks)}
     # Only the supervisor's own last moments may still be there.
-    run.wait(lambda: mentioning(home) == [], within_s=30.0)
+    run.wait(lambda: mentioning(home) == [], within_s=30.0, every_s=0.1)
 
 
 def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     place_request(run.dir, ABORT, by="test")
     place_request(run.dir, ABORT, by="test", now=True)
     aborted(run)
-    entries = run.entries
+    events = run.events
     place_request(run.dir, ABORT, by="test")
-    assert run.entries == entries
+    assert run.events == events
 
 
 def test_the_stages_are_in_the_journal_with_who_has_answered(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), recovery=HURRIED.model_copy(update={"stop_grace_s": 30.0}))
+    run = start_run(home, tmp_path, script=ring(), recovery=SHORT_GRACES.model_copy(update={"stop_grace_s": 30.0}))
     run.await_output("step")
     aborted(run)
-    stops = [entry for entry in run.entries if entry["event"] == "stop"]
-    assert [entry["stage"] for entry in stops] == ["asked", "stop", "verifying", "stopped"]
-    assert [entry["acknowledged"] for entry in stops[1:]] == [[], [0, 1], [0, 1]]
+    stops = run.events_of(StopStageReached)
+    assert [event.stage for event in stops] == ["asked", "stop", "verifying", "stopped"]
+    assert [event.acknowledged for event in stops[1:]] == [(), (0, 1), (0, 1)]
 
 
 def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     os.kill(run.supervisor, signal.SIGHUP)
     run.await_output("step 60")
@@ -97,13 +99,13 @@ def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_p
 
 
 def test_a_rank_deaf_to_hup_and_term(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=DEAF + ring(), recovery=DEFAULTS)
+    run = start_run(home, tmp_path, script=DEAF + ring(), recovery=DEFAULTS)
     run.await_output("step")
     aborted(run)
 
 
 def test_a_suspended_rank(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), recovery=DEFAULTS)
+    run = start_run(home, tmp_path, script=ring(), recovery=DEFAULTS)
     run.await_output("step")
     os.kill(run.identity(1).trainer_pid, signal.SIGSTOP)
     aborted(run)
@@ -111,14 +113,14 @@ def test_a_suspended_rank(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_suspended_keeper(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), recovery=DEFAULTS)
+    run = start_run(home, tmp_path, script=ring(), recovery=DEFAULTS)
     run.await_output("step")
     os.kill(run.identity(1).keeper_pid, signal.SIGSTOP)
     aborted(run)
 
 
 def test_a_child_that_has_left_the_ranks_session(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=DOUBLE_FORK + ring())
+    run = start_run(home, tmp_path, script=DOUBLE_FORK + ring())
     run.await_output("step")
     assert len(processes.with_nonce(run.nonce)) >= 6
     aborted(run)

@@ -1,4 +1,4 @@
-"""What the network and the nodes can do to a run over ssh: nothing is lost, nothing is restarted, or it is said why."""
+"""Faults of the network and the nodes under a run over ssh: nothing is lost or restarted, or the cause is recorded."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import pytest
 
 from engine.config.models import RecoveryConfig
 from engine.models import Reason, RunState
-from engine.supervision.adopt import adopt_orphans
-from engine.supervision.requests import ABORT, place_request
+from engine.run.events import ABORT, StopStage, StopStageReached
+from engine.run.requests import place_request
+from engine.run.supervisor_process import adopt_orphans
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import fly_on, ring_config
-from tests.faults.flying import HURRIED, kill_and_await, ring
-from tests.faults.test_cluster_flight import everybody_steps
+from tests.faults.cluster_runs import ring_config, start_on
+from tests.faults.local_runs import SHORT_GRACES, kill_and_await, ring
+from tests.faults.test_cluster_run import everybody_steps
 
-SHORT_LEASE = HURRIED.model_copy(update={"lease_s": 8.0})
+SHORT_LEASE = SHORT_GRACES.model_copy(update={"lease_s": 8.0})
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(10.0, marks=pytest.mark.slow)])
 def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
     nodes: Cluster, home: Path, seconds: float
 ) -> None:
-    run = fly_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     nodes["cyd"].cut()
     time.sleep(seconds)
@@ -38,7 +39,7 @@ def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
 
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
+    run = start_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
     everybody_steps(run)
     bea = nodes["bea"]
     bea.cut()
@@ -63,7 +64,7 @@ def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_connections_that_are_reset_cost_nothing(nodes: Cluster, home: Path, again: bool) -> None:
-    run = fly_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     for _ in range(3):
         for node in nodes.nodes:
@@ -79,7 +80,7 @@ def test_connections_that_are_reset_cost_nothing(nodes: Cluster, home: Path, aga
 
 @pytest.mark.slow
 def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes, recovery=RecoveryConfig()))
+    run = start_on(nodes, home, ring_config(nodes, recovery=RecoveryConfig()))
     everybody_steps(run)
     dov = nodes["dov"]
     dov.cut()
@@ -98,7 +99,7 @@ def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes
 
 @pytest.mark.slow
 def test_a_node_without_power_is_lost_and_confirmed_when_it_is_back(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
+    run = start_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
     everybody_steps(run)
     nodes["ana"].power_off()
     assert run.await_condition("ana", "unreachable") <= 25.0
@@ -111,7 +112,7 @@ def test_a_node_without_power_is_lost_and_confirmed_when_it_is_back(nodes: Clust
 
 @pytest.mark.slow
 def test_a_node_that_was_restarted_is_named_at_once(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     nodes["ana"].power_off()
     nodes["ana"].power_on()
@@ -122,7 +123,7 @@ def test_a_node_that_was_restarted_is_named_at_once(nodes: Cluster, home: Path) 
 
 @pytest.mark.slow
 def test_a_supervisor_killed_while_a_node_is_away(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     nodes["bea"].cut()
     kill_and_await(run.supervisor)
@@ -138,7 +139,7 @@ def test_a_supervisor_killed_while_a_node_is_away(nodes: Cluster, home: Path) ->
 
 @pytest.mark.slow
 def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)
     nodes["dov"].stop_sshd()
     nodes["dov"].reset_ssh()
@@ -150,13 +151,13 @@ def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_node_that_goes_away_in_the_middle_of_its_last_words_still_owes_them(nodes: Cluster, home: Path) -> None:
-    run = fly_on(nodes, home, ring_config(nodes, script=f"{ring('pass')}\nprint('last words ' * 200_000)\n"))
+def test_a_node_that_goes_away_in_the_middle_of_its_logs_sends_the_rest_later(nodes: Cluster, home: Path) -> None:
+    run = start_on(nodes, home, ring_config(nodes, script=f"{ring('pass')}\nprint('last words ' * 200_000)\n"))
     everybody_steps(run)
     dov = nodes["dov"]
     dov.slow_link("1mbit")
     run.finish()
-    run.wait(lambda: any(entry.get("stage") == "stopped" for entry in run.entries))
+    run.wait(lambda: any(event.stage is StopStage.STOPPED for event in run.events_of(StopStageReached)))
     dov.cut()
     run.wait(lambda: run.record.state.ended)
     assert (run.record.state, run.record.unconfirmed) == (RunState.SUCCEEDED, []), run.troubles()

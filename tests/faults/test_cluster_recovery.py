@@ -7,17 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.models import FlightConfig, RecoveryConfig
+from engine.config.models import Config, RecoveryConfig
 from engine.models import Reason, RunState
+from engine.run.events import (
+    AttemptFailed,
+    AttemptPlanned,
+    AttemptResumed,
+    RestartDelayed,
+    RestartPlanned,
+    RestartRefused,
+)
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import ClusterRun, demo_on, fly_on
-from tests.faults.test_recovery import entries_of, losses
+from tests.faults.cluster_runs import ClusterRun, demo_on, start_on
+from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, with_keys
 
 ITERATIONS = 16
 
 
-def training(cluster: Cluster, home: Path, recovery: RecoveryConfig, iters: int = ITERATIONS) -> FlightConfig:
+def training(cluster: Cluster, home: Path, recovery: RecoveryConfig, iters: int = ITERATIONS) -> Config:
     """The demo on all nodes; nothing is saved on the way, and the batch can be shared by three, too."""
     keys = {"batch_size": 12, "save_every": 1000, "val_batches": 0}
     return with_keys(demo_on(cluster, home, iters=iters, recovery=recovery), **keys)
@@ -29,7 +37,7 @@ def undisturbed(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFacto
         patch.setenv("FLIGHTDECK_SSH_CONFIG", str(session_cluster.ssh_config))
         home = tmp_path_factory.mktemp("undisturbed")
         patch.setenv("FLIGHTDECK_HOME", str(home))
-        run = fly_on(session_cluster, home, training(session_cluster, home, RecoveryConfig()))
+        run = start_on(session_cluster, home, training(session_cluster, home, RecoveryConfig()))
         assert run.ended(within_s=200.0).state is RunState.SUCCEEDED, run.troubles()
         return losses(run)
 
@@ -37,7 +45,7 @@ def undisturbed(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFacto
 def killed_at_random(nodes: Cluster, home: Path, seed: int) -> ClusterRun:
     """A run of which one rank was killed at a random step."""
     moment = random.Random(seed)
-    run = fly_on(nodes, home, training(nodes, home, RecoveryConfig()))
+    run = start_on(nodes, home, training(nodes, home, RecoveryConfig()))
     await_iteration(run, moment.randint(2, ITERATIONS - 5))
     rank = moment.randint(0, 3)
     run.kill(rank, run.identity(rank).trainer_pid)
@@ -49,8 +57,8 @@ def killed_at_random(nodes: Cluster, home: Path, seed: int) -> ClusterRun:
 def whole_and_exact(run: ClusterRun, undisturbed: dict[int, float]) -> None:
     assert losses(run) == undisturbed
     assert len(set(losses(run, 1)) & set(losses(run, 2))) <= 1, "steps that were made twice"
-    (told,) = entries_of(run, "recovered")
-    assert (told["source"], told["repeated"] <= 1) == ("rescue", True), told
+    (event,) = run.events_of(AttemptResumed)
+    assert event.resumed.source == "emergency" and event.repeated is not None and event.repeated <= 1, event
 
 
 @pytest.mark.slow
@@ -72,19 +80,19 @@ SHORT = RecoveryConfig(lease_s=3.0, save_grace_s=3.0, stop_grace_s=1.0, term_gra
 @pytest.mark.slow
 def test_three_go_on_when_a_node_is_gone_for_good(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
     recovery = SHORT.model_copy(update={"min_nodes": 3})
-    run = fly_on(nodes, home, training(nodes, home, recovery))
+    run = start_on(nodes, home, training(nodes, home, recovery))
     await_iteration(run, 4)
     nodes["bea"].power_off()
     run.wait(lambda: run.record.state.ended, 200.0)
     record = run.record
     assert (record.state, record.attempts, record.world_size) == (RunState.SUCCEEDED, 2, 3), run.troubles()
     assert record.unconfirmed == ["bea"], "nobody has seen that nothing is left there"
-    (recovery_entry,) = entries_of(run, "recovery")
-    assert (recovery_entry["members"], recovery_entry["left_out"]) == (["ana", "cyd", "dov"], ["bea"])
-    members = {entry["attempt"]: entry["members"] for entry in entries_of(run, "attempt")}
-    assert members[2] == [[0, "ana"], [1, "cyd"], [2, "dov"]]
-    (ended,) = entries_of(run, "attempt_ended")
-    assert (ended["reason"], ended["host"]) == ("node_lost", "bea")
+    (restart,) = run.events_of(RestartPlanned)
+    assert (restart.members, restart.left_out) == (("ana", "cyd", "dov"), ("bea",))
+    members = {event.attempt.number: event.attempt.members for event in run.events_of(AttemptPlanned)}
+    assert members[2] == ((0, "ana"), (1, "cyd"), (2, "dov"))
+    (ended,) = run.events_of(AttemptFailed)
+    assert (ended.verdict.reason, ended.verdict.host) == (Reason.NODE_LOST, "bea")
     found = losses(run)
     assert sorted(found) == list(range(1, ITERATIONS + 1))
     assert max(abs(found[step] - undisturbed[step]) for step in found) < 1e-4
@@ -94,10 +102,10 @@ def test_three_go_on_when_a_node_is_gone_for_good(nodes: Cluster, home: Path, un
 
 @pytest.mark.slow
 def test_a_node_that_is_needed_is_waited_for(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
-    run = fly_on(nodes, home, training(nodes, home, SHORT))
+    run = start_on(nodes, home, training(nodes, home, SHORT))
     await_iteration(run, 4)
     nodes["cyd"].power_off()
-    run.wait(lambda: [entry["why"] for entry in entries_of(run, "recovery_waits")] == ["waits for cyd"], 100.0)
+    run.wait(lambda: [event.why for event in run.events_of(RestartDelayed)] == ["waits for cyd"], 100.0)
     assert len(run.attempts()) == 1
     nodes["cyd"].power_on()
     record = run.ended(within_s=200.0)
@@ -108,10 +116,10 @@ def test_a_node_that_is_needed_is_waited_for(nodes: Cluster, home: Path, undistu
 @pytest.mark.slow
 def test_a_node_that_does_not_come_back_ends_the_run_by_its_name(nodes: Cluster, home: Path) -> None:
     recovery = SHORT.model_copy(update={"node_wait_s": 3.0})
-    run = fly_on(nodes, home, training(nodes, home, recovery, iters=5000))
+    run = start_on(nodes, home, training(nodes, home, recovery, iters=5000))
     await_iteration(run, 3)
     nodes["dov"].power_off()
     run.wait(lambda: run.record.state.ended, 100.0)
     record = run.record
     assert (record.state, record.reason, record.host) == (RunState.FAILED, Reason.NODE_LOST, "dov"), run.troubles()
-    assert "dov has not come back" in entries_of(run, "given_up")[0]["why"]
+    assert "dov has not come back" in run.events_of(RestartRefused)[0].why

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import Engine
 from engine.models import RunState
-from engine.runs.layout import RunDir, node_root
-from engine.runs.log_reader import LogReader
-from engine.session import Engine
-from engine.worker.wire import NodeFiles
+from engine.protocol.attempt import NodeFiles
+from engine.run.logs.reader import LogReader
+from engine.store.layout import RunDir, node_root
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 
@@ -54,8 +54,8 @@ async def test_consoles_killed_while_lines_stream(home: Path, tmp_path: Path, ki
     config.write_text(CONFIG.format(python=sys.executable, flag=flag))
     (tmp_path / "chatter.py").write_text(CHATTER)
     engine = Engine(home)
-    run = await engine.launch(engine.load_config(config), skip=["versions_match", "gradient_layer"])
-    watch = engine.watch(run.id)
+    run = await engine.launches.launch(engine.configs.load(config), skip=["versions_match", "gradient_layer"])
+    watch = engine.runs.watch(run.id)
     while (state := watch.poll().record.state) is not RunState.RUNNING:
         assert not state.ended, watch.poll().record
         await asyncio.sleep(0.05)
@@ -72,7 +72,7 @@ async def test_consoles_killed_while_lines_stream(home: Path, tmp_path: Path, ki
         await asyncio.sleep(0.05)
     assert record.state is RunState.SUCCEEDED, record
 
-    head, node = RunDir(home / "runs" / run.id), NodeFiles.of(node_root(), run.id, 1)
+    head, node = RunDir(home / "runs" / run.id), NodeFiles.for_attempt(node_root(), run.id, 1)
     merged = 0
     for rank in (0, 1):
         assert head.log(rank).read_bytes() == node.log(rank).read_bytes()

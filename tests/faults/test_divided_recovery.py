@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.models import CheckpointConfig, FlightConfig, RecoveryConfig
-from engine.config.subset import only
+from engine.config.models import CheckpointConfig, Config, RecoveryConfig, select_nodes
 from engine.demo import demo_config, ensure_made
 from engine.models import Reason, RunState
+from engine.run.events import AttemptResumed, RestartDelayed
 from tests.cluster.cluster import Cluster
 from tests.demo_copies import demo_below
-from tests.faults.cluster_runs import demo_on, fly_on
-from tests.faults.flying import Run, fly_config
+from tests.faults.cluster_runs import demo_on, start_on
+from tests.faults.local_runs import Run, start_config
 from tests.faults.test_cluster_recovery import SHORT
-from tests.faults.test_recovery import entries_of, losses, signal_rank
+from tests.faults.test_recovery import losses, signal_rank
 from tests.faults.test_training import await_iteration, with_keys
-from tests.training.conftest import write_weights
+from tests.training.tiny import write_weights
 
 ITERATIONS = 10
 EVERY = 3
@@ -28,7 +28,7 @@ EVERY = 3
 KEYS = {"max_seq_length": 64, "save_every": 1000, "val_batches": 0}
 
 
-def divided(config: FlightConfig, strategy: str, **keys: int) -> FlightConfig:
+def divided(config: Config, strategy: str, **keys: int) -> Config:
     config = with_keys(config, **KEYS, **keys)
     job = config.job.model_copy(update={"strategy": strategy})
     return config.model_copy(update={"job": job, "checkpoint": CheckpointConfig(every=EVERY)})
@@ -39,11 +39,11 @@ def has_checkpoint(run: Run) -> bool:
     return all(b'"phase": "committed"' in run.dir.events(rank).read_bytes() for rank in range(len(run.plan.ranks)))
 
 
-def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[FlightConfig, Run]:
+def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[Config, Run]:
     """A run of which a rank was killed after its first checkpoints."""
     config = divided(demo_config(demo_below(tmp_path / "demo"), ranks=2, iters=ITERATIONS), strategy, batch_size=4)
     config = config.model_copy(update={"recovery": RecoveryConfig()})
-    run = fly_config(home, config)
+    run = start_config(home, config)
     await_iteration(run, EVERY + 2)
     run.wait(lambda: has_checkpoint(run))
     signal_rank(run, 1, signal.SIGKILL)
@@ -55,8 +55,9 @@ def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[FlightConfig, 
 @pytest.mark.slow
 def test_a_killed_rank_costs_what_the_last_checkpoint_is_behind_and_no_bit(home: Path, tmp_path: Path) -> None:
     _, run = recovered(home, tmp_path, "sharded")
-    (told,) = entries_of(run, "recovered")
-    assert told["source"] == "checkpoint" and told["iteration"] % EVERY == 0 and told["repeated"] <= 2 * EVERY, told
+    (event,) = run.events_of(AttemptResumed)
+    assert event.resumed.source == "checkpoint" and event.resumed.iteration % EVERY == 0, event
+    assert event.repeated is not None and event.repeated <= 2 * EVERY, event
     first, second = losses(run, 1), losses(run, 2)
     twice = first.keys() & second.keys()
     assert twice and all(first[step] == second[step] for step in twice)
@@ -70,7 +71,7 @@ def test_its_losses_are_those_of_a_run_to_which_nothing_has_happened(
 ) -> None:
     config, run = recovered(home, tmp_path, strategy)
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "calm"))
-    calm = fly_config(tmp_path / "calm", config)
+    calm = start_config(tmp_path / "calm", config)
     assert calm.ended().state is RunState.SUCCEEDED, calm.troubles()
     assert losses(run) == losses(calm) and len(losses(calm)) == ITERATIONS
 
@@ -94,19 +95,19 @@ def test_a_node_that_is_gone_is_waited_for_since_it_has_a_part_of_the_state(
     nodes: Cluster, home: Path, three_layers: str, strategy: str
 ) -> None:
     recovery = SHORT.model_copy(update={"min_nodes": 2})
-    config = only(demo_on(nodes, home, iters=ITERATIONS, recovery=recovery), {"ana", "bea", "cyd"})
+    config = select_nodes(demo_on(nodes, home, iters=ITERATIONS, recovery=recovery), {"ana", "bea", "cyd"})
     job = config.job.model_copy(update={"model": three_layers})
     config = divided(config.model_copy(update={"job": job}), strategy, batch_size=6)
-    run = fly_on(nodes, home, config)
+    run = start_on(nodes, home, config)
     await_iteration(run, EVERY + 2)
     run.wait(lambda: has_checkpoint(run))
     nodes["cyd"].power_off()
-    run.wait(lambda: [entry["why"] for entry in entries_of(run, "recovery_waits")] == ["waits for cyd"], 100.0)
+    run.wait(lambda: [event.why for event in run.events_of(RestartDelayed)] == ["waits for cyd"], 100.0)
     nodes["cyd"].power_on()
     record = run.ended(within_s=200.0)
     assert (record.state, record.attempts, record.world_size) == (RunState.SUCCEEDED, 2, 3), run.troubles()
-    (told,) = entries_of(run, "recovered")
-    assert told["source"] == "checkpoint" and told["iteration"] % EVERY == 0, told
-    calm = fly_on(nodes, home, config)
+    (event,) = run.events_of(AttemptResumed)
+    assert event.resumed.source == "checkpoint" and event.resumed.iteration % EVERY == 0, event
+    calm = start_on(nodes, home, config)
     assert calm.ended(within_s=200.0).state is RunState.SUCCEEDED, calm.troubles()
     assert losses(run) == losses(calm) and len(losses(calm)) == ITERATIONS

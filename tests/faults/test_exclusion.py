@@ -1,4 +1,4 @@
-"""A node whose files differ is left out of a launch when the configuration says so, and the others fly without it."""
+"""A node whose files differ is left out of a launch when the configuration says so, and the others run without it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.models import FlightConfig
+from engine.config.models import Config
 from engine.models import CheckStatus, PreflightReport, RunState
-from engine.runs.plan_file import read_plan
-from engine.runs.watch import RunWatch
+from engine.run.run_plan import read_plan
+from engine.run.watch import RunWatch
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import fly_on, ring_config
-from tests.faults.flying import ring
+from tests.faults.cluster_runs import ring_config, start_on
+from tests.faults.local_runs import ring
 
 
-def differing(nodes: Cluster, third: str, *, exclude: bool) -> FlightConfig:
+def differing(nodes: Cluster, third: str, *, exclude: bool) -> Config:
     """A script on four nodes, another one on the third."""
     config = ring_config(nodes)
     for node in nodes.nodes:
@@ -29,7 +29,7 @@ def differing(nodes: Cluster, third: str, *, exclude: bool) -> FlightConfig:
 
 async def test_a_divergent_node_is_left_out_and_the_plan_is_made_again(nodes: Cluster, home: Path) -> None:
     third = nodes.nodes[2].name
-    run = fly_on(nodes, home, differing(nodes, third, exclude=True), skip=())
+    run = start_on(nodes, home, differing(nodes, third, exclude=True), skip=())
     watch = RunWatch(run.dir)
     run.wait(lambda: watch.poll().record.state in (RunState.RUNNING, RunState.FAILED), 90)
     snapshot = watch.poll()
@@ -49,7 +49,7 @@ async def test_a_divergent_node_is_left_out_and_the_plan_is_made_again(nodes: Cl
 @pytest.mark.slow
 async def test_without_leave_it_blocks_and_names_the_node(nodes: Cluster, home: Path) -> None:
     third = nodes.nodes[2].name
-    run = fly_on(nodes, home, differing(nodes, third, exclude=False), skip=())
+    run = start_on(nodes, home, differing(nodes, third, exclude=False), skip=())
     watch = RunWatch(run.dir)
     run.wait(lambda: watch.poll().record.state.ended, 90)
     record = watch.poll().record

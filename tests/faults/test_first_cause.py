@@ -1,4 +1,4 @@
-"""Three ranks on a real ring, of which one begins it: everywhere it is that rank's cause that is told, and its fix."""
+"""Three ranks on a real ring, of which one fails first: everywhere that rank's cause is shown, and its fix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import Engine
+from engine.checks.runner import CHECKS
 from engine.models import Reason, RunState
-from engine.preflight.registry import CHECKS
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
-from engine.runs.signatures import BY_ID
-from engine.session import Engine
-from tests.faults.flying import ring
+from engine.run.signatures import BY_ID
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+from tests.faults.local_runs import ring
 from tests.tui.commands import flightdeck
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
@@ -45,8 +45,8 @@ def configuration(directory: Path, script: str) -> Path:
 
 
 async def run_pane(engine: Engine, config: Path, run: str) -> str:
-    """What the console says of a run that has ended, its lines joined."""
-    app = FlightDeckApp(engine, engine.load_config(config), follow=run)
+    """The console's lines about a run that has ended, joined."""
+    app = FlightDeckApp(engine, engine.configs.load(config), follow=run)
     async with app.run_test(size=DASHBOARD) as pilot:
         console = Console(app, pilot)
         await console.shows("first cause")
@@ -62,7 +62,7 @@ def joined(console: Console) -> str:
 @pytest.mark.parametrize(
     "known", [pytest.param(known, marks=[] if known == SAMPLE else pytest.mark.slow) for known in FAULTS]
 )
-def test_the_first_ranks_cause_is_told_everywhere(home: Path, tmp_path: Path, known: str) -> None:
+def test_the_first_ranks_cause_is_shown_everywhere(home: Path, tmp_path: Path, known: str) -> None:
     config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 30: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]
     launched = flightdeck(home, "launch", "--follow", *skips, cwd=config.parent)
@@ -72,7 +72,7 @@ def test_the_first_ranks_cause_is_told_everywhere(home: Path, tmp_path: Path, kn
     assert f"fix:   {signature.fix}" in launched.out
 
     engine = Engine(home)
-    record = engine.record(directory.name)
+    record = engine.runs.record(directory.name)
     reason = Reason.RANK_KILLED if known == "metal.internal" else Reason.RANK_FAILED
     assert (record.state, record.reason, record.rank, record.host) == (RunState.FAILED, reason, 1, "right")
     assert record.cause == signature.cause.format(module="no_such_module") and record.fix == signature.fix

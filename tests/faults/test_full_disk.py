@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.models import RunState
-from engine.runs.layout import LAUNCHER_SOURCE
-from tests.faults.flying import fly, ring
+from engine.store.layout import LAUNCHER_SOURCE
+from tests.faults.local_runs import ring, start_run
+from tests.needs import mounted_disk
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None,
-    reason="mounts a small tmpfs, which takes root on Linux",
-)
+pytestmark = pytest.mark.needs("tmpfs")
 
 SIZE = 512 * 1024
 
@@ -26,15 +20,8 @@ SIZE = 512 * 1024
 @pytest.fixture
 def small_disk(home: Path) -> Iterator[Path]:
     """The runs' directory on a disk of half a MiB; the node's own files are elsewhere."""
-    runs = home / "runs"
-    runs.mkdir(parents=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(runs)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("this container may not mount a tmpfs")
-    yield home
-    subprocess.run(["umount", "-l", str(runs)], check=True)
+    with mounted_disk(home / "runs", str(SIZE)):
+        yield home
 
 
 def fill(directory: Path) -> Path:
@@ -51,7 +38,7 @@ def fill(directory: Path) -> Path:
 
 
 def test_the_run_goes_on_and_its_end_is_in_the_journal(small_disk: Path, tmp_path: Path) -> None:
-    run = fly(small_disk, tmp_path, script=ring())
+    run = start_run(small_disk, tmp_path, script=ring())
     run.await_output("step")
     fill(run.dir.path.parent)
     before = run.files.log(0).stat().st_size
@@ -62,7 +49,7 @@ def test_the_run_goes_on_and_its_end_is_in_the_journal(small_disk: Path, tmp_pat
 
 
 def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path: Path) -> None:
-    run = fly(small_disk, tmp_path, script=ring("print('x' * 100)"))
+    run = start_run(small_disk, tmp_path, script=ring("print('x' * 100)"))
     run.await_output("step")
     filler = fill(run.dir.path.parent)
     before = run.files.log(0).stat().st_size

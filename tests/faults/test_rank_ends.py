@@ -1,4 +1,4 @@
-"""However a rank ends, the run says which one, where and why; mlx.launch says 0 in every one of these cases."""
+"""However a rank ends, the run records which one, where and why; mlx.launch exits with 0 in all of these cases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.models import Reason, RunState
-from engine.runs.layout import LAUNCHER_SOURCE
-from tests.faults.flying import Run, fly, kill_and_await, ring, two_nodes
-from tests.unit.launch.places import ring_ports
+from engine.run.events import LauncherStarted, RankExited
+from engine.store.layout import LAUNCHER_SOURCE
+from tests.faults.local_runs import Run, kill_and_await, ring, start_run, two_nodes
+from tests.unit.launch.host_layouts import ring_ports
 
 
 def blames_the_right_node(run: Run, reason: Reason) -> str:
@@ -26,7 +27,7 @@ def blames_the_right_node(run: Run, reason: Reason) -> str:
 
 
 def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     run.finish()
     record = run.ended()
@@ -35,38 +36,38 @@ def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None
 
 
 def test_a_rank_that_raises_is_quoted(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 30: raise ValueError('no such word: raven')"))
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 30: raise ValueError('no such word: raven')"))
     cause = blames_the_right_node(run, Reason.RANK_FAILED)
     assert cause == "exited with code 1: ValueError: no such word: raven"
 
 
 def test_a_rank_that_exits_3_under_a_long_traceback(home: Path, tmp_path: Path) -> None:
     fault = "if rank == 1 and step == 30: sys.stderr.write('  File x\\n' * 20000 + 'KeyError: 7\\n'); os._exit(3)"
-    run = fly(home, tmp_path, script=ring(fault))
+    run = start_run(home, tmp_path, script=ring(fault))
     assert blames_the_right_node(run, Reason.RANK_FAILED) == "exited with code 3: KeyError: 7"
     assert run.record.exit_code == 3
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.identity(1).trainer_pid)
     assert blames_the_right_node(run, Reason.RANK_KILLED) == "killed by SIGKILL (signal 9)"
     assert (run.record.signal, run.record.exit_code) == (signal.SIGKILL, None)
 
 
-def test_a_rank_that_leaves_early_with_0_is_the_culprit(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 30: os._exit(0)"))
+def test_a_rank_that_leaves_early_with_0_is_the_first_failure(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 30: os._exit(0)"))
     assert "left early with exit code 0" in blames_the_right_node(run, Reason.RANK_FAILED)
 
 
 def test_a_missing_interpreter_is_named_with_its_node(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, "/no/such/python"))
+    run = start_run(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, "/no/such/python"))
     cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
     assert cause == "the interpreter /no/such/python is missing on right"
     assert run.record.fix is not None and "absolute path" in run.record.fix
     assert run.record.exit_code == 127
-    ended = [(entry["rank"], entry["code"]) for entry in run.entries if entry["event"] == "rank_ended"]
+    ended = [(event.rank, event.code) for event in run.events_of(RankExited)]
     assert ended.count((1, 127)) == 1
 
 
@@ -75,24 +76,24 @@ def test_a_busy_ring_port_is_named_with_its_holder(home: Path, tmp_path: Path) -
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", first + 1))
         squatter.listen(1)
-        run = fly(home, tmp_path, script=ring(), starting_port=first)
+        run = start_run(home, tmp_path, script=ring(), starting_port=first)
         cause = blames_the_right_node(run, Reason.LAUNCH_FAILED)
     assert cause.startswith(f"port {first + 1} is in use by pid {os.getpid()} (")
     assert run.record.fix is not None
 
 
 def test_a_killed_keeper_ends_the_run_and_its_rank(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.identity(1).keeper_pid)
     assert "keeper was killed" in blames_the_right_node(run, Reason.RANK_KILLED)
 
 
 def test_a_killed_launcher_is_noted_and_the_ranks_go_on(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.launcher)
-    run.wait(lambda: any("mlx.launch has ended" in entry.get("message", "") for entry in run.entries))
+    run.wait(lambda: any("mlx.launch has ended" in note for note in run.notes))
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
 
@@ -101,15 +102,15 @@ def test_a_killed_launcher_is_noted_and_the_ranks_go_on(home: Path, tmp_path: Pa
 def sleeper(tmp_path: Path) -> str:
     """An interpreter with which no keeper ever comes to anything."""
     path = tmp_path / "python"
-    keeper = 'case "$*" in *worker.keeper*) exec sleep 600 ;; esac'
+    keeper = 'case "$*" in *engine.node.keeper*) exec sleep 600 ;; esac'
     path.write_text(f'#!/bin/sh\n{keeper}\nexec {sys.executable} "$@"\n')
     path.chmod(0o700)
     return str(path)
 
 
 def test_a_launcher_that_is_killed_before_the_ranks_have_started(home: Path, tmp_path: Path, sleeper: str) -> None:
-    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sleeper, sleeper))
-    run.wait(lambda: any(entry["event"] == "launcher" for entry in run.entries))
+    run = start_run(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sleeper, sleeper))
+    run.wait(lambda: bool(run.events_of(LauncherStarted)))
     kill_and_await(run.launcher)
     record = run.ended()
     assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
@@ -118,7 +119,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_started(home: Path, tmp
 
 @pytest.mark.slow
 def test_a_rank_that_never_appears_is_named(home: Path, tmp_path: Path, sleeper: str) -> None:
-    run = fly(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, sleeper))
+    run = start_run(home, tmp_path, script=ring(), nodes=two_nodes(tmp_path, sys.executable, sleeper))
     # Rank 0 gives up on its peer before the limit; its end is the consequence of rank 1's.
     record = run.ended(within_s=90.0)
     assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
@@ -129,12 +130,12 @@ def test_a_rank_that_never_appears_is_named(home: Path, tmp_path: Path, sleeper:
 @pytest.mark.slow
 def test_survivors_deaf_to_signals_are_ended_too(home: Path, tmp_path: Path, fault: str) -> None:
     script = fault + "\n" + ring("if step == 30: (os._exit(3) if rank == 1 else time.sleep(600))")
-    run = fly(home, tmp_path, script=script)
+    run = start_run(home, tmp_path, script=script)
     blames_the_right_node(run, Reason.RANK_FAILED)
 
 
-def test_what_the_launcher_costs_and_says_stays_small(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring("print('x' * 1000)"))
+def test_the_launchers_cost_and_output_stay_small(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script=ring("print('x' * 1000)"))
     run.await_output("step 100")
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED

@@ -5,18 +5,21 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from engine.config.models import JobConfig
 from engine.models import RunState
-from tests.faults.flying import fly, ring
+from tests.faults.local_runs import ring, start_run
 
 SECRET = "hf_" + "Zq7" * 8
 TELL = "import os; print('told ' + str(len(os.environ['HF_TOKEN'])), flush=True)\n"
 
 
+@pytest.mark.needs("ps")
 def test_a_secret_is_in_the_ranks_environment_alone(home: Path, tmp_path: Path) -> None:
     job = JobConfig(name="test", command=("python", "script.py"), env={"HF_TOKEN": SECRET})
     fault = "if os.path.exists('now'): raise ValueError('refused: ' + os.environ['HF_TOKEN'])"
-    run = fly(home, tmp_path, script=TELL + ring(fault), job=job)
+    run = start_run(home, tmp_path, script=TELL + ring(fault), job=job)
     run.await_output(f"told {len(SECRET)}")
     listed = subprocess.run(["ps", "-axww", "-o", "command="], capture_output=True, text=True, check=True).stdout
     assert run.nonce in listed, "the launcher's own arguments are in the list"

@@ -14,13 +14,13 @@ import pytest
 from engine.models import RunState
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import plan_on, ring_config
-from tests.faults.flying import HURRIED, Run, plan_run, ring
+from tests.faults.local_runs import SHORT_GRACES, Run, plan_run, ring
 
 STALL_S = 5.0
-LEASE = HURRIED.model_copy(update={"lease_s": 3.0})
+LEASE = SHORT_GRACES.model_copy(update={"lease_s": 3.0})
 STALLING = """
 import os, sys, time
-from engine.supervision import supervisor
+from engine.run import supervisor
 
 real, stall_s = os.fsync, float(sys.argv[2])
 

@@ -1,4 +1,4 @@
-"""A fault in the supervisor's own code: what it launched is watched on, or ended and said to be; never left alone."""
+"""A fault in the supervisor's own code: what it launched is adopted, or ended and reported; never left alone."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ import sys
 from pathlib import Path
 
 from engine.models import Reason, RunState
-from engine.worker import processes
-from tests.faults.flying import Run, plan_run
+from engine.node import processes
+from tests.faults.local_runs import Run, plan_run
 
 FAULTY = """
 import sys
-from engine.supervision import attempts, supervisor
-from engine.supervision.flight import Flight
+from engine.run import attempt_runner, supervisor
+from engine.run.attempt_monitor import AttemptMonitor
 
 left = int(sys.argv[2])
 
-class Faulty(Flight):
-    async def watch(self, requests):
+class Faulty(AttemptMonitor):
+    async def run(self, abort):
         global left
         if left:
             left -= 1
             raise RuntimeError("boom")
-        return await super().watch(requests)
+        return await super().run(abort)
 
-attempts.Flight = Faulty
+attempt_runner.AttemptMonitor = Faulty
 sys.exit(supervisor.main([sys.argv[1]]))
 """
 
 
-def see_through(run: Run, faults: int) -> None:
-    """A real supervisor whose first `faults` looks at what it has launched raise."""
+def supervise(run: Run, faults: int) -> None:
+    """A real supervisor that fails `faults` times while it monitors what it has launched."""
     argv = [sys.executable, "-c", FAULTY, str(run.dir.path), str(faults)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("RuntimeError: boom") == faults
 
 
-def test_after_a_fault_the_run_is_watched_on(home: Path, tmp_path: Path) -> None:
+def test_after_a_fault_the_run_is_adopted(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script="print('done')")
-    see_through(run, faults=1)
+    supervise(run, faults=1)
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
     assert run.notes == ["a fault in the supervisor: RuntimeError: boom"]
 
 
-def test_after_two_faults_nothing_is_left_and_the_run_says_why(home: Path, tmp_path: Path) -> None:
+def test_after_two_faults_nothing_is_left_and_the_cause_is_recorded(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script="import time; time.sleep(60)")
-    see_through(run, faults=2)
+    supervise(run, faults=2)
     assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert run.record.cause == "the supervisor failed: RuntimeError: boom"
     run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=30)
@@ -58,7 +58,7 @@ def test_a_journal_that_takes_nothing_more_keeps_nobody_alive(home: Path, tmp_pa
     broken = FAULTY.replace(
         'raise RuntimeError("boom")',
         """def refused(*_, **__): raise OSError(28, "No space left on device")
-            self._logbook.append = refused
+            self._recorder.append = refused
             raise RuntimeError("boom")""",
     )
     assert broken != FAULTY

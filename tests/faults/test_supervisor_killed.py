@@ -13,23 +13,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.errors import LaunchError
 from engine.models import Reason, RunState
-from engine.runs.journal import Journal
-from engine.supervision import spawn
-from engine.supervision.adopt import adopt_orphans, orphans
-from engine.supervision.requests import ABORT, place_request
-from engine.worker import processes
-from engine.worker.wire import write_atomic
-from tests.faults.flying import HURRIED, Run, fly, kill_and_await, plan_run, ring
+from engine.node import processes
+from engine.protocol.attempt import write_atomic
+from engine.run import supervisor_process
+from engine.run.events import ABORT, Event, LauncherStarted, RankLaunched, RequestReceived, SupervisorStarted
+from engine.run.journal import Journal
+from engine.run.requests import place_request
+from engine.run.supervisor_process import adopt_orphans, orphans
+from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
 
 
 def test_the_run_is_adopted_and_succeeds(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
     assert adopt_orphans(home) == [run.dir.id]
@@ -37,20 +37,20 @@ def test_the_run_is_adopted_and_succeeds(home: Path, tmp_path: Path) -> None:
     run.finish()
     record = run.ended()
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
-    started = [entry["rank"] for entry in run.entries if entry["event"] == "rank_started"]
+    started = [event.rank for event in run.events_of(RankLaunched)]
     assert sorted(started) == [0, 1]
 
 
 def test_there_are_never_two(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
-    with pytest.raises(LaunchError, match="already there"):
-        spawn.start(run.dir, adopt=True)
+    run = start_run(home, tmp_path, script=ring())
+    with pytest.raises(LaunchError, match="already has a supervisor"):
+        supervisor_process.start_supervisor(run.dir, adopt=True)
     assert orphans(home) == []
     run.abort(now=True)
 
 
-def test_an_end_that_nobody_saw_is_judged_by_the_exit_records(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring("if rank == 1 and step == 60: raise ValueError('unseen')"))
+def test_an_unobserved_end_gets_its_verdict_from_the_exit_records(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 60: raise ValueError('unseen')"))
     run.await_output("step")
     kill_and_await(run.supervisor)
     run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
@@ -60,8 +60,8 @@ def test_an_end_that_nobody_saw_is_judged_by_the_exit_records(home: Path, tmp_pa
     assert record.cause == "exited with code 1: ValueError: unseen"
 
 
-def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+def test_an_abort_without_a_supervisor_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
     place_request(run.dir, ABORT, by="test")
@@ -71,16 +71,16 @@ def test_an_abort_asked_of_nobody_is_done_by_the_next(home: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_an_abort_that_the_dead_one_had_noted_is_done_by_the_next(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
-    note(run, "request", request=ABORT, now=False, by="test")
+    note(run, RequestReceived(request=ABORT, by="test"))
     adopt_orphans(home)
     assert run.ended().state is RunState.ABORTED
 
 
 def test_a_run_of_which_nothing_is_left_is_reported(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_state(RunState.RUNNING)
     kill_and_await(run.supervisor)
     end_all(run)
@@ -95,7 +95,7 @@ def test_a_run_of_which_nothing_is_left_is_reported(home: Path, tmp_path: Path) 
 def test_a_run_from_before_a_restart_of_the_machine_is_lost_and_its_pids_are_nobodys(
     home: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_state(RunState.RUNNING)
     kill_and_await(run.supervisor)
     end_all(run)
@@ -104,8 +104,8 @@ def test_a_run_from_before_a_restart_of_the_machine_is_lost_and_its_pids_are_nob
         run.files.exit(rank).unlink(missing_ok=True)
         identity = run.identity(rank)
         write_atomic(run.files.identity(rank), json.dumps(asdict(replace(identity, boot_id="another boot"))))
-    note(run, "supervisor", pid=1, start="1", boot_id="another boot", adopted=False)
-    note(run, "launcher", pid=bystander.pid, start=processes.start_time(bystander.pid))
+    note(run, SupervisorStarted(pid=1, start="1", boot_id="another boot"))
+    note(run, LauncherStarted(pid=bystander.pid, start=processes.start_time(bystander.pid) or ""))
     adopt_orphans(home)
     run.wait(lambda: run.record.state.ended)
     assert (run.record.state, run.record.reason) == (RunState.LOST, Reason.SUPERVISOR_LOST)
@@ -121,10 +121,10 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def note(run: Run, event: str, **fields: Any) -> None:
-    """What a dead supervisor had written last."""
+def note(run: Run, event: Event) -> None:
+    """The last event of a dead supervisor."""
     journal = Journal(run.dir.journal)
-    journal.append(event, **fields)
+    journal.append(event)
     journal.close()
 
 
@@ -137,7 +137,7 @@ def end_all(run: Run) -> None:
 
 
 def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
     run.finish()
@@ -148,7 +148,7 @@ def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp
 
 
 def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Path) -> None:
-    run = fly(home, tmp_path, script=ring(), recovery=HURRIED.model_copy(update={"lease_s": 3.0}))
+    run = start_run(home, tmp_path, script=ring(), recovery=SHORT_GRACES.model_copy(update={"lease_s": 3.0}))
     run.await_output("step")
     kill_and_await(run.supervisor)
     run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
@@ -161,7 +161,7 @@ def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Pat
 def test_a_plan_whose_supervisor_never_came_is_reported_and_not_launched(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script=ring())
     assert orphans(home) == [], "its launch may be under way"
-    spawn.start(run.dir, adopt=True)
+    supervisor_process.start_supervisor(run.dir, adopt=True)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.SUPERVISOR_LOST, 0)
 
@@ -169,20 +169,20 @@ def test_a_plan_whose_supervisor_never_came_is_reported_and_not_launched(home: P
 def test_a_plan_that_cannot_be_read_is_a_launch_error(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script=ring())
     run.dir.plan.write_text("{")
-    with pytest.raises(LaunchError, match="the plan is not one"):
-        spawn.start(run.dir)
+    with pytest.raises(LaunchError, match="the plan is not valid"):
+        supervisor_process.start_supervisor(run.dir)
 
 
 def killed_at_a_random_moment(home: Path, workdir: Path, seed: int) -> Run:
-    """Whenever the supervisor dies: what was launched is brought home by the next, what was not is reported."""
+    """Whenever the supervisor dies: what was launched is adopted and finished by the next, what was not is reported."""
     moment = random.Random(seed)
-    run = fly(home, workdir, script=ring())
+    run = start_run(home, workdir, script=ring())
     time.sleep(moment.uniform(0.0, 3.0))
     kill_and_await(run.supervisor)
     adopt_orphans(home)
     run.finish()
     record = run.ended()
-    launched = any(entry["event"] in ("launcher", "rank_started") for entry in run.entries)
+    launched = bool([*run.events_of(LauncherStarted), *run.events_of(RankLaunched)])
     expected = (RunState.SUCCEEDED, Reason.COMPLETED) if launched else (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert (record.state, record.reason) == expected, run.troubles()
     return run

@@ -9,18 +9,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from engine.checks.check import CheckFunction
+from engine.checks.context import CheckContext
+from engine.cluster.transport.fleet import Fleet
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import (
-    ClusterConfig,
-    FlightConfig,
-    JobConfig,
-    NodeConfig,
-    PreflightConfig,
-)
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckResult
-from engine.preflight.check import Look
-from engine.preflight.scene import Scene
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 
@@ -39,7 +33,7 @@ time.sleep(60)
 PORT = 23456
 
 
-def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bool = False) -> FlightConfig:
+def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bool = False) -> Config:
     nodes = tuple(
         NodeConfig(
             name=node.name,
@@ -55,7 +49,7 @@ def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bo
     job = JobConfig(name="job", mlx_lm=with_defaults({"batch_size": 4, "iters": 10}))
     if command:
         job = JobConfig(name="job", command=("python", "mine.py"))
-    return FlightConfig(
+    return Config(
         cluster=ClusterConfig(starting_port=starting_port),
         nodes=nodes,
         job=job,
@@ -83,7 +77,9 @@ def unheard(event: str, status: str, context: dict[str, object]) -> None:
 def assert_nothing_left(node: Node) -> None:
     """Of a preflight; other tests of the session have left their runs there."""
     assert node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs | grep ^preflight"]).stdout == ""
-    assert [process for process in node.processes() if "worker" in process.command] == []
+    left = [process.command for process in node.processes() if "engine." in process.command]
+    # The fleet's own agent stays as long as its connection; a probe would be a second process of that name.
+    assert len(left) <= 1 and all("engine.node.agent" in command for command in left), left
 
 
 def as_user(cluster: Cluster, line: str) -> subprocess.CompletedProcess[str]:
@@ -97,9 +93,9 @@ def as_user(cluster: Cluster, line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, check=False)
 
 
-async def looked(look: Look, config: FlightConfig, fleet: Fleet) -> CheckResult:
-    scene = Scene(config, fleet)
+async def run_check_on(look: CheckFunction, config: Config, fleet: Fleet) -> CheckResult:
+    context = CheckContext(config, fleet)
     try:
-        return await look(scene)
+        return await look(context)
     finally:
-        await scene.close()
+        await context.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.transport.fleet import Fleet
-from engine.worker.processes import kill_group
+from engine.cluster.transport.fleet import Fleet
+from engine.node.processes import kill_group
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import LAUNCHERS
 

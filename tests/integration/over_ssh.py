@@ -13,17 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.cluster.agent_client import TransportProvider
+from engine.cluster.staging import prepare
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import Launcher, drop_pipes
-from engine.launch.ports import fresh_ports
-from engine.launch.staging import Ways, prepare
-from engine.planning.wiring import Wiring
-from engine.runs.layout import RunDir
-from engine.runs.plan_file import Plan
-from engine.supervision.attempt import Attempt, Launched, intend, launch
-from engine.worker.wire import ExitRecord
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import ExitRecord
+from engine.run.attempt import LaunchResult, Placement, launch, new_attempt
+from engine.run.events import Attempt
+from engine.run.history import RunHistory
+from engine.run.run_plan import RunPlan
+from engine.store.layout import RunDir
 from tests.cluster.cluster import Cluster
-from tests.unit.launch.places import as_configured
+from tests.unit.launch.host_layouts import configured_network
 
 NONCE = f"nonce-of-a-test-{os.getpid()}"
 """Of this process of pytest's: another one's keepers end what carries theirs."""
@@ -46,20 +49,22 @@ def on(cluster: Cluster, *names: str) -> tuple[NodeConfig, ...]:
 
 def plan_of(
     nodes: Sequence[NodeConfig], command: Sequence[str], *, launcher: str, starting_port: int | None = None, **job: Any
-) -> Plan:
-    config = FlightConfig(
+) -> RunPlan:
+    config = Config(
         cluster=ClusterConfig.model_validate({"launcher": launcher, "starting_port": starting_port}),
         nodes=tuple(nodes),
         job=JobConfig(name="test", command=tuple(command), **job),
     )
     now = datetime.now(UTC)
-    return Plan.of(config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
+    return RunPlan.of(config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
 
 
 class Flown:
     """One attempt, launched."""
 
-    def __init__(self, run_dir: RunDir, plan: Plan, attempt: Attempt, launched: Launched, fleet: Ways) -> None:
+    def __init__(
+        self, run_dir: RunDir, plan: RunPlan, attempt: Attempt, launched: LaunchResult, fleet: TransportProvider
+    ) -> None:
         self.run_dir, self.plan, self.attempt, self.launched, self.fleet = run_dir, plan, attempt, launched, fleet
 
     async def read(self, rank: int, name: str) -> bytes:
@@ -97,15 +102,16 @@ class Flown:
         return log
 
 
-async def fly(home: Path, plan: Plan, fleet: Ways, wiring: Wiring | None = None) -> Flown:
+async def fly(home: Path, plan: RunPlan, fleet: TransportProvider, wiring: NetworkPlan | None = None) -> Flown:
     """Launch `plan` with the run's directory below `home`."""
     run_dir = RunDir(home / "runs" / plan.run_id)
     run_dir.path.mkdir(parents=True)
     nodes = plan.config.nodes
-    wiring = wiring or as_configured(nodes)
+    wiring = wiring or configured_network(nodes)
     places = await prepare(fleet, nodes)
     port = await fresh_ports(fleet, nodes, wiring, plan.config.cluster.starting_port)
-    attempt = intend(run_dir, plan, 1, NONCE, places, wiring, port)
+    history = RunHistory(plan.record(), NONCE, plan.created_at)
+    attempt = new_attempt(run_dir, plan, Placement(places, wiring, port), history)
     launched = await launch(run_dir, plan, attempt, fleet)
     if launched.launcher is not None:
         LAUNCHERS.append(launched.launcher)

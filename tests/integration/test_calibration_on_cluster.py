@@ -11,69 +11,68 @@ from pathlib import Path
 
 import pytest
 
-from engine.calibration.calibrate import complete
-from engine.config.models import CalibrationConfig, FlightConfig, PreflightConfig
-from engine.config.subset import only
+from engine.api import Engine
+from engine.calibration.calibrate import is_complete
+from engine.config.models import CalibrationConfig, Config, PreflightConfig, select_nodes
 from engine.errors import NodesInUse
-from engine.measured import Calibration, CalibrationProgress
-from engine.session import Engine
+from engine.measurements import Calibration, CalibrationProgress
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 from tests.faults.cluster_runs import demo_on
 from tests.integration.checks import assert_nothing_left
-from tests.unit.watch.run_maker import MadeRun
-from tests.unit.worker.waiting import wait_until
+from tests.unit.run.run_maker import MadeRun
+from tests.waiting import wait_until
 
 HEAD = """
 import asyncio, sys
 from pathlib import Path
-from engine.config.models import FlightConfig
-from engine.session import Engine
+from engine.config.models import Config
+from engine.api import Engine
 
 async def main():
-    config = FlightConfig.model_validate_json(Path(sys.argv[1]).read_text())
-    async for step in Engine(Path(sys.argv[2])).calibrate(config):
+    config = Config.model_validate_json(Path(sys.argv[1]).read_text())
+    async for step in Engine(Path(sys.argv[2])).calibrations.measure(config):
         print(step, flush=True)
 
 asyncio.run(main())
 """
 PYTHON = """#!/bin/sh
 # This python, but for what calibration runs.
-if [ "$2" = worker.calibrate ]; then exec "{python}" "$HOME/slow/thrice.py" "$3"; fi
+if [ "$2" = engine.trainer.calibrate ]; then exec "{python}" "$HOME/slow/thrice.py" "$3"; fi
 exec "{python}" "$@"
 """
 THRICE = """
 import os, runpy, sys
 sys.path.insert(0, os.getcwd())
-from worker.strategies.gradients import Gradients
+from engine.trainer.strategies.gradients import Gradients
 
 def thrice(self, batch, once=Gradients.of):
     return [once(self, batch) for _ in range(3)][-1]
 
 Gradients.of = thrice
-runpy.run_module("worker.calibrate", run_name="__main__", alter_sys=True)
+runpy.run_module("engine.trainer.calibrate", run_name="__main__", alter_sys=True)
 """
 """The real program, with three times the work in each step: slower by that whatever else the machine does."""
 
 
 @pytest.fixture
-def config(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlightConfig:
+def config(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """The demo's job on two of the nodes, hardly measured."""
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
     two = {node.name for node in cluster.nodes[:2]}
     timed = {"calibration": CalibrationConfig(seconds=1.0), "preflight": PreflightConfig(all_sum_s=0.2)}
-    return only(demo_on(cluster, tmp_path / "home", iters=4), two).model_copy(update=timed)
+    return select_nodes(demo_on(cluster, tmp_path / "home", iters=4), two).model_copy(update=timed)
 
 
-def lengthy(config: FlightConfig) -> FlightConfig:
+def lengthy(config: Config) -> Config:
     return config.model_copy(update={"calibration": CalibrationConfig(seconds=600)})
 
 
-async def calibrated(engine: Engine, config: FlightConfig) -> tuple[Calibration, list[CalibrationProgress]]:
+async def calibrated(engine: Engine, config: Config) -> tuple[Calibration, list[CalibrationProgress]]:
     told: list[CalibrationProgress] = []
     taken = None
-    async for step in engine.calibrate(config):
+    async for step in engine.calibrations.measure(config):
         if isinstance(step, Calibration):
             taken = step
         else:
@@ -83,7 +82,7 @@ async def calibrated(engine: Engine, config: FlightConfig) -> tuple[Calibration,
 
 
 def workers(node: Node) -> list[str]:
-    return [process.command for process in node.processes() if "worker.calibrate" in process.command]
+    return [process.command for process in node.processes() if "engine.trainer.calibrate" in process.command]
 
 
 def is_measuring(node: Node) -> bool:
@@ -91,25 +90,23 @@ def is_measuring(node: Node) -> bool:
 
 
 def is_idle(node: Node) -> bool:
-    return not [process for process in node.processes() if "worker" in process.command]
+    return not [process for process in node.processes() if "engine." in process.command]
 
 
-async def test_every_node_and_the_link_are_measured_and_kept(
-    cluster: Cluster, config: FlightConfig, tmp_path: Path
-) -> None:
+async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     engine = Engine(tmp_path / "home")
     try:
         taken, told = await calibrated(engine, config)
     finally:
         await engine.close()
-    assert complete(taken) and [measure.problem for measure in taken.nodes] == [None, None]
+    assert is_complete(taken) and [measure.problem for measure in taken.nodes] == [None, None]
     for measure in taken.nodes:
         assert measure.examples_per_s and measure.tokens_per_s and measure.state_bytes and measure.steps
         assert [probe.batch for probe in measure.probes] == [1, 2]
     (link,) = taken.links
-    assert link == taken.everyone and link.problem is None and link.latency_s and link.bandwidth_bytes_per_s
+    assert link == taken.all_ranks and link.problem is None and link.latency_s and link.bandwidth_bytes_per_s
     assert taken.backend == "ring" and taken.gradient_bytes
-    assert Engine(tmp_path / "home").last_calibration(config) == taken
+    assert Engine(tmp_path / "home").calibrations.latest(config) == taken
     # At the same time: the second has begun to load before the first was measured.
     first, second = (node.name for node in config.nodes)
     order = [(step.what, step.phase) for step in told]
@@ -120,7 +117,7 @@ async def test_every_node_and_the_link_are_measured_and_kept(
 
 @pytest.mark.slow
 async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
-    cluster: Cluster, config: FlightConfig, tmp_path: Path
+    cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     slow = cluster.nodes[1]
     slow.write("~/slow/python", PYTHON.replace("{python}", slow.python.replace("~", "$HOME", 1)), mode=0o755)
@@ -133,18 +130,18 @@ async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
         taken, _ = await calibrated(engine, config)
     finally:
         await engine.close()
-    found = engine.outlook(config, engine.last_calibration(config))
+    found = engine.calibrations.predict(config, engine.calibrations.latest(config))
     fast_s, slow_s = (measure.examples_per_s for measure in taken.nodes)
     # A third, as well as two nodes can be told apart that share a machine with others.
     assert fast_s and slow_s and 0.1 < slow_s / fast_s < 0.7
     assert found.shares.source == "calibrated"
     assert found.shares.parts[slow.name] == pytest.approx(slow_s / (fast_s + slow_s))
-    assert found.prediction.speed_up is not None and found.prediction.examples_per_s is not None
+    assert found.throughput.speed_up is not None and found.throughput.examples_per_s is not None
 
 
 @pytest.mark.slow
 async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
-    cluster: Cluster, config: FlightConfig, tmp_path: Path
+    cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     lost = config.nodes[1].model_copy(update={"model": "~/models/none"})
     config = config.model_copy(update={"nodes": (config.nodes[0], lost)})
@@ -156,12 +153,12 @@ async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
     first, second = taken.nodes
     assert first.examples_per_s and second.examples_per_s is None
     assert second.problem is not None and "is not a directory on this node" in second.problem
-    assert engine.last_calibration(config) is None
+    assert engine.calibrations.latest(config) is None
 
 
 @pytest.mark.slow
 async def test_a_node_that_is_not_there_is_not_measured_and_the_other_is(
-    isolated_cluster: Cluster, config: FlightConfig, tmp_path: Path
+    isolated_cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     isolated_cluster.nodes[1].stop_sshd()
     engine = Engine(tmp_path / "home")
@@ -171,11 +168,11 @@ async def test_a_node_that_is_not_there_is_not_measured_and_the_other_is(
         await engine.close()
     first, second = taken.nodes
     assert first.examples_per_s and second.examples_per_s is None and second.problem
-    assert taken.links == () and taken.everyone is not None
-    assert taken.everyone.problem == f"{second.node} was not measured"
+    assert taken.links == () and taken.all_ranks is not None
+    assert taken.all_ranks.problem == f"{second.node} was not measured"
 
 
-async def test_given_up_it_leaves_nothing(cluster: Cluster, config: FlightConfig, tmp_path: Path) -> None:
+async def test_given_up_it_leaves_nothing(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     engine = Engine(tmp_path / "home")
     measuring = asyncio.create_task(calibrated(engine, lengthy(config)))
     try:
@@ -189,10 +186,10 @@ async def test_given_up_it_leaves_nothing(cluster: Cluster, config: FlightConfig
     for node in cluster.nodes[:2]:
         wait_until(partial(is_idle, node))
         assert_nothing_left(node)
-    assert engine.last_calibration(config) is None
+    assert engine.calibrations.latest(config) is None
 
 
-def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: FlightConfig, tmp_path: Path) -> None:
+def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(lengthy(config).model_dump_json())
     argv = [sys.executable, "-c", HEAD, str(tmp_path / "config.json"), str(tmp_path / "home")]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
@@ -204,7 +201,7 @@ def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: FlightCo
         assert_nothing_left(node)
 
 
-async def test_while_a_run_goes_on_there_nothing_is_measured(config: FlightConfig, tmp_path: Path) -> None:
+async def test_while_a_run_goes_on_there_nothing_is_measured(config: Config, tmp_path: Path) -> None:
     local = tuple(node.model_copy(update={"ssh": "127.0.0.1"}) for node in config.nodes)
     run = MadeRun(tmp_path / "home").state("preflight", "launching", "running").close()
     engine = Engine(tmp_path / "home")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import Engine
 from engine.models import CheckResult, CheckStatus
-from engine.session import Engine
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import unknown, write_config
 from tests.tui.conftest import DASHBOARD, Console
@@ -33,7 +33,7 @@ def stranger(cluster: Cluster) -> Iterator[str]:
         yield node
 
 
-async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
+async def test_a_person_accepts_a_key_fixes_a_node_and_sees_it_live(
     cluster: Cluster, home: Path, studio: Path, stranger: str
 ) -> None:
     engine = Engine(home)
@@ -57,16 +57,16 @@ async def test_a_person_accepts_a_key_mends_a_node_and_sees_it_live(
             while (heard := app.state.telemetry.get("bea")) is None or heard.memory_used_bytes is None:
                 await pilot.pause(0.05)
 
-        fix = "echo mended > ~/mended; cat ~/mended; id -un"
+        fix = "echo fixed > ~/fixed; cat ~/fixed; id -un"
         failed = CheckResult(name="data_matches", status=CheckStatus.FAIL, fixes={"bea": fix}, fix_command=fix)
-        app.change(checks=(failed,))
+        app.store.change(checks=(failed,))
         await console.press("x", "right", "enter")
         await console.shows("succeeded")
-        assert "mended" in console.screen and cluster["bea"].user in console.screen
+        assert "fixed" in console.screen and cluster["bea"].user in console.screen
         await console.press("escape")
     done = await asyncio.to_thread(
         subprocess.run,
-        [*engine.shell_argv(engine.load_config(studio), "bea"), "cat mended; rm mended; exit 3"],
+        [*engine.nodes.shell_argv(engine.configs.load(studio), "bea"), "cat fixed; rm fixed; exit 3"],
         capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    assert (done.stdout.strip(), done.returncode) == (b"mended", 3)
+    assert (done.stdout.strip(), done.returncode) == (b"fixed", 3)

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
 from engine.errors import NodeUnreachable
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import on
 
@@ -18,7 +18,7 @@ async def test_it_is_ended_and_does_not_stay_there_for_each_time_that_the_node_i
     """On the cluster: sshd takes no signals for a root that logs in."""
     dov, way = cluster["dov"], fleet.to(on(cluster, "dov")[0])
     dov.noisy_bashrc("sleep 4321\n")
-    monkeypatch.setattr("engine.transport.ssh.channel._BEGIN_LIMIT_S", 0.5)
+    monkeypatch.setattr("engine.cluster.transport.ssh.channel._BEGIN_LIMIT_S", 0.5)
     with pytest.raises(NodeUnreachable, match=r"its login shell runs no command within 0\.5 s"):
         await way.run(["true"], timeout_s=10)
     async with asyncio.timeout(30):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.cluster.telemetry import telemetry
+from engine.cluster.transport.fleet import Fleet
 from engine.config.load import load_config
 from engine.models import NodeTelemetry
-from engine.nodes.telemetry import SCRIPT, telemetry
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.tui.commands import flightdeck
 
@@ -62,15 +62,15 @@ def test_a_key_that_nobody_has_accepted_is_shown_and_the_node_is_not_asked(
     assert "NOT VERIFIED" in ana_table
 
 
-def scripts_on(cluster: Cluster) -> list[str]:
-    """What is left of telemetry's script on the nodes, seen from the head, whose /proc shows theirs."""
-    mark = SCRIPT.read_bytes()[:100]
+def agents_on(cluster: Cluster) -> list[str]:
+    """The agents on the nodes, and their probes, seen from the head, whose /proc shows theirs."""
+    homes = [node.home.encode() for node in cluster.nodes]
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes()
-                if mark in words and words.endswith(b"\x000.2191\x00"):
+                argv = (entry / "cmdline").read_bytes()
+                if b"engine.node.agent" in argv and any(argv.startswith(home) for home in homes):
                     found.append(entry.name)
     return found
 
@@ -93,11 +93,16 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
 
         await until(lambda: names == seen.keys() and all(value.cpu_use is not None for value in seen.values()))
         assert all(value.memory_used_bytes and value.slow_at for value in seen.values())
-        assert len(scripts_on(cluster)) == len(names)
+        # An agent and its probe on each.
+        assert len(agents_on(cluster)) == 2 * len(names)
         cluster["cyd"].reset_ssh()
         await until(lambda: seen["cyd"].problem is not None)
         assert seen["ana"].problem is None
         await until(lambda: seen["cyd"].cpu_use is not None)
         await values.aclose()  # type: ignore[attr-defined]
-        while scripts_on(cluster):
+        # The probes end; the agents stay for whoever asks next.
+        while len(agents_on(cluster)) > len(names):
+            await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        while agents_on(cluster):
             await asyncio.sleep(0.05)

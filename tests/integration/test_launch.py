@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
 from engine.launch import mlx_launch
-from engine.runs.layout import LAUNCHER_SOURCE
-from engine.transport.fleet import Fleet
+from engine.store.layout import LAUNCHER_SOURCE
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import fly, on, plan_of
 

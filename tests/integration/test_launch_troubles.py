@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
+from engine.cluster.agent_client import AgentClient
+from engine.cluster.transport.base import Transport
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.launch.mlx_launch import rank_ends
-from engine.runs.layout import LAUNCHER_SOURCE
-from engine.supervision.launcher_watch import LauncherWatch
-from engine.transport.base import Transport
-from engine.transport.fleet import Fleet
+from engine.launch.mlx_launch import LauncherWatch, rank_ends
+from engine.store.layout import LAUNCHER_SOURCE
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 from tests.integration.over_ssh import fly, on, plan_of
@@ -45,7 +45,7 @@ async def test_a_secret_reaches_every_rank_and_no_argv(
     assert said == [f"{list(SECRETS.values())}\n"] * 3
     everything = "\n".join(seen)
     # Seen were the launcher, ssh on the head, and the keepers on the nodes.
-    expected = ["worker.keeper", "--detach"] + ["mlx.launch", "LogLevel=ERROR"] * (launcher == "mlx.launch")
+    expected = ["engine.node.keeper", "--detach"] + ["mlx.launch", "LogLevel=ERROR"] * (launcher == "mlx.launch")
     assert [word for word in expected if word not in everything] == []
     assert [secret for secret in SECRETS.values() if secret in everything] == []
     for rank, name in ((0, "ana"), (1, "bea")):
@@ -121,6 +121,9 @@ class CutAfterFiles:
     def to(self, node: NodeConfig) -> Transport:
         way = self._fleet.to(node)
         return cast(Transport, Cutting(way, self._node)) if node.ssh == self._node.name else way
+
+    def agent(self, node: NodeConfig) -> AgentClient:
+        return self._fleet.agent(node)
 
 
 class Cutting:

@@ -68,4 +68,4 @@ def test_a_new_key_is_accepted_by_whoever_has_seen_it_and_by_nobody_else(
     assert (done.code, f"accepted {fingerprint} for {stranger}" in done.err) == (0, True)
     look = json.loads(done.out)
     assert [node["hostname"] for node in look["nodes"]] == ["ana", "bea"]
-    assert look["wiring"]["backend"] == "ring"
+    assert look["network"]["backend"] == "ring"

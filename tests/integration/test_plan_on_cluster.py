@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.worker.processes import kill_group
+from engine.node.processes import kill_group
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import flightdeck_toml, install_demo
 from tests.demo_copies import demo_below

@@ -9,23 +9,32 @@ from pathlib import Path
 
 import pytest
 
+from engine.checks import connectivity, data, gradient, hostfile, model, ports, program, versions
+from engine.checks.context import CheckContext
+from engine.checks.runner import run_checks
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig
 from engine.models import CheckStatus
-from engine.preflight import connectivity, data, gradient, hostfile, model, ports, program, versions
-from engine.preflight.checklist import run_checks
-from engine.preflight.scene import Scene
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import Traffic
-from tests.integration.checks import LISTEN, PORT, as_user, assert_nothing_left, config_of, furnish, looked, unheard
+from tests.integration.checks import (
+    LISTEN,
+    PORT,
+    as_user,
+    assert_nothing_left,
+    config_of,
+    furnish,
+    run_check_on,
+    unheard,
+)
 
 
 async def test_four_good_nodes_pass_every_check_and_nothing_is_left_on_them(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes:
         furnish(node)
-    scene = Scene(config_of(cluster), fleet)
-    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
-    await scene.close()
+    context = CheckContext(config_of(cluster), fleet)
+    report = await run_checks(context, on_result=lambda _: None, audit=unheard)
+    await context.close()
     found = {result.name: result for result in report.checks}
     # Of warnings there is what these nodes are: disks of a few megabytes, and not calibrated.
     unwell = {name for name, result in found.items() if result.status in (CheckStatus.WARN, CheckStatus.FAIL)}
@@ -44,7 +53,7 @@ async def test_four_good_nodes_pass_every_check_and_nothing_is_left_on_them(clus
 async def test_ranks_that_we_start_ourselves_sum_as_exactly(cluster: Cluster, fleet: Fleet) -> None:
     config = config_of(cluster)
     direct = config.model_copy(update={"cluster": ClusterConfig(launcher="direct")})
-    result = await looked(gradient.look, direct, fleet)
+    result = await run_check_on(gradient.run, direct, fleet)
     assert (result.status, result.summary[:14]) == (CheckStatus.PASS, "4 ranks, exact"), result
     for node in cluster.nodes:
         assert_nothing_left(node)
@@ -58,24 +67,24 @@ async def test_a_missing_shard_and_a_differing_line_are_mended_by_what_is_pasted
         furnish(node)
     third = cluster.nodes[2]
     third.run(["/bin/sh", "-c", 'rm ~/models/tiny/model.safetensors; echo \'{"text": "more"}\' >> ~/data/train.jsonl'])
-    lost, other = await looked(model.look, config, fleet), await looked(data.look, config, fleet)
+    lost, other = await run_check_on(model.run, config, fleet), await run_check_on(data.run, config, fleet)
     assert (lost.status, lost.blames) == (CheckStatus.FAIL, (2, third.name))
     assert "no weights" in lost.summary
     assert (other.status, other.blames) == (CheckStatus.FAIL, (2, third.name))
-    assert f"{third.name} holds other data than" in other.summary
+    assert f"the data on {third.name} differs from" in other.summary
     assert "train.jsonl 13 lines against 12" in other.summary
     for result, check in ((lost, model), (other, data)):
         assert result.fix_command is not None
         done = await asyncio.to_thread(as_user, cluster, result.fix_command)
         assert done.returncode == 0, (result.fix_command, done.stderr)
-        assert (await looked(check.look, config, fleet)).status is CheckStatus.PASS
+        assert (await run_check_on(check.run, config, fleet)).status is CheckStatus.PASS
 
 
 async def test_a_busy_port_names_its_holder_there(isolated_cluster: Cluster, fleet: Fleet) -> None:
     second = isolated_cluster.nodes[1]
     channel = await fleet.reach(second.ssh).open([second.python, "-c", LISTEN.format(port=PORT + 1)])
     assert await channel.read(10) == b"up\n"
-    result = await looked(ports.look, config_of(isolated_cluster, starting_port=PORT), fleet)
+    result = await run_check_on(ports.run, config_of(isolated_cluster, starting_port=PORT), fleet)
     await channel.close()
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, second.name))
     assert f"{second.ip}:{PORT + 1} on {second.name} is held by pid " in result.summary
@@ -85,7 +94,7 @@ async def test_a_busy_port_names_its_holder_there(isolated_cluster: Cluster, fle
 async def test_a_missing_script_is_looked_for_on_the_node(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes[:3]:
         node.run(["/bin/sh", "-c", "touch ~/mine.py"])
-    result = await looked(program.look, config_of(cluster, command=True), fleet)
+    result = await run_check_on(program.run, config_of(cluster, command=True), fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, cluster.nodes[3].name))
     for node in cluster.nodes[:3]:
         node.run(["/bin/sh", "-c", "rm ~/mine.py"])
@@ -105,10 +114,10 @@ async def test_another_mlx_on_one_node_is_named_with_what_installs_the_right_one
         node.model_copy(update={"python": "~/other/bin/python"}) if node.name == third.name else node
         for node in config.nodes
     )
-    scene = Scene(config.model_copy(update={"nodes": nodes}), fleet)
-    seen = {name: replace(found, mlx_lm="0.32.2") for name, found in (await scene.interpreters()).items()}
-    await scene.close()
-    result = versions.judge(scene.config, seen)
+    context = CheckContext(config.model_copy(update={"nodes": nodes}), fleet)
+    seen = {name: replace(found, mlx_lm="0.32.2") for name, found in (await context.interpreters()).items()}
+    await context.close()
+    result = versions.evaluate(context.config, seen)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name))
     assert f"{third.name}: mlx 0.32.3, rank 0 has " in result.summary
     mlx = seen[nodes[0].name].mlx
@@ -122,10 +131,10 @@ async def test_a_missing_interpreter_is_left_to_the_check_of_versions(cluster: C
     config = config_of(cluster)
     last = cluster.nodes[3].name
     nodes = (*config.nodes[:3], config.nodes[3].model_copy(update={"python": "~/nowhere/bin/python"}))
-    scene = Scene(config.model_copy(update={"nodes": nodes}), fleet)
-    reached = await connectivity.look(scene)
-    result = versions.judge(scene.config, await scene.interpreters())
-    await scene.close()
+    context = CheckContext(config.model_copy(update={"nodes": nodes}), fleet)
+    reached = await connectivity.run(context)
+    result = versions.evaluate(context.config, await context.interpreters())
+    await context.close()
     assert reached.status is CheckStatus.PASS, reached
     assert result.fixes[last].startswith('uv venv "$HOME"/nowhere && uv pip install ')
 
@@ -135,7 +144,7 @@ async def test_a_cut_between_two_ranks_is_found_before_anything_is_launched(
 ) -> None:
     first, second = isolated_cluster.nodes[:2]
     first.cut(Traffic.RING, peer=second.ip)
-    result = await looked(hostfile.look, config_of(isolated_cluster), fleet)
+    result = await run_check_on(hostfile.run, config_of(isolated_cluster), fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, first.name))
     assert f"does not reach {second.name} on {second.ip} (no answer within" in result.summary
 
@@ -148,7 +157,7 @@ async def test_an_unknown_key_and_a_refused_connection_say_what_to_do(
     nobody_known.write_text(config)
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(nobody_known))
     cluster.nodes[3].stop_sshd()
-    result = await looked(connectivity.look, config_of(cluster), fleet)
+    result = await run_check_on(connectivity.run, config_of(cluster), fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, cluster.nodes[0].name))
     assert "the host key is not known" in result.evidence[cluster.nodes[0].name]
     assert "SHA256:" in result.evidence[cluster.nodes[0].name]
@@ -162,9 +171,9 @@ async def test_a_changed_key_is_told_with_both_fingerprints_and_skips_what_needs
 ) -> None:
     second = cluster.nodes[1]
     second.change_host_key()
-    scene = Scene(config_of(cluster), fleet)
-    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
-    await scene.close()
+    context = CheckContext(config_of(cluster), fleet)
+    report = await run_checks(context, on_result=lambda _: None, audit=unheard)
+    await context.close()
     found = {result.name: result for result in report.checks}
     reached = found.pop("ssh_connectivity")
     assert (reached.status, reached.blames) == (CheckStatus.FAIL, (1, second.name))
@@ -178,6 +187,6 @@ async def test_a_node_that_takes_no_worker_is_the_only_one_blamed(isolated_clust
     last = isolated_cluster.nodes[3]
     last.run(["/bin/sh", "-c", "rm -rf ~/.flightdeck"])
     last.fill_disk()
-    result = await looked(connectivity.look, config_of(isolated_cluster), fleet)
+    result = await run_check_on(connectivity.run, config_of(isolated_cluster), fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
     assert "the worker could not be staged" in result.evidence[last.name]

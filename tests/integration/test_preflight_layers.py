@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from engine.config.models import FlightConfig
+from engine.checks import connectivity, hardware, health, performance, versions, workers
+from engine.checks.check import CheckFunction
+from engine.checks.context import CheckContext
+from engine.checks.runner import run_checks
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
-from engine.preflight import connectivity, hardware, health, performance, versions, workers
-from engine.preflight.check import Look
-from engine.preflight.checklist import run_checks
-from engine.preflight.scene import Scene
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
-from tests.integration.checks import LISTEN, PORT, as_user, config_of, furnish, looked, unheard
+from tests.integration.checks import LISTEN, PORT, as_user, config_of, furnish, run_check_on, unheard
 
 
 async def pasted(cluster: Cluster, result: CheckResult) -> str:
@@ -28,23 +28,25 @@ async def pasted(cluster: Cluster, result: CheckResult) -> str:
     return done.stdout
 
 
-async def mended(cluster: Cluster, look: Look, config: FlightConfig, fleet: Fleet, broken: CheckResult) -> CheckResult:
+async def mended(
+    cluster: Cluster, look: CheckFunction, config: Config, fleet: Fleet, broken: CheckResult
+) -> CheckResult:
     await pasted(cluster, broken)
-    return await looked(look, config, fleet)
+    return await run_check_on(look, config, fleet)
 
 
 async def test_four_good_nodes_are_fit_and_ready_and_well(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes:
         furnish(node)
     config = config_of(cluster)
-    for look in (workers.look, hardware.look):
-        result = await looked(look, config, fleet)
+    for look in (workers.run, hardware.run):
+        result = await run_check_on(look, config, fleet)
         assert result.status is CheckStatus.PASS, result
-    well = await looked(health.look, config, fleet)
+    well = await run_check_on(health.run, config, fleet)
     assert well.status is not CheckStatus.FAIL, well
     for node in cluster.nodes:
         assert re.match(r"(.* )?heartbeat in \d+\.\d ms, \d+\.\d s ago", well.evidence[node.name]), well
-    missing = await looked(performance.look, config, fleet)
+    missing = await run_check_on(performance.run, config, fleet)
     assert (missing.status, missing.summary) == (
         CheckStatus.WARN,
         "hardware calibration missing, assuming equal performance",
@@ -54,11 +56,11 @@ async def test_four_good_nodes_are_fit_and_ready_and_well(cluster: Cluster, flee
 async def test_a_rank_of_an_earlier_run_is_named_and_its_fix_ends_it(cluster: Cluster, fleet: Fleet) -> None:
     third, config = cluster.nodes[2], config_of(cluster)
     third.run(["/bin/sh", "-c", "FLIGHTDECK_NONCE=of-an-earlier-run setsid sleep 600 >/dev/null 2>&1 &"])
-    result = await looked(workers.look, config, fleet)
+    result = await run_check_on(workers.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
     assert set(result.fixes) == {third.name}
     assert "a rank of an earlier run is alive: pid " in result.summary
-    assert (await mended(cluster, workers.look, config, fleet, result)).status is CheckStatus.PASS
+    assert (await mended(cluster, workers.run, config, fleet, result)).status is CheckStatus.PASS
     assert third.processes("of-an-earlier-run") == []
 
 
@@ -70,10 +72,10 @@ async def test_a_held_port_of_the_ring_is_told_with_its_holder_and_its_fix_frees
     second, config = isolated_cluster.nodes[1], config_of(isolated_cluster, starting_port=PORT)
     channel = await fleet.reach(second.ssh).open([second.python, "-c", LISTEN.format(port=PORT + 1)])
     assert await channel.read(10) == b"up\n"
-    result = await looked(hardware.look, config, fleet)
+    result = await run_check_on(hardware.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, second.name))
     assert f"{second.ip}:{PORT + 1} on {second.name} is held by pid " in result.summary
-    again = await mended(isolated_cluster, hardware.look, config, fleet, result)
+    again = await mended(isolated_cluster, hardware.run, config, fleet, result)
     await channel.close()
     assert again.status is CheckStatus.PASS, again
 
@@ -81,22 +83,22 @@ async def test_a_held_port_of_the_ring_is_told_with_its_holder_and_its_fix_frees
 async def test_a_full_disk_fails_and_its_fix_shows_what_takes_the_room(isolated_cluster: Cluster, fleet: Fleet) -> None:
     last, config = isolated_cluster.nodes[3], config_of(isolated_cluster)
     # The worker is there by then: only the room is wanting.
-    assert (await looked(connectivity.look, config, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(connectivity.run, config, fleet)).status is CheckStatus.PASS
     last.fill_disk(leave=10_000_000)
-    result = await looked(health.look, config, fleet)
+    result = await run_check_on(health.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
     assert "0.0 GB free" in result.summary
     biggest = (await pasted(isolated_cluster, result)).splitlines()[1].split("\t")[1]
     # A person has chosen.
     assert last.run(["/bin/rm", "-f", biggest]).returncode == 0
-    assert (await looked(health.look, config, fleet)).status is not CheckStatus.FAIL
+    assert (await run_check_on(health.run, config, fleet)).status is not CheckStatus.FAIL
 
 
 async def test_another_mlx_lm_is_found_by_a_real_import_and_not_by_an_earlier_proof(
     cluster: Cluster, fleet: Fleet
 ) -> None:
     third, config = cluster.nodes[2], config_of(cluster)
-    assert (await looked(versions.look, config, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(versions.run, config, fleet)).status is CheckStatus.PASS
     assert "mlx_lm" in third.run(["/bin/sh", "-c", "cat ~/.flightdeck/imports/*.json"]).stdout
     third.write("~/shadow/mlx_lm/__init__.py", "raise ImportError('half a download')\n")
     wrapper = f'#!/bin/sh\nPYTHONPATH={third.home}/shadow exec {third.python.replace("~", third.home)} "$@"\n'
@@ -105,7 +107,7 @@ async def test_another_mlx_lm_is_found_by_a_real_import_and_not_by_an_earlier_pr
         node.model_copy(update={"python": "~/other/bin/python"}) if node.name == third.name else node
         for node in config.nodes
     )
-    result = await looked(versions.look, config.model_copy(update={"nodes": nodes}), fleet)
+    result = await run_check_on(versions.run, config.model_copy(update={"nodes": nodes}), fleet)
     third.run(["/bin/sh", "-c", "rm -r ~/shadow ~/other"])
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
     assert "ImportError: half a download" in result.summary
@@ -116,11 +118,11 @@ async def test_a_node_that_went_away_from_an_open_connection_is_named_by_one_che
     isolated_cluster: Cluster, fleet: Fleet
 ) -> None:
     third, config = isolated_cluster.nodes[2], config_of(isolated_cluster)
-    assert (await looked(connectivity.look, config, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(connectivity.run, config, fleet)).status is CheckStatus.PASS
     third.cut()
-    scene, begun = Scene(config, fleet), time.monotonic()
-    report = await run_checks(scene, on_result=lambda _: None, audit=unheard)
-    await scene.close()
+    context, begun = CheckContext(config, fleet), time.monotonic()
+    report = await run_checks(context, on_result=lambda _: None, audit=unheard)
+    await context.close()
     assert time.monotonic() - begun < 15
     failed = [
         result for result in report.checks if result.status is CheckStatus.FAIL and result.name != "pre_rdma_sync"

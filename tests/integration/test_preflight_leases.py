@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import PreflightConfig
-from engine.transport.fleet import Fleet
-from engine.worker.processes import with_any_nonce
+from engine.node.processes import with_any_nonce
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 from tests.integration.checks import assert_nothing_left, config_of
-from tests.unit.worker.waiting import wait_until
+from tests.waiting import wait_until
 
 SUMS = """
 import asyncio, sys
 from pathlib import Path
-from engine.config.models import FlightConfig
-from engine.preflight import gradient
-from engine.preflight.scene import Scene
-from engine.transport.fleet import Fleet
-from engine.worker.processes import with_any_nonce
+from engine.config.models import Config
+from engine.checks import gradient
+from engine.checks.context import CheckContext
+from engine.cluster.transport.fleet import Fleet
+from engine.node.processes import with_any_nonce
 
 async def main():
-    config = FlightConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     async with Fleet((), Path(sys.argv[2])) as fleet:
-        print(await gradient.look(Scene(config, fleet)), flush=True)
+        print(await gradient.run(CheckContext(config, fleet)), flush=True)
 
 asyncio.run(main())
 """
@@ -50,7 +50,7 @@ def summing(cluster: Cluster, fleet: Fleet, tmp_path: Path) -> Iterator[subproce
 
 
 def summers(node: Node) -> list[str]:
-    return [process.command for process in node.processes() if "worker.all_sum" in process.command]
+    return [process.command for process in node.processes() if "engine.trainer.allreduce_check" in process.command]
 
 
 async def test_a_head_that_is_killed_leaves_nothing_anywhere(
@@ -66,7 +66,7 @@ async def test_a_head_that_is_killed_leaves_nothing_anywhere(
 
 
 def is_idle(node: Node) -> bool:
-    return not [process for process in node.processes() if "worker" in process.command]
+    return not [process for process in node.processes() if "engine." in process.command]
 
 
 def launchers(home: Path) -> list[int]:

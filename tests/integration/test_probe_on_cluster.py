@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import Engine
+from engine.cluster.facts import probe
 from engine.config.load import load_config
-from engine.nodes.probe import probe
-from engine.session import Engine
 from tests.cluster.cluster import Cluster
 from tests.cluster.flight import write_toml
 
@@ -20,8 +20,8 @@ async def test_four_nodes_are_known_within_two_seconds_and_wired(
     config = load_config(write_toml(cluster))
     engine = Engine(home)
     try:
-        found = await engine.facts(config)
-        assert [(facts.problem, facts.late) for facts in found] == [(None, ())] * 4
+        found = await engine.nodes.probe(config)
+        assert [(facts.problem, facts.unknown) for facts in found] == [(None, {})] * 4
         for facts, node in zip(found, cluster.nodes, strict=True):
             assert facts.node == node.name
             if cluster.isolated:
@@ -32,10 +32,10 @@ async def test_four_nodes_are_known_within_two_seconds_and_wired(
             assert facts.clock_skew_s is not None and abs(facts.clock_skew_s) < 0.5
         if cluster.isolated:
             unset = tuple(node.model_copy(update={"ips": ()}) for node in config.nodes)
-            wiring = engine.wiring(config.model_copy(update={"nodes": unset}), found)
+            wiring = engine.nodes.network_plan(config.model_copy(update={"nodes": unset}), found)
             assert wiring.backend == "ring"
             assert [host.ips for host in wiring.hosts] == [(node.ip,) for node in cluster.nodes]
-        assert engine.last_facts(config) == found
+        assert engine.nodes.last_facts(config) == found
     finally:
         await engine.close()
 
@@ -50,11 +50,11 @@ async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_oth
         wrong = config.nodes[1].model_copy(update={"python": "~/nowhere/python"})
         cluster.nodes[2].stop_sshd()
         nodes = (config.nodes[0], wrong, config.nodes[2], config.nodes[3])
-        found = await engine.facts(config.model_copy(update={"nodes": nodes}))
+        found = await engine.nodes.probe(config.model_copy(update={"nodes": nodes}))
         assert [facts.problem is None for facts in found] == [True, False, False, True]
         assert found[1].problem == "no such interpreter: ~/nowhere/python"
         assert found[2].problem
-        late = await probe(config.nodes[3], engine.fleet(config).to(config.nodes[3]), time_limit_s=0.01)
-        assert "within 0.01 s" in (late.problem or "")
+        late = await probe(config.nodes[3], engine.session.fleet(config).agent(config.nodes[3]), time_limit_s=0.001)
+        assert "within 0.001 s" in (late.problem or "")
     finally:
         await engine.close()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.planning.wiring import Wiring
-from engine.transport.fleet import Fleet
+from engine.cluster.transport.fleet import Fleet
+from engine.plan.network import NetworkPlan
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import fly, on, plan_of
-from tests.unit.launch.places import as_configured
+from tests.unit.launch.host_layouts import configured_network
 
 DUMP = """
 import json, os
@@ -35,7 +35,7 @@ async def test_both_launchers_give_the_ranks_the_same_environment(
         node.model_copy(update={"rdma": row})
         for node, row in zip(on(cluster, "head", "ana", "ana"), DEVICES, strict=True)
     ]
-    wiring = as_configured(nodes, backend)
+    wiring = configured_network(nodes, backend)
     by_launcher = await under("mlx.launch", nodes, wiring, fleet, tmp_path)
     directly = await under("direct", nodes, wiring, fleet, tmp_path)
     for rank in range(3):
@@ -49,7 +49,7 @@ async def test_both_launchers_give_the_ranks_the_same_environment(
     assert "TMPDIR" not in directly[1][0]
 
 
-async def under(launcher: str, nodes: Any, wiring: Wiring, fleet: Fleet, tmp_path: Path) -> list[Any]:
+async def under(launcher: str, nodes: Any, wiring: NetworkPlan, fleet: Fleet, tmp_path: Path) -> list[Any]:
     """What each rank has printed."""
     plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000)
     flown = await fly(tmp_path / "home", plan, fleet, wiring)

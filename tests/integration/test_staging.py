@@ -11,18 +11,19 @@ from typing import Any, cast
 
 import pytest
 
+from engine.cluster.agent_client import AgentClient
+from engine.cluster.bundle import SOURCE
+from engine.cluster.staging import prepare
+from engine.cluster.transport.base import Transport
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.launch import ports
-from engine.launch.bundle import SOURCE
-from engine.launch.ports import fresh_ports
-from engine.launch.staging import prepare
-from engine.launch.staging_script import bundle_hash
-from engine.transport.base import Transport
-from engine.transport.fleet import Fleet
+from engine.launch import hostfile
+from engine.launch.hostfile import fresh_ports
+from engine.node.bootstrap import bundle_hash
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import on
-from tests.unit.launch.places import as_configured
+from tests.unit.launch.host_layouts import configured_network
 
 NAMES = ("ana", "bea", "cyd", "dov")
 
@@ -35,6 +36,9 @@ class Counted:
 
     def to(self, node: NodeConfig) -> Transport:
         return cast(Transport, CountedWay(self.fleet.to(node), self.asked))
+
+    def agent(self, node: NodeConfig) -> AgentClient:
+        return AgentClient(node, self.to(node))
 
 
 class CountedWay:
@@ -64,19 +68,19 @@ async def test_every_host_has_one_place_with_absolute_paths(cluster: Cluster, fl
         node = cluster[place.target]
         assert (place.home, place.root) == (node.home, f"{node.home}/.flightdeck")
         assert place.python == node.home + node.python.removeprefix("~")
-        assert bundle_hash(bundle_of(cluster, place.target) / "worker") == bundle_hash(SOURCE)
+        assert bundle_hash(bundle_of(cluster, place.target) / "engine") == bundle_hash(SOURCE)
         root = node.disk.seen_from_head(place.root)
         assert [stat.S_IMODE(path.stat().st_mode) for path in (root, root / "bundles")] == [0o700, 0o700]
 
 
-async def test_a_bundle_that_is_there_costs_one_round_trip_and_is_left_alone(cluster: Cluster, fleet: Fleet) -> None:
+async def test_a_bundle_that_is_there_costs_one_connection_and_is_left_alone(cluster: Cluster, fleet: Fleet) -> None:
     nodes = on(cluster, "ana")
     await prepare(fleet, nodes)
-    before = (bundle_of(cluster, "ana") / "worker" / "keeper.py").stat().st_ino
+    before = (bundle_of(cluster, "ana") / "engine" / "node" / "keeper.py").stat().st_ino
     counted = Counted(fleet)
     await prepare(counted, nodes)
-    assert counted.asked == ["run"]
-    assert (bundle_of(cluster, "ana") / "worker" / "keeper.py").stat().st_ino == before
+    assert counted.asked == ["target", "open"]
+    assert (bundle_of(cluster, "ana") / "engine" / "node" / "keeper.py").stat().st_ino == before
 
 
 @pytest.mark.parametrize("damage", ["torn", "added", "a file in its place"])
@@ -88,9 +92,9 @@ async def test_a_damaged_bundle_is_replaced(damage: str, cluster: Cluster, fleet
         bundle.rename(bundle.with_name("elsewhere"))
         bundle.write_text("no folder")
     else:
-        (bundle / "worker" / ("keeper.py" if damage == "torn" else "more.py")).write_text("import evil")
+        (bundle / "engine" / "node" / ("keeper.py" if damage == "torn" else "more.py")).write_text("import evil")
     await prepare(fleet, nodes)
-    assert bundle_hash(bundle / "worker") == bundle_hash(SOURCE)
+    assert bundle_hash(bundle / "engine") == bundle_hash(SOURCE)
     assert not [path for path in bundle.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -99,7 +103,7 @@ async def test_several_may_stage_at_once(cluster: Cluster, fleet: Fleet, tmp_pat
     async with Fleet((), tmp_path) as another:
         first, *others = await asyncio.gather(*(prepare(way, nodes) for way in (fleet, another, fleet, another)))
     assert others == [first] * 3
-    assert bundle_hash(bundle_of(cluster, "cyd") / "worker") == bundle_hash(SOURCE)
+    assert bundle_hash(bundle_of(cluster, "cyd") / "engine") == bundle_hash(SOURCE)
     assert [path.name for path in bundle_of(cluster, "cyd").parent.iterdir()] == [bundle_hash(SOURCE)]
 
 
@@ -126,7 +130,7 @@ async def test_a_root_that_cannot_be_written_is_named(cluster: Cluster, fleet: F
     root.rename(kept)
     root.write_text("a file in its place")
     try:
-        with pytest.raises(LaunchError, match=rf"bea0: {bea.home}/\.flightdeck"):
+        with pytest.raises(LaunchError, match=rf"bea:{bea.home}/\.flightdeck"):
             await prepare(fleet, on(cluster, "bea"))
     finally:
         root.unlink()
@@ -144,7 +148,7 @@ async def test_a_python_that_is_not_there_is_named_with_its_node(cluster: Cluste
 async def test_a_node_that_lies_about_its_home_is_refused(home: object, cluster: Cluster, fleet: Fleet) -> None:
     """And it is not asked where on it we are to write."""
     (node,) = on(cluster, "ana")
-    lie = json.dumps({"home": home, "root": "/etc", "bundle": "/etc/evil", "whole": False})
+    lie = json.dumps({"kind": "bootstrap", "home": home, "root": "/etc", "bundle": "/etc/evil", "missing": True})
     liar = f"#!/bin/sh\ncat <<'LIE'\n{lie}\nLIE\n"
     await fleet.to(node).put(PurePosixPath("~/liar"), liar.encode(), mode=0o700)
     with pytest.raises(LaunchError, match="the home on ana0 cannot be used") as raised:
@@ -152,7 +156,7 @@ async def test_a_node_that_lies_about_its_home_is_refused(home: object, cluster:
     assert str(raised.value).isprintable()
 
 
-async def test_a_shell_that_talks_is_passed_over(cluster: Cluster, fleet: Fleet) -> None:
+async def test_output_of_a_login_shell_is_skipped(cluster: Cluster, fleet: Fleet) -> None:
     cluster["cyd"].noisy_bashrc()
     (place,) = await prepare(fleet, on(cluster, "cyd"))
     assert place.home == cluster["cyd"].home
@@ -162,10 +166,10 @@ async def test_ports_are_free_on_every_host_that_listens(
     cluster: Cluster, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = on(cluster, *NAMES, "head")
-    wiring = as_configured(nodes)
+    wiring = configured_network(nodes)
     # One place alone is left to choose from, and on one host somebody is in the way.
-    monkeypatch.setattr(ports, "LOWEST", 23_000)
-    monkeypatch.setattr(ports, "HIGHEST", 23_000 + 5 + 2)
+    monkeypatch.setattr(hostfile, "LOWEST", 23_000)
+    monkeypatch.setattr(hostfile, "HIGHEST", 23_000 + 5 + 2)
     assert await fresh_ports(fleet, nodes, wiring) in (23_000, 23_001)
     holder = (
         "import socket,sys; s=socket.socket(); s.bind(('', 23002)); s.listen(); print(1, flush=True); sys.stdin.read()"
@@ -176,7 +180,7 @@ async def test_ports_are_free_on_every_host_that_listens(
         assert await channel.read(1) == b"1"
         # Rank 1 would listen on 23001 or 23002.
         assert {await fresh_ports(fleet, nodes, wiring) for _ in range(3)} == {23_000}
-        monkeypatch.setattr(ports, "LOWEST", 23_001)
+        monkeypatch.setattr(hostfile, "LOWEST", 23_001)
         with pytest.raises(LaunchError, match="no 5 consecutive ports are free on all hosts"):
             await fresh_ports(fleet, nodes, wiring)
         assert await fresh_ports(fleet, nodes, wiring, 23_002) == 23_002

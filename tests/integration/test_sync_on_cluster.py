@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.models import FlightConfig
+from engine.api import Engine
+from engine.checks import checkpoint, consistency, model, sync
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import Config
 from engine.models import CheckStatus, SyncReport
-from engine.preflight import checkpoint, consistency, model, sync
-from engine.session import Engine
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
-from tests.integration.checks import as_user, config_of, furnish, looked
+from tests.integration.checks import as_user, config_of, furnish, run_check_on
 
 WORKDIR = "~/my project"
 """A folder whose name a shell would take for two."""
 
 
 @pytest.fixture
-def project(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightConfig]:
+def project(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     """A project on this machine, which is no node, and nodes that have nothing of it yet."""
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "state with space"))
@@ -49,17 +49,15 @@ def shell(node: Node, line: str) -> str:
     return node.run(["/bin/sh", "-c", line]).stdout
 
 
-async def synced(config: FlightConfig, *, dry_run: bool = False) -> SyncReport:
+async def synced(config: Config, *, dry_run: bool = False) -> SyncReport:
     engine = Engine()
     try:
-        return await engine.sync(config, dry_run=dry_run)
+        return await engine.checks.sync(config, dry_run=dry_run)
     finally:
         await engine.close()
 
 
-async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(
-    cluster: Cluster, project: FlightConfig
-) -> None:
+async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(cluster: Cluster, project: Config) -> None:
     before = await synced(project, dry_run=True)
     assert not before.synced
     assert all(node.problem is not None and "is not there" in node.problem for node in before.nodes.values())
@@ -76,7 +74,7 @@ async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(
     assert [(entry["event_type"], entry["status"]) for entry in audit] == [("sync", "failed"), ("sync", "success")]
 
 
-async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Cluster, project: FlightConfig) -> None:
+async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Cluster, project: Config) -> None:
     await synced(project)
     second = cluster.nodes[1]
     hidden = (
@@ -90,7 +88,7 @@ async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Clu
     assert shell(second, 'cat "$HOME/my project/train.py"; ls "$HOME/my project/own.log"').startswith("print(1)\n/")
 
 
-async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Cluster, project: FlightConfig) -> None:
+async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Cluster, project: Config) -> None:
     third = cluster.nodes[2]
     shell(third, 'mkdir -p "$HOME/few" && ln -s "$(command -v mkdir)" "$HOME/few/mkdir"')
     third.noisy_bashrc('PATH="$HOME/few"\n')
@@ -100,7 +98,7 @@ async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Clus
 
 
 async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
-    cluster: Cluster, project: FlightConfig, fleet: Fleet
+    cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     second, last = cluster.nodes[1], cluster.nodes[3]
     shell(second, 'mkdir "$HOME/my project" && echo precious > "$HOME/my project/src"')
@@ -113,7 +111,7 @@ async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
     assert [name for name, node in report.nodes.items() if node.same] == [cluster.nodes[0].name, cluster.nodes[2].name]
     assert shell(second, 'cd "$HOME/my project" && ls -A && cat src') == "src\nprecious\n"
     assert shell(last, 'cd "$HOME/my project" && ls -A && readlink src') == "elsewhere\nsrc\nelsewhere\n"
-    checked = await looked(sync.look, project, fleet)
+    checked = await run_check_on(sync.run, project, fleet)
     assert "src/it's.py" in checked.evidence[second.name]
     assert second.name not in checked.fixes and checked.fix_command is None, "a copy would put the folder in its place"
     shell(second, 'mv "$HOME/my project/src" "$HOME/my project/own.txt"')
@@ -122,7 +120,7 @@ async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
 
 
 @pytest.mark.parametrize("named", ["~", "absolute"])
-async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: FlightConfig, named: str) -> None:
+async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Config, named: str) -> None:
     first = cluster.nodes[0]
     home = first.home if named == "absolute" else named
     nodes = (project.nodes[0].model_copy(update={"workdir": home}), *project.nodes[1:])
@@ -133,42 +131,42 @@ async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Fli
 
 
 async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_mended(
-    cluster: Cluster, project: FlightConfig, fleet: Fleet
+    cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     await synced(project)
     script = Path(os.environ["HOME"]) / "Dev" / "sync-dev.sh"
     script.parent.mkdir(parents=True)
     script.write_text("#!/bin/sh\necho done\n")
-    refused = await looked(sync.look, project, fleet)
+    refused = await run_check_on(sync.run, project, fleet)
     assert (refused.status, refused.summary) == (CheckStatus.FAIL, f"{script} may not be executed")
     await paste(cluster, refused.fix_command)
-    assert (await looked(sync.look, project, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(sync.run, project, fleet)).status is CheckStatus.PASS
     second, third, last = cluster.nodes[1:4]
     shell(second, 'echo more >> "$HOME/my project/train.py"')
     shell(third, 'rm "$HOME/my project/.env" "$HOME/my project/latest"')
     shell(last, 'rm -r "$HOME/my project"')
-    lied = await looked(sync.look, project, fleet)
+    lied = await run_check_on(sync.run, project, fleet)
     assert (lied.status, lied.blames) == (CheckStatus.FAIL, (1, second.name))
-    for words in ("differ: train.py", "missing: .env, latest", "is not there"):
-        assert words in lied.summary
+    for message in ("1 file on", "differs from", ": train.py", "is missing 2 files", ": .env, latest", "is not there"):
+        assert message in lied.summary
     await paste(cluster, lied.fix_command)
-    assert (await looked(sync.look, project, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(sync.run, project, fleet)).status is CheckStatus.PASS
 
 
-async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: FlightConfig, fleet: Fleet) -> None:
+async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: Config, fleet: Fleet) -> None:
     await synced(project)
     shell(cluster.nodes[1], 'chmod 0 "$HOME/my project/train.py"; chmod 0 "$HOME/my project/src"')
-    result = await looked(sync.look, project, fleet)
+    result = await run_check_on(sync.run, project, fleet)
     assert "cannot be read: permission denied" in result.evidence[cluster.nodes[1].name]
     await paste(cluster, result.fix_command)
-    mended = await looked(sync.look, project, fleet)
+    mended = await run_check_on(sync.run, project, fleet)
     assert "train.py cannot be read" in mended.evidence[cluster.nodes[1].name], "one after the other"
     await paste(cluster, mended.fix_command)
-    assert "the same" in (await looked(sync.look, project, fleet)).evidence[cluster.nodes[1].name]
+    assert "the same" in (await run_check_on(sync.run, project, fleet)).evidence[cluster.nodes[1].name]
 
 
 async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
-    cluster: Cluster, project: FlightConfig, fleet: Fleet
+    cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     await synced(project)
     command = project.model_copy(update={"job": project.job.model_copy(update={"command": ("python", "train.py")})})
@@ -178,15 +176,15 @@ async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
         furnish(node)
     third.write("~/models/tiny/tokenizer.json", '{"other": 1}')
     for config, name in ((command, "train.py"), (project, "model tokenizer.json")):
-        result = await looked(consistency.look, config, fleet)
+        result = await run_check_on(consistency.run, config, fleet)
         assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
         assert f"{third.name}: {name} is " in result.summary
         await paste(cluster, result.fix_command)
-        assert (await looked(consistency.look, config, fleet)).status is CheckStatus.PASS
+        assert (await run_check_on(consistency.run, config, fleet)).status is CheckStatus.PASS
 
 
 async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_fix(
-    cluster: Cluster, project: FlightConfig, fleet: Fleet
+    cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     program = Path(os.environ["HOME"]) / "project" / "run it.sh"
     program.write_text("#!/bin/sh\n")
@@ -201,26 +199,26 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_f
         furnish(node)
     third.write("~/models/tiny/vocab.json", "{}")
     looks = (
-        (consistency.look, command, "own.yaml"),
-        (consistency.look, project, "model vocab.json"),
+        (consistency.run, command, "own.yaml"),
+        (consistency.run, project, "model vocab.json"),
     )
     for look, config, name in looks:
-        result = await looked(look, config, fleet)
+        result = await run_check_on(look, config, fleet)
         assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
         assert f"{name} is " in result.summary and "missing on most workers" in result.summary
         await paste(cluster, result.fix_command)
-        assert (await looked(look, config, fleet)).status is CheckStatus.PASS
+        assert (await run_check_on(look, config, fleet)).status is CheckStatus.PASS
     assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside') == "1\n"
     shell(third, "mv ~/models/tiny/vocab.json.aside ~/models/tiny/vocab.json")
-    another = await looked(model.look, project, fleet)
+    another = await run_check_on(model.run, project, fleet)
     assert (another.status, another.blames) == (CheckStatus.FAIL, (2, third.name)), another
     await paste(cluster, another.fix_command)
-    assert (await looked(model.look, project, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(model.run, project, fleet)).status is CheckStatus.PASS
     assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
 
 
 async def test_a_place_that_cannot_be_written_is_mended_by_the_fix(
-    isolated_cluster: Cluster, project: FlightConfig, fleet: Fleet
+    isolated_cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     for node in isolated_cluster.nodes:
         furnish(node)
@@ -230,16 +228,16 @@ async def test_a_place_that_cannot_be_written_is_mended_by_the_fix(
     shell(second, 'mkdir -p "$HOME/saved" && ln -s "$HOME/saved/disk" "$HOME/saved/adapters"')
     settings = {**project.job.mlx_lm, "adapter_path": "~/saved/adapters"}
     config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
-    result = await looked(checkpoint.look, config, fleet)
+    result = await run_check_on(checkpoint.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, first.name)), result
     assert "cannot be written: Permission denied" in result.evidence[first.name]
     assert "which is not there" in result.evidence[second.name]
     assert set(result.fixes) == {first.name, second.name}
     await paste(isolated_cluster, result.fix_command)
-    assert (await looked(checkpoint.look, config, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(checkpoint.run, config, fleet)).status is CheckStatus.PASS
 
 
-async def test_a_full_disk_says_what_is_needed(isolated_cluster: Cluster, project: FlightConfig, fleet: Fleet) -> None:
+async def test_a_full_disk_says_what_is_needed(isolated_cluster: Cluster, project: Config, fleet: Fleet) -> None:
     last = isolated_cluster.nodes[3]
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     llama = {"model_type": "llama", "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "vocab_size": 100, **sizes}
@@ -250,11 +248,11 @@ async def test_a_full_disk_says_what_is_needed(isolated_cluster: Cluster, projec
     last.fill_disk(leave=200_000)
     settings = {**project.job.mlx_lm, "num_layers": 4, "iters": 1000, "save_every": 10}
     config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
-    result = await looked(checkpoint.look, config, fleet)
+    result = await run_check_on(checkpoint.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
     assert " MB are needed: make room" in result.summary
     last.free_disk()
-    assert (await looked(checkpoint.look, config, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(checkpoint.run, config, fleet)).status is CheckStatus.PASS
 
 
 async def paste(cluster: Cluster, command: str | None) -> None:

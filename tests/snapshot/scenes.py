@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Final
 
 from textual.pilot import Pilot
+from textual.strip import Strip
 
-from engine.events import NodeCondition, RunSnapshot
 from engine.models import NodeFacts
+from engine.snapshots import NodeCondition, RunSnapshot
 from tests.tui import fake_engine as situation
 from tests.tui import macs
 from tests.tui.conftest import Console
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.app import FlightDeckApp
 from tui.glyphs import Glyphs
+from tui.state import DeckState
+from tui.widgets.loss_plot import LossPlot
 
 # Times on the screen are local; the pictures are of one place wherever they are drawn.
 os.environ["TZ"] = "UTC"
@@ -72,10 +75,17 @@ def away() -> RunSnapshot:
 
 
 async def _settled(console: Console) -> None:
-    """Wait until nothing on the screen changes any more."""
-    seen = ""
-    while seen != (seen := console.screen):
+    """Wait until no plot is to be redrawn and two drawings are alike, colours included."""
+    seen: list[Strip] = []
+    while seen != (seen := console.app.screen._compositor.render_strips()) or any(
+        plot._due for plot in console.app.deck.query(LossPlot)
+    ):
         await console.pilot.pause(0.25)
+
+
+def _probed(state: DeckState) -> bool:
+    """The first probe and the plan after it have ended; under load they start late."""
+    return state.config is None or (state.topology is not None and not (state.probing or state.planning))
 
 
 @dataclass(frozen=True)
@@ -93,11 +103,11 @@ class Scene:
     configured: bool = True
     ascii: bool = False
     calibrated: bool = False
-    """What the nodes do alone has been measured."""
+    """There is a calibration."""
     studio: Callable[[], list[NodeFacts]] | None = None
     """A cluster of Macs in place of the demo's local ranks."""
 
-    def open(self, home: Path) -> tuple[FlightDeckApp, Callable[[Pilot[int]], Awaitable[None]]]:
+    def open(self, home: Path) -> tuple[FlightDeckApp, Callable[[Pilot[None]], Awaitable[None]]]:
         """The app, and what brings it to the scene."""
         engine = FakeEngine(home).add(*self.runs())
         config = situation.configuration() if self.configured else None
@@ -107,16 +117,16 @@ class Scene:
             engine.found, config = self.studio(), macs.configuration()
             engine.values = macs.telemetry()
         app = FlightDeckApp(engine.engine, config, follow=self.follow, clock=lambda: NOW)
-        app.state = app.state.__class__(now=NOW, glyphs=Glyphs(ascii=self.ascii))
+        app.store.state = app.state.__class__(now=NOW, glyphs=Glyphs(ascii=self.ascii))
 
-        async def reach(pilot: Pilot[int]) -> None:
+        async def reach(pilot: Pilot[None]) -> None:
             console = Console(app, pilot)
             await console.until(lambda: app.state.ready and app.state.runs is not None, "the engine")
-            await console.until(lambda: not (app.state.probing or app.state.planning), "the plan")
-            await console.until(lambda: app.bridge.caught_up, "the run")
+            await console.until(lambda: _probed(app.state), "the plan")
+            await console.until(lambda: app.poller.caught_up, "the run")
             await pilot.press(*self.keys, *(self.narrow if app.size.width < 100 else ()))
-            told = len(engine.values)
-            await console.until(lambda: not app.deck.nodes_shown or len(app.state.telemetry) == told, "telemetry")
+            expected = len(engine.values)
+            await console.until(lambda: not app.deck.nodes_shown or len(app.state.telemetry) == expected, "telemetry")
             await console.shows(self.shows)
             await _settled(console)
 

@@ -1,1 +1,0 @@
-"""SSH against real sshds on loopback, as whoever runs the tests: each with its own host key, options and home."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import asyncssh
 
-from engine.security.hosts import SshTarget
-from engine.transport.ssh import Doors, SshTransport
-from engine.worker.processes import Process, with_variables
+from engine.cluster.transport.ssh import ConnectionLimiter, SshTransport
+from engine.node.processes import Process, with_variables
+from engine.security.identifiers import SshTarget
 
 SSHD = "/usr/sbin/sshd"
 LOOPBACK = "127.0.0.1"
@@ -175,7 +175,7 @@ class Bench:
         lines = [f"Host {name}", f"HostName {LOOPBACK}", f"Port {sshd.port}", *more]
         self.configure("\n    ".join(lines))
 
-    def to(self, sshd: Sshd | str, *, doors: Doors | None = None) -> SshTransport:
+    def to(self, sshd: Sshd | str, *, doors: ConnectionLimiter | None = None) -> SshTransport:
         """A transport, closed at the end of the test."""
         host = sshd if isinstance(sshd, str) else f"{getpass.getuser()}@{LOOPBACK}:{sshd.port}"
         transport = SshTransport(SshTarget.parse(host), self.home, doors=doors)

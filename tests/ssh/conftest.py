@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.needs import require
 from tests.ssh.bench import Bench
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "bench" in getattr(item, "fixturenames", ()):
+        require("sshd", "ps")
 
 
 @pytest_asyncio.fixture

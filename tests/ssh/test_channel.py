@@ -11,9 +11,9 @@ import uuid
 
 import pytest
 
+from engine.cluster.transport.base import Channel, Transport
+from engine.cluster.transport.local import LocalTransport
 from engine.errors import NodeUnreachable
-from engine.transport.base import Channel, Transport
-from engine.transport.local import LocalTransport
 from tests.ssh.bench import Bench, Sshd, until
 
 MEGABYTES = 24
@@ -37,7 +37,7 @@ async def read_all(channel: Channel, limit: int = 1 << 62) -> bytes:
     return data
 
 
-async def test_what_is_written_is_read_and_the_last_words_are_kept(transport: Transport) -> None:
+async def test_what_is_written_is_read_and_the_exit_output_is_kept(transport: Transport) -> None:
     channel = await transport.open(["/bin/sh", "-c", "echo warning >&2; cat; echo 'the end' >&2; exit 4"])
     sent = os.urandom(300_000)
     await channel.write(sent[:10])
@@ -46,7 +46,7 @@ async def test_what_is_written_is_read_and_the_last_words_are_kept(transport: Tr
     assert await read_all(channel, len(sent) - 10) == sent[10:]
     await writing
     assert await channel.close() == 4
-    assert channel.last_words == "the end"
+    assert channel.exit_output == "the end"
     assert await channel.close() == 4
 
 
@@ -68,11 +68,11 @@ async def test_a_reader_that_stops_reading_stops_the_program(bench: Bench, sshd:
     )
     channel = await bench.to(sshd).open([sys.executable, "-c", script])
     await channel.read(1)
-    await until(lambda: channel.last_words)
+    await until(lambda: channel.exit_output)
     before = ""
     async with asyncio.timeout(10):
-        while before != channel.last_words:
-            before = channel.last_words
+        while before != channel.exit_output:
+            before = channel.exit_output
             await asyncio.sleep(0.2)
     assert int(before) * 60_000 < 16_000_000
     await channel.close()
@@ -103,7 +103,7 @@ async def test_a_program_that_says_much_and_is_not_heard_is_closed_at_once(
     bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 30 MB take a busy machine longer than the second after which it would be killed.
-    monkeypatch.setattr("engine.transport.ssh.channel._LEAVES_S", 30.0)
+    monkeypatch.setattr("engine.cluster.transport.ssh.channel._LEAVES_S", 30.0)
     channel = await bench.to(sshd).open(["/bin/sh", "-c", "head -c 30000000 /dev/zero; exit 5"])
     assert await channel.close() == 5
 
@@ -144,13 +144,13 @@ async def test_a_lost_connection_is_told_at_once_to_who_reads_and_writes(bench: 
 
 async def test_a_black_hole_is_seen_by_the_keepalive(bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     # 0.4 s × 3 in place of 5 s × 3.
-    monkeypatch.setattr("engine.transport.ssh.dial.KEEPALIVE_S", 0.4)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 0.4)
     transport = bench.to(sshd)
     channel = await transport.open(["cat"])
     await channel.write(b"x")
     assert await channel.read(1) == b"x"
     sshd.freeze()
-    monkeypatch.setattr("engine.transport.ssh.dial.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.5)
     began = time.monotonic()
     with pytest.raises(NodeUnreachable) as told:
         await channel.read(1)
@@ -162,7 +162,7 @@ async def test_a_black_hole_is_seen_by_the_keepalive(bench: Bench, sshd: Sshd, m
 
 
 async def test_a_quiet_connection_lives_on(bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.transport.ssh.dial.KEEPALIVE_S", 0.3)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 0.3)
     channel = await bench.to(sshd).open(["cat"])
     await asyncio.sleep(1.5)
     await channel.write(b"x")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
 from engine.errors import NodeUnreachable
-from engine.transport.fleet import Fleet
 from tests.cluster.cluster import Cluster
 
 

@@ -105,7 +105,7 @@ async def test_noise_of_the_login_shell_is_passed_over(bench: Bench) -> None:
     done = await bench.to(sshd).run(["/bin/sh", "-c", "printf ok; printf bad >&2; exit 1"], timeout_s=10)
     assert (done.stdout, done.stderr) == (b"ok", b"bad")
     quiet = await bench.to(sshd).run(["/bin/sh", "-c", "echo why; exit 1"], timeout_s=10)
-    assert quiet.last_words == "why"
+    assert quiet.exit_output == "why"
 
 
 async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
@@ -117,7 +117,7 @@ async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
     assert (await bench.to(bench.sshd()).run(["true"], timeout_s=10)).code == 0
 
 
-async def test_a_login_shell_cannot_steer_the_terminal_by_its_last_words(bench: Bench) -> None:
+async def test_a_login_shell_cannot_steer_the_terminal_by_its_exit_output(bench: Bench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("printf '\\033]0;owned\\007Closed.\\n' >&2; exit 7\n")
     with pytest.raises(NodeUnreachable) as told:
@@ -128,7 +128,7 @@ async def test_a_login_shell_cannot_steer_the_terminal_by_its_last_words(bench: 
 async def test_a_program_that_never_stops_talking_is_ended(
     bench: Bench, nonce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
+    monkeypatch.setattr("engine.cluster.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
     sshd = bench.sshd()
     with pytest.raises(NodeUnreachable, match="env says more than 1,048,576 bytes"):
         await bench.to(sshd).run(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "yes"], timeout_s=60)

@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from engine.cluster.transport.base import Transport
+from engine.cluster.transport.local import LocalTransport
 from engine.errors import NodeUnreachable
-from engine.transport.base import Transport
-from engine.transport.local import LocalTransport
 from tests.ssh.bench import Bench, Sshd
 
 CONTENT = os.urandom(700_000)

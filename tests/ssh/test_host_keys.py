@@ -10,9 +10,9 @@ from pathlib import Path
 import asyncssh
 import pytest
 
+from engine.api import Engine
 from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
 from engine.models import HostKeyOffer
-from engine.session import Engine
 from tests.ssh.bench import LOOPBACK, Bench, Sshd, public
 
 
@@ -34,7 +34,7 @@ async def test_an_unknown_key_is_shown_and_after_it_was_accepted_the_node_is_rea
     assert sshd.fingerprint in str(unknown)
     assert not (bench.home / "known_hosts").exists()
 
-    await Engine(bench.home).accept_host_key(offer(unknown))
+    await Engine(bench.home).nodes.accept_host_key(offer(unknown))
     assert (bench.home / "known_hosts").read_text() == sshd.known
     assert (bench.home / "known_hosts").stat().st_mode & 0o777 == 0o600
     audited = json.loads((bench.home / "audit.jsonl").read_text())
@@ -48,7 +48,7 @@ async def test_accepting_twice_adds_one_line(bench: Bench) -> None:
     unknown = await refused(bench, sshd)
     assert isinstance(unknown, HostKeyUnknown)
     for _ in range(2):
-        await Engine(bench.home).accept_host_key(offer(unknown))
+        await Engine(bench.home).nodes.accept_host_key(offer(unknown))
     assert (bench.home / "known_hosts").read_text() == sshd.known
 
 
@@ -59,7 +59,7 @@ async def test_a_key_that_is_another_by_the_time_it_is_accepted_is_not(bench: Be
     sshd.new_host_key()
     sshd.restart()
     with pytest.raises(HostKeyChanged) as changed:
-        await Engine(bench.home).accept_host_key(offer(unknown))
+        await Engine(bench.home).nodes.accept_host_key(offer(unknown))
     assert (changed.value.expected, changed.value.found) == (unknown.fingerprint, sshd.fingerprint)
     assert not (bench.home / "known_hosts").exists()
     assert json.loads((bench.home / "audit.jsonl").read_text())["status"] == "refused"
@@ -130,7 +130,7 @@ async def test_a_key_is_known_by_its_alias(bench: Bench) -> None:
     with pytest.raises(HostKeyUnknown) as unknown:
         await bench.to("ana").run(["true"], timeout_s=5)
     assert unknown.value.target == "ana"
-    await Engine(bench.home).accept_host_key(offer(unknown.value))
+    await Engine(bench.home).nodes.accept_host_key(offer(unknown.value))
     assert (bench.home / "known_hosts").read_text() == f"ana.lab {public(sshd.host_key)}\n"
     assert (await bench.to("ana").run(["true"], timeout_s=5)).code == 0
 

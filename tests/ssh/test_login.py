@@ -15,10 +15,10 @@ from pathlib import Path
 import asyncssh
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.ssh import SshTransport
 from engine.errors import HostKeyUnknown, InputError, LoginRefused, NodeUnreachable
-from engine.security.hosts import SshTarget
-from engine.transport.fleet import Fleet
-from engine.transport.ssh import SshTransport
+from engine.security.identifiers import SshTarget
 from tests.ssh.bench import LOOPBACK, Bench, Sshd, public, until
 
 FREE = "1"
@@ -214,7 +214,7 @@ async def test_a_name_that_nobody_knows(bench: Bench) -> None:
 
 
 async def test_a_node_that_takes_the_connection_and_says_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.transport.ssh.dial.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
         error = await told(bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}"))
     assert "no answer within" in str(error)
@@ -250,7 +250,7 @@ async def test_all_who_wait_for_one_node_share_its_one_connection(bench: Bench) 
 async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.transport.ssh.dial.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
         transport = bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}")
         async with asyncio.timeout(2):

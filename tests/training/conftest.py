@@ -1,60 +1,25 @@
-"""A model so small that a step takes a hundredth of a second, with its data in each form that mlx-lm reads."""
+"""The fixtures of the trainings: the tiny model, and what one process makes of the partitioned cases."""
 
 from __future__ import annotations
 
-import json
-import random
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
+import mlx.core as mx
 import pytest
 
-WORDS = ("tower", "raven", "climb", "descend", "turn", "left", "hold", "land", "level", "runway", "report", "over")
+from tests.training.partitioned_cases import CASES, MORE, Bench, Ran, make_models
+from tests.training.tiny import Tiny, make_tiny
 
 
-@dataclass(frozen=True)
-class Tiny:
-    """Where the model and the data lie."""
-
-    model: Path
-    text: Path
-    chat: Path
-    completions: Path
-
-    def job(self, **keys: Any) -> dict[str, Any]:
-        """A full fine-tuning job of 8 iterations; `keys` win."""
-        return {
-            "model": str(self.model),
-            "data": str(self.text),
-            "fine_tune_type": "full",
-            "batch_size": 8,
-            "iters": 8,
-            "learning_rate": 1e-3,
-            "steps_per_report": 4,
-            "val_batches": 0,
-            "max_seq_length": 128,
-            **keys,
-        }
-
-
-def write_split(directory: Path, rows: Callable[[random.Random], dict[str, Any]], counts: dict[str, int]) -> None:
-    directory.mkdir(parents=True)
-    dice = random.Random(11)
-    for split, count in counts.items():
-        write_rows(directory / f"{split}.jsonl", (rows(dice) for _ in range(count)))
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def sentence(dice: random.Random, shortest: int = 3, longest: int = 30) -> str:
-    return " ".join(dice.choice(WORDS) for _ in range(dice.randint(shortest, longest)))
+@pytest.fixture(autouse=True)
+def without_fused_kernels() -> Iterator[None]:
+    """As the trainer does on the CPU: each new shape would cost seconds of the C++ compiler."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        yield
+        return
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 @pytest.fixture(scope="session")
@@ -62,61 +27,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def make_tiny(home: Path) -> Tiny:
-    """Below `home`."""
-    subprocess.run([sys.executable, "-m", "engine.demo_model", str(home / "demo")], check=True)
-    shrunk = home / "model"
-    shutil.copytree(home / "demo" / "model", shrunk)
-    config = json.loads((shrunk / "config.json").read_text())
-    config |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    (shrunk / "config.json").write_text(json.dumps(config))
-    write_weights(shrunk, config)
-    counts = {"train": 61, "valid": 13, "test": 11}
-    write_split(home / "text", lambda dice: {"text": sentence(dice)}, counts)
-    write_split(
-        home / "chat",
-        lambda dice: {
-            "messages": [
-                {"role": "user", "content": sentence(dice)},
-                {"role": "assistant", "content": sentence(dice)},
-            ]
-        },
-        counts,
-    )
-    write_split(home / "completions", lambda dice: {"prompt": sentence(dice), "completion": sentence(dice)}, counts)
-    return Tiny(shrunk, home / "text", home / "chat", home / "completions")
-
-
 @pytest.fixture(scope="session")
-def bench(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Models for the divided strategies (divided_cases.Bench)."""
-    from tests.training.divided_cases import Bench, make_models
-
+def bench(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Models for the partitioned strategies."""
     home = tmp_path_factory.mktemp("divided")
     return Bench(tiny, make_models(tiny, home / "models"), home)
 
 
 @pytest.fixture(scope="session")
-def one_process(bench: Any) -> Any:
+def one_process(bench: Bench) -> dict[str, Ran]:
     """What one process makes of the cases that every run of the tests has."""
-    from tests.training.divided_cases import CASES
-
     return bench.run("alone", bench.cases(CASES, "data", 4), 1)
 
 
 @pytest.fixture(scope="session")
-def one_process_more(bench: Any) -> Any:
-    from tests.training.divided_cases import MORE
-
+def one_process_more(bench: Bench) -> dict[str, Ran]:
     return bench.run("alone more", bench.cases(MORE, "data", 4), 1)
-
-
-def write_weights(directory: Path, config: dict[str, Any], seed: int = 3) -> None:
-    """Random float32 weights for `config`."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.models.llama import Model, ModelArgs
-
-    mx.random.seed(seed)
-    weights = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -1,4 +1,4 @@
-"""Tiny models of each kind that is divided over ranks, with random weights."""
+"""Tiny models of each splittable architecture, with random weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from engine.worker.layers import KINDS
+from engine.protocol.pipeline import SPLITTABLE_MODULES
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -51,7 +51,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral3": {},
     "smollm3": {"no_rope_layer_interval": 2},
 }
-assert set(OWN) == set(KINDS)
+assert set(OWN) == set(SPLITTABLE_MODULES)
 
 
 def config(kind: str, *, tied: bool) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.launch import mlx_launch
-from engine.launch.bundle import stage_bundle
-from engine.launch.launchers_own import temporary_files
+from engine.launch.ssh_shim import temporary_files
 from engine.launch.start_script import start_script
-from engine.worker import processes
-from engine.worker.wire import (
+from engine.node import processes
+from engine.protocol.attempt import (
     NONCE_ENV,
     AttemptSpec,
     ExitRecord,
@@ -28,8 +27,9 @@ from engine.worker.wire import (
     read_identity,
     write_atomic,
 )
-from tests.unit.launch.places import ring_ports
-from tests.unit.worker.waiting import wait_until
+from tests.bundles import stage_bundle
+from tests.unit.launch.host_layouts import ring_ports
+from tests.waiting import wait_until
 
 LIMIT_S = 120.0
 
@@ -81,16 +81,16 @@ class Launched:
     def losses(self, rank: int = 0) -> list[float]:
         return [event["loss"] for event in self.events(rank, "step")]
 
-    def say(self, word: bytes) -> None:
-        """To all of them at once: none leaves before another one has been told."""
+    def send(self, command: bytes) -> None:
+        """To all ranks at once: none exits before another has received it."""
         with contextlib.ExitStack() as stack:
             fifos = [stack.enter_context(self._fifo(rank)) for rank in range(self.ranks)]
             for fifo in fifos:
-                fifo.write(word)
+                fifo.write(command)
 
-    def say_to(self, rank: int, word: bytes) -> None:
+    def send_to(self, rank: int, command: bytes) -> None:
         with self._fifo(rank) as fifo:
-            fifo.write(word)
+            fifo.write(command)
 
     def _fifo(self, rank: int) -> BinaryIO:
         return os.fdopen(os.open(self.files.control(rank), os.O_RDWR), "wb", buffering=0)
@@ -121,7 +121,7 @@ def launch(
 ) -> Launched:
     """Launch `job` on one local rank per share; `overrides` changes single ranks' specs."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = NodeFiles.of(directory / "node", "run", attempt)
+    files = NodeFiles.for_attempt(directory / "node", "run", attempt)
     files.directory.mkdir(parents=True)
     ranks = [
         RankSpec(

@@ -1,4 +1,4 @@
-"""A dataset of several chunks, streamed: real ranks train on it as one does, and a killed one goes on exactly."""
+"""A dataset of several chunks, streamed: real ranks train on it as one does, and a killed run resumes exactly."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.worker.chunks import progress_text
-from engine.worker.data import Batch, Examples, Split, StreamedExamples, load_split
-from engine.worker.events import EventWriter
-from engine.worker.feed import Feed
-from engine.worker.job import Job, JobError
-from engine.worker.model import load_model
-from engine.worker.reporting import Reporter
-from tests.training.conftest import Tiny, sentence, write_rows
+from engine.protocol.batches import progress_text
+from engine.protocol.events import EventWriter
+from engine.protocol.job import Job, JobError
+from engine.trainer.data import Batch, DataLoader, InMemoryExamples, Split, StreamedExamples, load_split
+from engine.trainer.model import load_model
+from engine.trainer.reporting import Reporter
 from tests.training.launching import launch
-from tests.unit.worker.waiting import wait_until
+from tests.training.tiny import Tiny, sentence, write_rows
+from tests.waiting import wait_until
 
 SIZE, CHUNK, BATCH = 643, 120, 8
 CHUNKS, PER_EPOCH = 6, SIZE // BATCH
@@ -45,16 +44,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_job(tiny: Tiny, data: Path, home: Path, **keys: Any) -> Job:
     raw = tiny.job(**{"data": str(data), "chunk_size": CHUNK, **keys})
-    return Job.of(raw, model=None, data=None, workdir=home, home=home)
+    return Job.from_spec(raw, model=None, data=None, workdir=home, home=home)
 
 
 def load(job: Job, name: str = "train") -> Split:
     return load_split(job, name, load_model(job)[1], lambda _: None)
 
 
-def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> Feed:
+def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> DataLoader:
     reporter = Reporter(rank, EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
-    return Feed(load(job), job, counts, rank, reporter)
+    return DataLoader(load(job), job, counts, rank, reporter)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -73,11 +72,11 @@ def test_two_ranks_train_on_chunks_as_one_does(tiny: Tiny, large: Path, tmp_path
     validations = [[event["val_loss"] for event in run.events(0, "validation")] for run in (alone, both)]
     assert validations[0] == pytest.approx(validations[1], abs=1e-4) and len(validations[0]) == 2
 
-    said = [(event["epoch"], event["chunk"]) for event in both.events(0, "chunk")]
-    assert said == [*((0, chunk) for chunk in range(1, CHUNKS + 1)), (1, 1)]
+    reported = [(event["epoch"], event["chunk"]) for event in both.events(0, "chunk")]
+    assert reported == [*((0, chunk) for chunk in range(1, CHUNKS + 1)), (1, 1)]
     for rank in (0, 1):
         chunks = both.events(rank, "chunk")
-        assert [(event["epoch"], event["chunk"]) for event in chunks] == said
+        assert [(event["epoch"], event["chunk"]) for event in chunks] == reported
         assert chunks[5]["iteration"] == PER_EPOCH
         assert all(event["progress"] == progress_text(event["chunk"], CHUNKS) for event in chunks)
         assert "Processing chunk 3/6 (50% complete)" in both.log(rank)
@@ -88,8 +87,8 @@ def test_only_a_large_split_is_streamed(tiny: Tiny, tmp_path: Path) -> None:
     """The split has 61 examples."""
     for keys, kind in (
         ({"chunk_size": 61}, StreamedExamples),
-        ({"chunk_size": 62}, Examples),
-        ({"chunk_size": 61, "chunking": False}, Examples),
+        ({"chunk_size": 62}, InMemoryExamples),
+        ({"chunk_size": 61, "chunking": False}, InMemoryExamples),
     ):
         assert type(load(make_job(tiny, tiny.text, tmp_path, **keys))) is kind
     assert len(load(make_job(tiny, tmp_path, tmp_path))) == 0
@@ -109,7 +108,7 @@ def test_streamed_examples_are_those_in_memory(tiny: Tiny, tmp_path: Path, *, fo
 def test_an_example_of_another_form_is_named(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     streamed = load(make_job(tiny, tmp_path, tmp_path, chunk_size=2))
-    with pytest.raises(JobError, match=r"train\.jsonl: example 2 has not the form of the first one"):
+    with pytest.raises(JobError, match=r"train\.jsonl: example 2 does not have the format of the first one"):
         streamed.batch([1])
     write_rows(tmp_path / "train.jsonl", [{"words": "tower"}])
     with pytest.raises(JobError, match=r"train\.jsonl: Unsupported data format"):
@@ -141,21 +140,21 @@ STREAM = """
 import json, sys
 from pathlib import Path
 from tests.training.test_chunks import digest, feed
-from engine.worker.job import Job
+from engine.protocol.job import Job
 
 raw, home, position, output = json.loads(sys.argv[1])
-job = Job.of(raw, model=None, data=None, workdir=Path(home), home=Path(home))
+job = Job.from_spec(raw, model=None, data=None, workdir=Path(home), home=Path(home))
 stream = feed(job)
 with open(output, "a", buffering=1) as file:
     while True:
         file.write(digest(stream.batch(position)) + "\\n")
-        stream.finish(position)
+        stream.end_batch(position)
         position += 1
 """
 
 
 @pytest.mark.parametrize("goals", [(13, 50), pytest.param((13, 50, PER_EPOCH + 12), marks=pytest.mark.slow)])
-def test_a_killed_stream_goes_on_at_the_exact_example(
+def test_a_killed_stream_resumes_at_the_exact_example(
     tiny: Tiny, large: Path, tmp_path: Path, goals: tuple[int, ...]
 ) -> None:
     """`kill -9` in the middle of a chunk, of a chunk's first batches, and of the second epoch."""
@@ -177,7 +176,7 @@ def test_a_killed_stream_goes_on_at_the_exact_example(
     assert digests == [digest(undisturbed.batch(position)) for position in range(len(digests))]
 
 
-def test_memory_is_tidied_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path) -> None:
+def test_memory_is_freed_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     job = make_job(tiny, large, tmp_path)
     stream, sampler = feed(job), load(job).sampler(BATCH, job.seed)
     last = next(position for position in itertools.count() if sampler.chunk_end(position))
@@ -193,9 +192,9 @@ def test_memory_is_tidied_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path)
     try:
         Knot()
         mx.eval(mx.ones(100_000) + 1)
-        stream.finish(last - 1)
+        stream.end_batch(last - 1)
         assert knots() == 1 and mx.get_cache_memory() > 0
-        stream.finish(last)
+        stream.end_batch(last)
         assert knots() == 0 and mx.get_cache_memory() == 0
     finally:
         gc.enable()

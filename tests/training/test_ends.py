@@ -1,4 +1,4 @@
-"""How a run of two ranks ends when it is stopped, hurt, or wrongly set up: each rank says what it saw."""
+"""How a run of two ranks ends when it is stopped, damaged, or configured wrongly, and what each rank reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.wire import read_identity
-from tests.training.conftest import Tiny, write_weights
+from engine.protocol.attempt import read_identity
 from tests.training.launching import Launched, launch
-from tests.unit.worker.waiting import wait_until
+from tests.training.tiny import Tiny, write_weights
+from tests.waiting import wait_until
 
 BOTH = (1.0, 1.0)
 
@@ -27,10 +27,10 @@ def failure(run: Launched, rank: int) -> tuple[str, str]:
     return event["error_type"], event["message"]
 
 
-def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path) -> None:
+def test_all_ranks_stop_save_and_exit_together(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH, spec_fields={"stop_grace_s": 30.0})
     under_way(run)
-    run.say(b"stop\n")
+    run.send(b"stop\n")
     records = run.ended()
     assert [(record.code, record.stopped_by) for record in records] == [(0, "stop"), (0, "stop")]
     ends = [run.events(rank)[-1] for rank in (0, 1)]
@@ -41,14 +41,14 @@ def test_a_stop_is_agreed_saved_and_left_together(tiny: Tiny, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_only_the_asked_rank_needs_to_hear_the_stop(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stop_of_one_rank_stops_all(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)
-    run.say_to(1, b"stop\n")
+    run.send_to(1, b"stop\n")
     assert [(record.code, record.stopped_by) for record in run.ended()] == [(0, None), (0, "stop")]
 
 
-def test_the_survivor_of_a_killed_rank_says_that_it_lost_a_peer(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_survivor_of_a_killed_rank_reports_a_lost_peer(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)
     killed = read_identity(run.files.identity(1))
@@ -61,7 +61,7 @@ def test_the_survivor_of_a_killed_rank_says_that_it_lost_a_peer(tiny: Tiny, tmp_
     assert run.events(1, "failure") == []
 
 
-def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(learning_rate=1e30, optimizer="sgd", iters=50), shares=BOTH)
     assert [record.code for record in run.ended()] == [4, 4]
     kind, message = failure(run, 0)
@@ -89,16 +89,18 @@ def test_a_group_of_another_size_does_not_train(tiny: Tiny, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "output"),
     [
         ({"data": "/nowhere/data"}, "the data /nowhere/data is not a directory"),
         ({"model": "/nowhere/model"}, "the model /nowhere/model is not a directory"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(tiny: Tiny, tmp_path: Path, keys: dict[str, str], said: str) -> None:
+def test_an_error_that_the_user_can_fix_is_one_line(
+    tiny: Tiny, tmp_path: Path, keys: dict[str, str], output: str
+) -> None:
     run = launch(tmp_path, tiny.job(**keys))
     (record,) = run.ended()
     assert record.code == 1
     kind, message = failure(run, 0)
-    assert kind == "JobError" and said in message
+    assert kind == "JobError" and output in message
     assert run.log().splitlines()[-1] == f"JobError: {message}"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training.conftest import Tiny
 from tests.training.launching import Launched, launch
+from tests.training.tiny import Tiny
 
 STEPS = 50
 
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_does(tiny: Tiny, tmp_path: Path, alone: Launched
     assert np.abs(validations - [event["val_loss"] for event in alone.events(0, "validation")]).max() < 1e-4
 
 
-def test_every_rank_says_in_order_what_it_did(alone: Launched) -> None:
+def test_every_rank_reports_its_events_in_order(alone: Launched) -> None:
     events = alone.events()
     assert [event["seq"] for event in events] == list(range(len(events)))
     assert all(event["rank"] == 0 and event["attempt"] == 1 for event in events)

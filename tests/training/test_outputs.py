@@ -1,4 +1,4 @@
-"""What a run of two ranks leaves is what mlx-lm's own commands take: generate, fuse, and lora that goes on from it."""
+"""mlx-lm's own commands accept the output of a run of two ranks: generate, fuse, and lora that continues from it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import generate, load
 
-from tests.training.conftest import Tiny
 from tests.training.launching import Launched, launch
+from tests.training.tiny import Tiny
 
 LIMIT_S = 240.0
 PROMPT = "tower to raven"
@@ -91,14 +91,15 @@ def test_mlx_lm_generate_takes_it(tiny: Tiny, trained: Callable[[str], Launched]
     adapters = trained(kind).adapters
     model, tokenizer = load(str(tiny.model), adapter_path=str(adapters))
     options = {"prompt": PROMPT, "max_tokens": 8, "ignore_chat_template": True, "verbose": False}
-    said = mlx_lm("generate", model=tiny.model, adapter_path=adapters, **options)
-    assert said == generate(model, tokenizer, PROMPT, max_tokens=8) + "\n"
-    assert said != mlx_lm("generate", model=tiny.model, **options)
+    output = mlx_lm("generate", model=tiny.model, adapter_path=adapters, **options)
+    assert output == generate(model, tokenizer, PROMPT, max_tokens=8) + "\n"
+    assert output != mlx_lm("generate", model=tiny.model, **options)
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param("lora", marks=pytest.mark.slow), pytest.param("dora", marks=pytest.mark.slow), "full"]
 )
+@pytest.mark.needs("g++")
 def test_mlx_lm_lora_goes_on_from_it(tiny: Tiny, trained: Callable[[str], Launched], tmp_path: Path, kind: str) -> None:
     """With a learning rate of 0 it saves what it has loaded: all of it, by the same names, to the bit. It loads what
     fits and says nothing of the rest, so that nothing less would show."""

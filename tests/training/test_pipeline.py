@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.divided_cases import CASES, MORE, Bench, compare
+from tests.training.partitioned_cases import CASES, MORE, Bench, compare
 
 STEPS = 50
 
@@ -22,7 +22,7 @@ def test_two_stages_train_as_one_process_does(name: str, one_process: Any, run: 
     compare(name, one_process[name], run[name])
 
 
-def test_a_stage_holds_and_reads_its_own_layers_alone(one_process: Any, run: Any) -> None:
+def test_a_stage_holds_and_reads_only_its_own_layers(one_process: Any, run: Any) -> None:
     whole = one_process["full"].ranks[0]
     first, last = run["full"].ranks
     assert first["held"] + last["held"] == whole["held"]

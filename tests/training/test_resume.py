@@ -1,4 +1,4 @@
-"""A training that was killed goes on as if it had never stopped: bit by bit on as many ranks, to 1e-4 on others."""
+"""A killed training resumes as if it had never stopped: bit for bit on as many ranks, to 1e-4 on others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.worker.checkpoint.manifest import NAME
-from tests.training.conftest import Tiny
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT
+from engine.trainer.checkpoint.files import MANIFEST_NAME
 from tests.training.launching import Launched, launch
-from tests.unit.worker.waiting import wait_until
+from tests.training.tiny import Tiny
+from tests.waiting import wait_until
 
 ITERS = 30
 LONGER = 100
@@ -32,20 +33,20 @@ DROPOUT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def plain(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """The undisturbed run of two ranks."""
-    return fly(tmp_path_factory.mktemp("plain"), job(tiny), every=0).succeeded()
+    return run_training(tmp_path_factory.mktemp("plain"), job(tiny), every=0).succeeded()
 
 
 @pytest.fixture(scope="module")
 def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """The same with dropout, of adapters."""
-    return fly(tmp_path_factory.mktemp("dropping"), job(tiny, **DROPOUT), every=0).succeeded()
+    return run_training(tmp_path_factory.mktemp("dropping"), job(tiny, **DROPOUT), every=0).succeeded()
 
 
 def job(tiny: Tiny, **keys: Any) -> dict[str, Any]:
     return tiny.job(**{"iters": ITERS, "lr_schedule": SCHEDULE, "save_every": 1000, **keys})
 
 
-def fly(
+def run_training(
     home: Path, what: dict[str, Any], shares: Sequence[float] = BOTH, *, attempt: int = 1, every: int = 5, **fields: Any
 ) -> Launched:
     """An attempt of one run: the first begins, later ones go on."""
@@ -79,8 +80,8 @@ def kill_all_at(run: Launched, ranks: int, iteration: int, *, parts: int = 1) ->
     def whole() -> bool:
         if parts == 1:
             return any((run.home / "checkpoints").glob("step-*"))
-        told = [run.events(rank, "checkpoint") for rank in range(parts)]
-        return all(any(event["phase"] == "committed" for event in events) for events in told)
+        reported = [run.events(rank, "checkpoint") for rank in range(parts)]
+        return all(any(event["phase"] == "committed" for event in events) for events in reported)
 
     wait_until(lambda: any(event["iteration"] >= iteration for event in run.events(0, "step")), 60)
     if ranks > parts:
@@ -96,10 +97,10 @@ def kill_and_go_on(home: Path, what: dict[str, Any], whole: Launched, at: Sequen
     losses = by_iteration(whole)
     seen: dict[int, float] = {}
     for attempt, iteration in enumerate(at, start=1):
-        run = fly(home, what, attempt=attempt, every=3)
+        run = run_training(home, what, attempt=attempt, every=3)
         kill_all_at(run, 2, iteration)
         seen |= by_iteration(run)
-    last = fly(home, what, attempt=len(at) + 1, every=3).succeeded()
+    last = run_training(home, what, attempt=len(at) + 1, every=3).succeeded()
     first = resumed(last)
     assert first["source"] == "checkpoint" and first["iteration"] > 0 and first["refused"] == 0
     steps = by_iteration(last)
@@ -124,7 +125,7 @@ def test_killed_at_many_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path:
     kinds = [DROPOUT, {"optimizer": "adafactor"}, {"optimizer": "muon"}, {}]
     what = job(tiny, **kinds[seed % len(kinds)], grad_accumulation_steps=1 + seed % 3)
     dice = random.Random(seed)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
+    whole = run_training(tmp_path / "whole", what, every=0).succeeded()
     kill_and_go_on(tmp_path / "killed", what, whole, [dice.randint(11, 15), dice.randint(18, 24)])
 
 
@@ -142,49 +143,49 @@ def test_one_rank_killed_many_times(tiny: Tiny, tmp_path: Path, dropping: Launch
 
 def lose_one(home: Path, what: dict[str, Any], whole: Launched, *, victim: int, at: int) -> None:
     """kill -9 of one rank at that step, then an attempt that goes on: as the undisturbed run."""
-    run = fly(home, what, every=0)
+    run = run_training(home, what, every=0)
     wait_until(lambda: any(event["iteration"] >= at for event in run.events(victim, "step")), 60)
     run.kill(victim)
     codes = {record.rank: (record.code, record.signal) for record in run.ended()}
     assert codes == {victim: (None, signal.SIGKILL), 1 - victim: (5, None)}
-    rescue = run.events(1 - victim, "rescue")
-    assert [event["phase"] for event in rescue] == ["begin", "committed"]
-    kept = rescue[-1]["iteration"]
+    saved = run.events(1 - victim, "emergency_checkpoint")
+    assert [event["phase"] for event in saved] == ["begin", "committed"]
+    kept = saved[-1]["iteration"]
     assert kept == run.events(1 - victim, "step")[-1]["iteration"]
-    again = fly(home, what, every=0, attempt=2).succeeded()
+    again = run_training(home, what, every=0, attempt=2).succeeded()
     for rank in (0, 1):
         found = resumed(again, rank)
-        assert (found["source"], found["iteration"], found["from_rank"]) == ("rescue", kept, 0)
+        assert (found["source"], found["iteration"], found["from_rank"]) == ("emergency", kept, 0)
     # One step at most is trained again.
     assert kept >= max(by_iteration(run, victim), default=0)
     seen = by_iteration(run, 1 - victim) | by_iteration(again)
     assert seen == by_iteration(whole)
     assert same_weights(again, whole)
-    # What was rescued has served.
-    assert not (again.home / "rescue").exists()
+    # A complete run removes it.
+    assert not (again.home / "emergency").exists()
 
 
 @pytest.mark.slow
-def test_a_survivor_that_hangs_in_a_sum_is_rescued_by_the_heads_word(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_survivor_that_hangs_in_a_sum_saves_its_state_on_the_heads_command(tiny: Tiny, tmp_path: Path) -> None:
     """A stopped peer breaks no connection: nobody would ever notice."""
     what = job(tiny, iters=100_000)
-    run = fly(tmp_path, what, every=0)
+    run = run_training(tmp_path, what, every=0)
     wait_until(lambda: len(run.events(1, "step")) >= 5, 60)
     run.freeze(1)
-    run.say_to(0, b"rescue\n")
+    run.send_to(0, EMERGENCY_CHECKPOINT)
     wait_until(lambda: run.exit(0) is not None, 30)
-    assert [event["phase"] for event in run.events(0, "rescue")] == ["begin", "committed"]
+    assert [event["phase"] for event in run.events(0, "emergency_checkpoint")] == ["begin", "committed"]
     run.kill(1)
     survivor, _ = run.ended()
     assert (survivor.code, survivor.stopped_by) == (5, None)
-    kept = run.events(0, "rescue")[-1]["iteration"]
+    kept = run.events(0, "emergency_checkpoint")[-1]["iteration"]
     assert kept == run.events(0, "step")[-1]["iteration"]
     # Two more steps on one rank: the state is good to go on from.
-    again = fly(tmp_path, what, (1.0,), every=0, attempt=2)
+    again = run_training(tmp_path, what, (1.0,), every=0, attempt=2)
     wait_until(lambda: len(again.events(0, "step")) >= 2, 60)
     again.kill(0)
     again.ended()
-    assert resumed(again)["source"] == "rescue" and again.events(0, "step")[0]["iteration"] == kept + 1
+    assert resumed(again)["source"] == "emergency" and again.events(0, "step")[0]["iteration"] == kept + 1
 
 
 @pytest.mark.slow
@@ -193,13 +194,13 @@ def test_asked_in_the_middle_of_its_steps_a_rank_writes_a_whole_state(
 ) -> None:
     """The word comes at any moment, also while an update changes everything."""
     what = job(tiny)
-    run = fly(tmp_path, what, every=0)
+    run = run_training(tmp_path, what, every=0)
     wait_until(lambda: len(run.events(0, "step")) >= 8, 60)
-    run.say(b"rescue\n")
+    run.send(EMERGENCY_CHECKPOINT)
     assert {record.code for record in run.ended()} == {5}
-    again = fly(tmp_path, what, every=0, attempt=2).succeeded()
+    again = run_training(tmp_path, what, every=0, attempt=2).succeeded()
     start = resumed(again)["iteration"]
-    assert start == max(event["iteration"] for rank in (0, 1) for event in run.events(rank, "rescue"))
+    assert start == max(event["iteration"] for rank in (0, 1) for event in run.events(rank, "emergency_checkpoint"))
     assert by_iteration(again) == {k: loss for k, loss in by_iteration(plain).items() if k > start}
     assert same_weights(again, plain)
 
@@ -213,9 +214,9 @@ def test_on_another_number_of_ranks_it_goes_on_to_1e_4(
     tiny: Tiny, tmp_path: Path, plain: Launched, before: int, after: int
 ) -> None:
     what = job(tiny)
-    run = fly(tmp_path, what, [1.0] * before)
+    run = run_training(tmp_path, what, [1.0] * before)
     kill_all_at(run, before, 12)
-    last = fly(tmp_path, what, [1.0] * after, attempt=2).succeeded()
+    last = run_training(tmp_path, what, [1.0] * after, attempt=2).succeeded()
     assert resumed(last)["iteration"] >= 5
     losses = by_iteration(plain)
     assert max(abs(losses[iteration] - loss) for iteration, loss in by_iteration(last).items()) < 1e-4
@@ -226,10 +227,10 @@ def test_on_another_number_of_ranks_it_goes_on_to_1e_4(
 @pytest.mark.parametrize(("strategy", "after"), [("sharded", 2), ("sharded", 3), ("pipeline", 2)])
 def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, strategy: str, after: int) -> None:
     what = job(tiny, strategy=strategy, iters=LONGER)
-    whole = fly(tmp_path / "whole", what, every=0).succeeded()
-    run = fly(tmp_path / "killed", what, every=3)
+    whole = run_training(tmp_path / "whole", what, every=0).succeeded()
+    run = run_training(tmp_path / "killed", what, every=3)
     kill_all_at(run, 2, 14, parts=2)
-    last = fly(tmp_path / "killed", what, [1.0] * after, attempt=2, every=3).succeeded()
+    last = run_training(tmp_path / "killed", what, [1.0] * after, attempt=2, every=3).succeeded()
     found = resumed(last)
     assert found["source"] == "checkpoint" and found["iteration"] >= 3
     assert found["from_rank"] is (None if after == 2 else 0)
@@ -241,7 +242,7 @@ def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, stra
 
 def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny, tmp_path: Path) -> None:
     what = job(tiny, iters=100_000)
-    run = fly(tmp_path, what, (1.0,), checkpoint_keep=5)
+    run = run_training(tmp_path, what, (1.0,), checkpoint_keep=5)
     folder = run.home / "checkpoints"
     # As many as the disk takes: one that is due while another is being written is left out.
     wait_until(lambda: len(list(folder.glob("step-*"))) >= 3, 60)
@@ -252,8 +253,8 @@ def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny,
     data = bytearray((flipped / "optimizer.safetensors").read_bytes())
     data[-5] ^= 4
     (flipped / "optimizer.safetensors").write_bytes(data)
-    (torn / NAME).unlink()
-    again = fly(tmp_path, what, (1.0,), attempt=2)
+    (torn / MANIFEST_NAME).unlink()
+    again = run_training(tmp_path, what, (1.0,), attempt=2)
     wait_until(lambda: bool(again.events(0, "step")), 60)
     again.kill(0)
     again.ended()
@@ -268,35 +269,35 @@ def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny,
 @pytest.mark.slow
 def test_when_none_is_left_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
     what = job(tiny, iters=12)
-    run = fly(tmp_path, what, (1.0,), every=4)
+    run = run_training(tmp_path, what, (1.0,), every=4)
     run.succeeded()
     for checkpoint in (run.home / "checkpoints").glob("step-*"):
-        (checkpoint / NAME).write_text("{}")
-    again = fly(tmp_path, what, (1.0,), attempt=2).succeeded()
+        (checkpoint / MANIFEST_NAME).write_text("{}")
+    again = run_training(tmp_path, what, (1.0,), attempt=2).succeeded()
     found = resumed(again)
     assert (found["source"], found["iteration"]) == ("none", 0) and found["refused"] >= 2
-    said = f"no state to go on from ({found['refused']} were refused): the training begins again at iteration 1"
-    assert said in [event["message"] for event in again.events(0, "warning")]
-    assert f"warning: {said}" in again.log()
+    output = f"no state to resume from ({found['refused']} were refused): the training starts at iteration 1"
+    assert output in [event["message"] for event in again.events(0, "warning")]
+    assert f"warning: {output}" in again.log()
     assert min(by_iteration(again)) == 1
 
 
 @pytest.mark.slow
 def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Path, plain: Launched) -> None:
     what = job(tiny)
-    run = fly(tmp_path, what, every=1000, stop_grace_s=30.0)
+    run = run_training(tmp_path, what, every=1000, stop_grace_s=30.0)
     wait_until(lambda: len(run.events(1, "step")) >= 6, 60)
-    run.say(b"stop\n")
+    run.send(b"stop\n")
     run.succeeded()
     at = run.events(0, "end")[-1]["iteration"]
-    last = fly(tmp_path, what, attempt=2, every=1000).succeeded()
+    last = run_training(tmp_path, what, attempt=2, every=1000).succeeded()
     assert (resumed(last)["source"], resumed(last)["iteration"]) == ("checkpoint", at)
     assert by_iteration(run) | by_iteration(last) == by_iteration(plain)
     assert same_weights(last, plain)
 
 
 def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path) -> None:
-    before = fly(tmp_path / "before", job(tiny, **DROPOUT), (1.0,), every=0).succeeded()
+    before = run_training(tmp_path / "before", job(tiny, **DROPOUT), (1.0,), every=0).succeeded()
     file = str(before.adapters / "adapters.safetensors")
     run = launch(
         tmp_path / "after",

@@ -10,12 +10,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from engine.config.models import ClusterConfig, FineTuneType, FlightConfig, JobConfig, NodeConfig
-from engine.planning.memory.estimate import MemoryAsk, estimate
-from engine.planning.memory.shape import ModelShape
-from engine.preflight.answers import Weights
-from engine.preflight.checkpoint import mismatches
-from engine.worker.looks import safetensors
+from engine.checks.checkpoint import resume_mismatches
+from engine.cluster.probe_results import AdapterWeights
+from engine.config.models import ClusterConfig, Config, FineTuneType, JobConfig, NodeConfig
+from engine.node.probes import storage
+from engine.plan.memory.estimate import RankWorkload, estimate
+from engine.plan.memory.shape import ModelShape
 
 SIZES = {
     "model_type": "llama",
@@ -47,13 +47,13 @@ def saved(path: Path, kind: FineTuneType, layers: int) -> tuple[Path, int]:
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 def test_its_size_and_its_header_are_what_preflight_says(tmp_path: Path, kind: FineTuneType) -> None:
     path, numbers = saved(tmp_path / "adapters.safetensors", kind, layers=2)
-    shape = ModelShape.of({**SIZES, "torch_dtype": "float32"})
-    assert estimate(shape, MemoryAsk(fine_tune_type=kind, num_layers=2)).trainable_parameters == numbers
-    assert safetensors.fault(path) is None
-    found = Weights.model_validate(safetensors.adapter(path))
+    shape = ModelShape.from_config({**SIZES, "torch_dtype": "float32"})
+    assert estimate(shape, RankWorkload(fine_tune_type=kind, num_layers=2)).trainable_parameters == numbers
+    assert storage.safetensors_fault(path) is None
+    found = AdapterWeights.model_validate(storage.adapter(path))
     node = NodeConfig(name="a", python="python", workdir="/")
     job = JobConfig(name="job", fine_tune_type=kind, mlx_lm={"num_layers": 2, "lora_parameters": LORA})
-    config = FlightConfig(cluster=ClusterConfig(), nodes=(node,), job=job)
-    assert mismatches(found, config, 4) == []
+    config = Config(cluster=ClusterConfig(), nodes=(node,), job=job)
+    assert resume_mismatches(found, config, 4) == []
     more = job.model_copy(update={"mlx_lm": {"num_layers": 3, "lora_parameters": LORA}})
-    assert len(mismatches(found, config.model_copy(update={"job": more}), 4)) == 1
+    assert len(resume_mismatches(found, config.model_copy(update={"job": more}), 4)) == 1

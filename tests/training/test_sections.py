@@ -9,20 +9,20 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2
 
-from engine.worker.job import JobError
-from engine.worker.layers import KINDS
-from engine.worker.strategies.sections import Section, check
+from engine.protocol.job import JobError
+from engine.protocol.pipeline import SPLITTABLE_MODULES
+from engine.trainer.strategies.sections import Section, check_splittable
 from tests.training import kinds
 
 TOKENS = mx.arange(2 * 19).reshape(2, 19) % 70
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPLITTABLE_MODULES)
 def test_sections_one_after_the_other_are_the_model(kind: str, tied: bool) -> None:
     """Windows, positions and experts are each layer's own, wherever the cuts are."""
     model = kinds.model(kind, tied=tied)
-    check(model, "pipeline")
+    check_splittable(model, "pipeline")
     whole = {name: value.shape for name, value in tree_flatten(model.parameters())}
     expected = model(TOKENS)
     for edges in ([0, 4], [0, 1, 4], [0, 0, 2, 3, 4, 4]):
@@ -41,7 +41,7 @@ def test_sections_one_after_the_other_are_the_model(kind: str, tied: bool) -> No
     assert {name for name, _ in tree_flatten(model.parameters())} == whole.keys(), "the model itself stays whole"
 
 
-def test_an_architecture_of_another_kind_is_refused_by_name() -> None:
+def test_an_unsupported_architecture_is_refused_by_name() -> None:
     model = gemma2.Model(gemma2.ModelArgs.from_dict(kinds.config("llama", tied=True) | {"model_type": "gemma2"}))
-    with pytest.raises(JobError, match="does not divide models of kind gemma2"):
-        check(model, "sharded")
+    with pytest.raises(JobError, match="does not support models of type gemma2"):
+        check_splittable(model, "sharded")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from engine.worker.collective import Collective
-from engine.worker.strategies.shards import Shards, assigned
+from engine.trainer.collective import Collective
+from engine.trainer.strategies.sharded import Shards, assign_owners
 from tests.training import kinds
-from tests.training.divided_cases import CASES, MORE, Bench, compare
+from tests.training.partitioned_cases import CASES, MORE, Bench, compare
 
 STEPS = 50
 
@@ -59,7 +59,7 @@ def test_every_tensor_has_one_owner_and_no_rank_is_ahead_by_more_than_one_tensor
     sections: list[list[int]], ranks: int
 ) -> None:
     named = [{f"{number}.{place}": cost for place, cost in enumerate(costs)} for number, costs in enumerate(sections)]
-    owners = assigned(named, ranks)
+    owners = assign_owners(named, ranks)
     assert owners.keys() == {name for section in named for name in section}
     assert set(owners.values()) <= set(range(ranks))
     for section in named:

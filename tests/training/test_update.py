@@ -1,4 +1,4 @@
-"""One rank's loop in this process: accumulation, masking, clipping, precision, every optimizer, and what goes wrong."""
+"""One rank's loop in this process: accumulation, masking, clipping, precision, every optimizer, and errors."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.llama import TransformerBlock
 from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
+from mlx_lm.tuner.utils import build_schedule
 
-from engine.worker.arrays import number
-from engine.worker.checkpoint import store
-from engine.worker.collective import Collective
-from engine.worker.control import Control
-from engine.worker.data import Batch, Examples, load_split
-from engine.worker.events import EventWriter
-from engine.worker.job import Job, JobError
-from engine.worker.loop import Diverged, Loop, Outcome
-from engine.worker.model import load_model, parameter_checksum
-from engine.worker.optimizer import Updater
-from engine.worker.periodic import Cadence, Periodic
-from engine.worker.replicas import Replicas
-from engine.worker.reporting import Reporter
-from engine.worker.rescue import Rescue
-from engine.worker.snapshot import Origin
-from engine.worker.strategies import gradients as gradients_module
-from engine.worker.strategies.data import DataParallel
-from engine.worker.strategies.gradients import Gradients
-from engine.worker.wire import CONTROL_FD_ENV, STOP
-from tests.training.conftest import Tiny, write_rows
-from tests.unit.worker.waiting import wait_until
+from engine.protocol.attempt import CONTROL_FD_ENV, STOP
+from engine.protocol.events import EventWriter
+from engine.protocol.job import Job, JobError
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.store import Origin
+from engine.trainer.collective import Collective
+from engine.trainer.control import Control
+from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
+from engine.trainer.loop import Diverged, Loop, Outcome
+from engine.trainer.model import load_model, parameter_checksum
+from engine.trainer.optimizer import Updater
+from engine.trainer.replica_check import ReplicaCheck
+from engine.trainer.reporting import Reporter
+from engine.trainer.strategies import gradients as gradients_module
+from engine.trainer.strategies.data_parallel import DataParallel
+from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.weights import scalar
+from tests.training.tiny import Tiny, write_rows
+from tests.unit.trainer.checkpoint.latest import latest
+from tests.waiting import wait_until
 
-ALONE = Origin("c", world_size=1, part=0, parts=1)
+ORIGIN = Origin("c", world_size=1, part=0, parts=1)
 
 
 @dataclass
@@ -58,16 +60,16 @@ class Trained:
 
 
 def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
-    return Job.of(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
+    return Job.from_spec(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
 
 def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:
-    """A control that has heard "stop" already."""
+    """A control that has already received "stop"."""
     read_end, write_end = os.pipe()
     monkeypatch.setenv(CONTROL_FD_ENV, str(read_end))
     control = Control()
     os.write(write_end, STOP)
-    wait_until(lambda: control.stop_asked)
+    wait_until(lambda: control.stop_requested)
     return control
 
 
@@ -82,27 +84,19 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     collective = Collective("ring", 1, 0)
     loop = Loop(
         job=job,
-        strategy=DataParallel(job, model, splits[0], collective=collective, shares=[1.0], reporter=reporter),
+        strategy=DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective),
         valid=splits[1],
         collective=collective,
         control=control or Control(),
         reporter=reporter,
-        replicas=Replicas(model, collective, reporter, every=50, stops=True),
-        periodic=Periodic(home / "checkpoints", Cadence(0), ALONE, reporter, writes=False),
-        rescue=Rescue(home, 1, 0, ALONE, reporter),
+        replicas=ReplicaCheck(model, collective, reporter, every=50, stops=True),
+        periodic=PeriodicCheckpoints(None, CheckpointPolicy(0), ORIGIN, reporter),
+        emergency=EmergencyCheckpoint(home, 1, 0, ORIGIN, reporter),
     )
     trained = Trained(job, model)
     trained.outcome = loop.run()
     trained.events = [json.loads(line) for line in path.read_text().splitlines()]
     return trained
-
-
-@pytest.fixture(autouse=True)
-def as_on_the_cpu() -> Any:
-    """The trainer's own choice there; without it each new shape of a test builds kernels for seconds."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(tiny: Tiny, tmp_path: Path) -> None:
@@ -129,19 +123,19 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     assert [event["iteration"] for event in trained.of("report")] == [3, 5]
 
 
-def test_a_rank_says_its_own_loss_and_gradient_norm_once_for_each_update(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rank_reports_its_own_loss_and_gradient_norm_once_per_update(tiny: Tiny, tmp_path: Path) -> None:
     """Alone, they are those of the whole; a clipped gradient's norm is told as it was."""
     trained = train(tiny, tmp_path, iters=5, grad_accumulation_steps=2, max_grad_norm=0.01)
     steps = trained.of("step")
     assert ["update" in event for event in steps] == [False, True, False, True, True]
-    told = [event for event in steps if "update" in event]
-    assert [event["update"] for event in told] == [1, 2, 3]
-    for event in told:
+    reported = [event for event in steps if "update" in event]
+    assert [event["update"] for event in reported] == [1, 2, 3]
+    for event in reported:
         assert event["own_grad_norm"] == pytest.approx(event["grad_norm"], rel=1e-4)
     pair = steps[:2]
     mean = sum(event["loss"] * event["tokens"] for event in pair) / sum(event["tokens"] for event in pair)
-    assert told[0]["own_loss"] == pytest.approx(mean, rel=1e-6)
-    assert told[2]["own_loss"] == pytest.approx(steps[4]["loss"], rel=1e-6)
+    assert reported[0]["own_loss"] == pytest.approx(mean, rel=1e-6)
+    assert reported[2]["own_loss"] == pytest.approx(steps[4]["loss"], rel=1e-6)
     assert trained.of("replica_check") == []
 
 
@@ -176,7 +170,7 @@ def test_the_prompt_is_masked_as_mlx_lm_masks_it(tiny: Tiny, tmp_path: Path, for
         assert 0 < batch.targets == min(len(tokens), 128) - offset
 
 
-def test_a_batch_without_targets_teaches_nothing_and_breaks_nothing(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_batch_without_targets_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
     """The prompts alone fill max_seq_length, so that all targets are masked."""
     data = tmp_path / "data"
     data.mkdir()
@@ -207,7 +201,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before(tiny: Tiny, tmp_
     start = dict(tree_flatten(load_model(plain.job)[0].trainable_parameters()))
 
     def moved(run: Trained) -> float:
-        return math.sqrt(sum(number(mx.square(value - start[name]).sum()) for name, value in run.weights().items()))
+        return math.sqrt(sum(scalar(mx.square(value - start[name]).sum()) for name, value in run.weights().items()))
 
     assert moved(plain) == pytest.approx(0.5 * norm, rel=1e-3)
     assert moved(clipped) == pytest.approx(0.5 * 0.01, rel=1e-2)
@@ -225,8 +219,6 @@ def test_every_optimizer_of_mlx_lm_learns(tiny: Tiny, tmp_path: Path, optimizer:
 def test_a_schedule_is_mlx_lms(tiny: Tiny, tmp_path: Path) -> None:
     schedule = {"name": "cosine_decay", "warmup": 2, "warmup_init": 1e-7, "arguments": [1e-3, 8, 1e-7]}
     reports = train(tiny, tmp_path, iters=6, lr_schedule=schedule, steps_per_report=1).of("report")
-    from mlx_lm.tuner.utils import build_schedule
-
     expected = build_schedule(schedule)
     rates = [expected(mx.array(step)).item() for step in range(6)]
     assert [report["learning_rate"] for report in reports] == pytest.approx(rates)
@@ -243,7 +235,7 @@ def bfloat16(tiny: Tiny, to: Path) -> Tiny:
     return Tiny(to, tiny.text, tiny.chat, tiny.completions)
 
 
-def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+def test_small_steps_add_up_in_bfloat16_with_float32_masters(tiny: Tiny, tmp_path: Path) -> None:
     """The norms' weights are 1, where bfloat16 steps by 0.004 and more: steps of 0.0003 add up or are lost, each."""
     half = bfloat16(tiny, tmp_path / "half")
     moved = {}
@@ -253,7 +245,7 @@ def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_p
         assert {value.dtype for value in trained.weights().values()} == {mx.bfloat16}
         start = dict(tree_flatten(load_model(trained.job)[0].trainable_parameters()))
         moved[precision] = sum(
-            number(mx.abs(value.astype(mx.float32) - start[name].astype(mx.float32)).sum())
+            scalar(mx.abs(value.astype(mx.float32) - start[name].astype(mx.float32)).sum())
             for name, value in trained.weights().items()
             if "norm" in name
         )
@@ -263,7 +255,7 @@ def test_small_steps_add_up_in_bfloat16_unless_asked_otherwise(tiny: Tiny, tmp_p
     assert moved["parameter"] == 0 < moved["float32"]
 
 
-def test_a_loss_without_a_number_is_named_with_its_iteration(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_reported_with_its_iteration(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"^(loss|gradient) is not finite at iteration 2$"):
         train(tiny, tmp_path, optimizer="sgd", learning_rate=1e30, iters=5)
 
@@ -282,8 +274,6 @@ def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path
 
 
 def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    from mlx_lm.models.llama import TransformerBlock
-
     plain = train(tiny, tmp_path / "plain", iters=3)
     call = TransformerBlock.__call__
     try:
@@ -321,7 +311,7 @@ def load_batch(trained: Trained) -> Batch:
     return load_split(trained.job, "train", load_model(trained.job)[1], lambda _: None).batch([0, 1])
 
 
-def test_a_checksum_tells_models_apart(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_checksum_distinguishes_models(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path)
     model, _ = load_model(job)
     checksum = parameter_checksum(model)
@@ -331,7 +321,7 @@ def test_a_checksum_tells_models_apart(tiny: Tiny, tmp_path: Path) -> None:
     assert checksum != parameter_checksum(model)
 
 
-def test_a_stop_before_the_first_step_is_heard_in_the_validation(
+def test_a_stop_before_the_first_step_is_received_in_the_validation(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = train(tiny, tmp_path, stopped_control(monkeypatch), val_batches=-1)
@@ -345,13 +335,13 @@ def test_a_stop_is_taken_after_a_whole_update(tiny: Tiny, tmp_path: Path, monkey
     assert trained.outcome == Outcome(completed=False, stopped=True, iteration=3)
 
 
-def test_without_checkpoints_a_stop_leaves_its_state_and_no_older_rescue(
+def test_without_checkpoints_a_stop_saves_its_state_and_removes_older_ones(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "rescue" / "0" / "rank0" / "step-000000009").mkdir(parents=True)
+    (tmp_path / "emergency" / "0" / "rank0" / "step-000000009").mkdir(parents=True)
     train(tiny, tmp_path, stopped_control(monkeypatch), grad_accumulation_steps=3)
-    assert [path.name for path in (tmp_path / "rescue").iterdir()] == ["1"]
-    found = store.newest(tmp_path / "rescue" / "1" / "rank0", lambda path, why: pytest.fail(why))
+    assert [path.name for path in (tmp_path / "emergency").iterdir()] == ["1"]
+    found = latest(tmp_path / "emergency" / "1" / "rank0", lambda path, why: pytest.fail(why))
     assert found is not None and (found.manifest.update, found.manifest.state["iteration"]) == (1, 3)
 
 
@@ -371,54 +361,54 @@ def test_a_last_save_that_fails_is_a_failure(tiny: Tiny, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "output"),
     [
         ({"batch_size": 62}, "batch_size = 62: 61 examples do not fill one batch"),
         ({"optimizer_config": {"adam": {"speed": 1}}}, "optimizer_config.adam: .*speed"),
-        ({"lr_schedule": {"name": "no_such"}}, "lr_schedule is not one of mlx-lm's"),
-        ({"fine_tune_type": "lora", "lora_parameters": {"keys": [], "rank": 4}}, "nothing is left to train"),
+        ({"lr_schedule": {"name": "no_such"}}, "lr_schedule is not one that mlx-lm accepts"),
+        ({"fine_tune_type": "lora", "lora_parameters": {"keys": [], "rank": 4}}, "there is nothing to train"),
         ({"resume_adapter_file": "nowhere.safetensors"}, "resume_adapter_file = 'nowhere.safetensors'"),
     ],
 )
-def test_settings_that_do_not_fit_are_named(tiny: Tiny, tmp_path: Path, keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(JobError, match=said):
+def test_settings_that_do_not_fit_are_named(tiny: Tiny, tmp_path: Path, keys: dict[str, Any], output: str) -> None:
+    with pytest.raises(JobError, match=output):
         train(tiny, tmp_path, **keys)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "output"),
     [
         (b'{"text": "a"}\n{"text": oops}\n', "line 2: not JSON"),
         (b'{"text": "a"}\n[1]\n', "line 2: not a JSON object"),
         (b'{"words": "a"}\n', "Unsupported data format"),
     ],
 )
-def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: bytes, said: str) -> None:
+def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: bytes, output: str) -> None:
     (tmp_path / "train.jsonl").write_bytes(content)
     job = make_job(tiny, tmp_path, data=str(tmp_path))
-    with pytest.raises(JobError, match=said) as caught:
-        Examples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+    with pytest.raises(JobError, match=output) as caught:
+        InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
     assert "\n" not in str(caught.value) and "train.jsonl" in str(caught.value)
 
 
-def test_an_example_of_another_form_is_named_by_its_number(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_example_of_another_format_is_named_by_its_number(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     job = make_job(tiny, tmp_path, data=str(tmp_path))
-    examples = Examples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
-    with pytest.raises(JobError, match="example 2 has not the form of the first one"):
+    examples = InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+    with pytest.raises(JobError, match="example 2 does not have the format of the first one"):
         examples.batch([1])
 
 
-def test_long_examples_are_cut_and_said(tiny: Tiny, tmp_path: Path) -> None:
+def test_long_examples_are_truncated_and_reported(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower " * 100}])
     job = make_job(tiny, tmp_path, data=str(tmp_path), max_seq_length=20)
-    said: list[int] = []
-    batch = Examples(tmp_path / "train.jsonl", load_model(job)[1], job, said.append).batch([0])
-    assert batch.tokens.shape == (1, 20) and batch.targets == 19 and said[0] > 20
+    output: list[int] = []
+    batch = InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, output.append).batch([0])
+    assert batch.tokens.shape == (1, 20) and batch.targets == 19 and output[0] > 20
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "output"),
     [
         ({"optimizer": "lion"}, "optimizer = 'lion': must be one of adam"),
         ({"iters": 0}, "iters = 0: must be a whole number"),
@@ -429,17 +419,24 @@ def test_long_examples_are_cut_and_said(tiny: Tiny, tmp_path: Path) -> None:
     ],
 )
 def test_a_job_that_means_nothing_is_refused_by_key(
-    tiny: Tiny, tmp_path: Path, keys: dict[str, Any], said: str
+    tiny: Tiny, tmp_path: Path, keys: dict[str, Any], output: str
 ) -> None:
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=output):
         make_job(tiny, tmp_path, **keys)
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "available", "layers"),
-    [("full", None, 4, -1), ("lora", None, 4, 4), ("lora", None, 40, 16), ("lora", -1, 4, -1), ("full", 2, 4, 2)],
+    ("requested", "available", "layers"),
+    [
+        (("full", None), 4, -1),
+        (("lora", None), 4, 4),
+        (("lora", None), 40, 16),
+        (("lora", -1), 4, -1),
+        (("full", 2), 4, 2),
+    ],
 )
 def test_how_many_layers_are_trained(
-    tiny: Tiny, tmp_path: Path, *, kind: str, asked: int | None, available: int, layers: int
+    tiny: Tiny, tmp_path: Path, requested: tuple[str, int | None], available: int, layers: int
 ) -> None:
-    assert make_job(tiny, tmp_path, fine_tune_type=kind, num_layers=asked).layers(available) == layers
+    kind, number = requested
+    assert make_job(tiny, tmp_path, fine_tune_type=kind, num_layers=number).layers(available) == layers

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, with the sums that a Collective has: for what ranks decide together."""
+"""Ranks as threads of this process, with a Collective's sums, for decisions that ranks take together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
-from engine.worker.collective import Collective
+from engine.trainer.collective import Collective
 
 Result = TypeVar("Result")
 
@@ -21,14 +21,14 @@ class _Table:
 
 
 class Member:
-    """One rank's side: `sum` and `gather` as a Collective has them."""
+    """One rank's side: a Collective's `all_sum` and `all_gather`."""
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
         self.rank = rank
         self.size = len(table.rows)
 
-    def sum(self, array: mx.array) -> mx.array:
+    def all_sum(self, array: mx.array) -> mx.array:
         mx.eval(array)
         rows: list[mx.array] = self._exchange(array)
         shapes = {(row.shape, row.dtype) for row in rows}
@@ -39,8 +39,8 @@ class Member:
         mx.eval(total)
         return total
 
-    def gather(self, words: list[int]) -> list[list[int]]:
-        rows = self._exchange(words)
+    def all_gather(self, values: list[int]) -> list[list[int]]:
+        rows = self._exchange(values)
         assert len({len(row) for row in rows}) == 1
         return [list(row) for row in rows]
 
@@ -53,7 +53,7 @@ class Member:
 
 
 def together(size: int, work: Callable[[Collective], Result]) -> list[Result]:
-    """What `work` returns on each of `size` ranks; who raises lets the others fail too."""
+    """The results of `work` on each of `size` ranks; if one raises, the others fail too."""
     table = _Table(size)
 
     def one(rank: int) -> Result:

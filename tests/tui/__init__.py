@@ -1,1 +1,0 @@
-"""The console under a pilot: real app, real keys, an engine of constructed situations, a clock that stands still."""

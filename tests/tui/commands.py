@@ -13,7 +13,7 @@ FLIGHTDECK = str(Path(sys.executable).with_name("flightdeck"))
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended and what it said."""
+    """A command's exit code and output."""
 
     code: int
     out: str

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from tests.tui.fake_engine import NOW, FakeEngine, configuration
 from tui import app as app_module
 from tui.app import FlightDeckApp
-from tui.tidying import Tidying
+from tui.gc_pauses import GcScheduler
 
 DASHBOARD = (120, 36)
 SMALL = (80, 24)
@@ -22,18 +22,18 @@ PATIENCE_S = 60.0
 """A run of real ranks may need some of it."""
 
 
-class Untidy(Tidying):
+class NoGcScheduler(GcScheduler):
     """Leaves garbage to the interpreter: hundreds of consoles in one process need no full collection each."""
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
-    def end(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
-def untidy(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gc_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one has tests of its own, and is in the consoles on a cluster and in every terminal."""
-    monkeypatch.setattr(app_module, "Tidying", Untidy)
+    monkeypatch.setattr(app_module, "GcScheduler", NoGcScheduler)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def fake(tmp_path: Path) -> FakeEngine:
 class Console:
     """An open console with what a test asks of it."""
 
-    def __init__(self, app: FlightDeckApp, pilot: Pilot[int]) -> None:
+    def __init__(self, app: FlightDeckApp, pilot: Pilot[None]) -> None:
         self.app = app
         self.pilot = pilot
 
@@ -69,7 +69,7 @@ class Console:
 
     @property
     def screen(self) -> str:
-        """What is on the screen, as plain text."""
+        """The screen as plain text."""
         strips = self.app.screen._compositor.render_strips()
         return "\n".join(strip.text for strip in strips)
 

@@ -11,11 +11,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
+from engine.api import Engine
+from engine.cluster.topology import topology
+from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, Strategy
 from engine.errors import FlightDeckError, RunNotFound
-from engine.events import Diagnosis, Mark, RankStatus, RunSnapshot, Series, StopProgress
-from engine.measured import Calibration, CalibrationProgress, Division, LinkMeasure, MemoryProbe, NodeMeasure
+from engine.measurements import Calibration, CalibrationProgress, Division, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import (
     CheckResult,
     CheckStatus,
@@ -27,17 +29,14 @@ from engine.models import (
     RunState,
     Topology,
 )
-from engine.nodes.topology import topology
-from engine.planning.document import TrainingPlan
-from engine.planning.inputs import Launching, Parallelism, PlanInputs, Tools
-from engine.planning.outlook import Outlook, outlook
-from engine.planning.plan import make_plan
-from engine.planning.wire import wire
-from engine.planning.wiring import Wiring
-from engine.runs.layout import RunDir
-from engine.runs.mirror import Mirror
-from engine.session import Engine
-from engine.transport.base import Completed
+from engine.plan.context import Launching, PlanInputs, Tools
+from engine.plan.document import TrainingPlan
+from engine.plan.network import NetworkPlan, plan_network
+from engine.plan.planner import make_plan
+from engine.plan.prediction import Prediction, predict
+from engine.run.logs.mirror import Mirror
+from engine.snapshots import Diagnosis, RankStatus, RunSnapshot, Series, SeriesMark, StopProgress
+from engine.store.layout import RunDir
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
 
@@ -65,7 +64,7 @@ def ago(seconds: float) -> datetime:
     return NOW - timedelta(seconds=seconds)
 
 
-def configuration(*, shares: tuple[float | None, ...] = (None, None)) -> FlightConfig:
+def configuration(*, shares: tuple[float | None, ...] = (None, None)) -> Config:
     """Two local nodes and a full fine-tuning job."""
     nodes = tuple(
         NodeConfig(name=f"local-{index}", python="/opt/mlx/bin/python", workdir="/srv/train", share=share)
@@ -78,11 +77,11 @@ def configuration(*, shares: tuple[float | None, ...] = (None, None)) -> FlightC
         fine_tune_type="full",
         mlx_lm={"iters": 60, "batch_size": 8, "learning_rate": 1e-3},
     )
-    return FlightConfig(cluster=ClusterConfig(name="demo"), nodes=nodes, job=job)
+    return Config(cluster=ClusterConfig(name="demo"), nodes=nodes, job=job)
 
 
 def facts(*, mismatch: bool = False, problem: str | None = None, old_s: float = 4) -> list[NodeFacts]:
-    """Of both nodes."""
+    """The facts of both nodes."""
     found = []
     for index in range(2):
         if problem is not None and index == 1:
@@ -136,7 +135,7 @@ FAILED_PORTS = CheckResult(
 
 
 def calibration(*, old_s: float = 7200, speeds: tuple[float | None, ...] = (16.4, 12.1), **fields: Any) -> Calibration:
-    """Of both nodes, the second slower by a quarter."""
+    """A calibration of both nodes, the second slower by a quarter."""
     nodes = tuple(
         NodeMeasure(
             node=f"local-{index}",
@@ -152,13 +151,13 @@ def calibration(*, old_s: float = 7200, speeds: tuple[float | None, ...] = (16.4
             state_bytes=6_431_252,
             probes=(MemoryProbe(batch=1, peak_bytes=18_756_997), MemoryProbe(batch=2, peak_bytes=32_209_028)),
             qos="not on macOS",
-            problem=None if speed is not None else "worker.calibrate ended without a result",
+            problem=None if speed is not None else "engine.trainer.calibrate ended without a result",
         )
         for index, speed in enumerate(speeds)
     )
     link = LinkMeasure(nodes=("local-0", "local-1"), latency_s=4.8e-5, bandwidth_bytes_per_s=8.1e9)
     known: dict[str, Any] = {"cluster": "demo", "job": "demo", "fingerprint": "f", "taken_at": ago(old_s)}
-    known |= {"nodes": nodes, "links": (link,), "everyone": link, "gradient_bytes": 1_509_376, "backend": "ring"}
+    known |= {"nodes": nodes, "links": (link,), "all_ranks": link, "gradient_bytes": 1_509_376, "backend": "ring"}
     return Calibration(**{**known, **fields})
 
 
@@ -178,9 +177,9 @@ def loss_at(iteration: int) -> float:
 
 def series(until: int, *, restart: int | None = None) -> Series:
     """Reports every step, validations every 20, checkpoints every 20."""
-    marks = [Mark(iteration, "checkpoint") for iteration in range(20, until + 1, 20)]
+    marks = [SeriesMark(iteration, "checkpoint") for iteration in range(20, until + 1, 20)]
     if restart is not None:
-        marks.append(Mark(restart, "restart"))
+        marks.append(SeriesMark(restart, "restart"))
     return Series(
         train=tuple((step, loss_at(step)) for step in range(1, until + 1)),
         val=tuple((step, loss_at(step) + 0.12) for step in (1, *range(20, until + 1, 20))),
@@ -238,14 +237,14 @@ def running() -> RunSnapshot:
 
 def starting() -> RunSnapshot:
     """In preflight, the second half of the checks still open."""
-    begun = [*CHECKS[:3], CheckResult(name="data_matches", status=CheckStatus.RUNNING)]
+    started = [*CHECKS[:3], CheckResult(name="data_matches", status=CheckStatus.RUNNING)]
     fresh = record(state=RunState.PREFLIGHT, started_at=None, iteration=None, train_loss=None, val_loss=None,
                    tokens_per_second=None, attempts=0, created_at=ago(2))  # fmt: skip
-    return RunSnapshot(record=fresh, supervised=True, state_since=ago(2), checks=tuple(begun), taken_at=NOW)
+    return RunSnapshot(record=fresh, supervised=True, state_since=ago(2), checks=tuple(started), taken_at=NOW)
 
 
 def log_lines(until: int) -> list[str]:
-    """What the trainer prints up to an iteration."""
+    """The trainer's output up to an iteration."""
     return [
         "Loading pretrained model",
         "Loading datasets",
@@ -315,7 +314,7 @@ def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnap
 
 @dataclass
 class FakeEngine:
-    """Answers as `engine.session.Engine` does; the tests read what it was asked."""
+    """Answers as `engine.api.Engine` does; the tests read its requests."""
 
     home: Path
     snapshots: dict[str, RunSnapshot] = field(default_factory=dict)
@@ -323,22 +322,22 @@ class FakeEngine:
     found: list[NodeFacts] = field(default_factory=facts)
     results: list[CheckResult] = field(default_factory=lambda: list(CHECKS))
     refusal: FlightDeckError | None = None
-    """What a launch is refused with."""
+    """The refusal of a launch."""
     stored: list[NodeFacts] = field(default_factory=list)
-    """What the store knows of the nodes from earlier."""
+    """The stored facts."""
     held: set[str] = field(default_factory=set)
     """Nodes that do not answer a probe yet."""
     values: list[NodeTelemetry] = field(default_factory=list)
-    """What telemetry says, over and over: nothing after the last."""
+    """Telemetry, which ends with the last of them."""
     completed: Completed = field(default_factory=lambda: Completed(0, b"", b""))
-    """How a command on a node ends."""
+    """The result of a command on a node."""
     shell: list[str] = field(default_factory=lambda: ["true"])
-    launched: list[FlightConfig] = field(default_factory=list)
+    launched: list[Config] = field(default_factory=list)
     aborted: list[tuple[str, bool]] = field(default_factory=list)
     accepted: list[HostKeyOffer] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
     shells: list[str] = field(default_factory=list)
-    """Nodes on which one was asked for."""
+    """Their nodes."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     """Its config.json."""
     listeners: int = 0
@@ -347,11 +346,11 @@ class FakeEngine:
     taken: Calibration | None = None
     """The newest calibration."""
     steps: list[CalibrationProgress | Calibration] = field(default_factory=list)
-    """What a calibration says: the last of them is what it has measured."""
+    """A calibration's progress, and its result as the last of them."""
     measured: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: a calibration may come to its end."""
-    calibrations: list[bool] = field(default_factory=list)
-    """Those that were asked for: whether quick."""
+    measurements: list[bool] = field(default_factory=list)
+    """For each request, whether it was quick."""
     stopped: int = 0
     """Calibrations that were given up."""
 
@@ -370,16 +369,20 @@ class FakeEngine:
     def engine(self) -> Engine:
         return cast("Engine", self)
 
-    def load_config(self, path: Path) -> FlightConfig:
+    @property
+    def part(self) -> FakeEngine:
+        """Every part of the Engine at once: their methods' names differ."""
+        return self
+
+    configs = nodes = plans = checks = calibrations = launches = runs = part
+
+    def load(self, path: Path) -> Config:
         return configuration()
 
-    def demo_config(self, *, ranks: int = 2, iters: int = 60) -> FlightConfig:
+    def demo(self, *, ranks: int = 2, iters: int = 60) -> Config:
         return configuration()
 
-    def checks_not_yet(self) -> dict[str, str]:
-        return dict.fromkeys(("hardware_layer", "checkpoint_layer", "performance_layer", "health_check"), "")
-
-    def runs(self) -> list[RunRecord]:
+    def all(self) -> list[RunRecord]:
         return [snapshot.record for snapshot in self.snapshots.values()]
 
     def find(self, run: str) -> RunDir:
@@ -399,25 +402,23 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
-    def last_facts(self, config: FlightConfig) -> list[NodeFacts]:
+    def last_facts(self, config: Config) -> list[NodeFacts]:
         return self.stored
 
-    async def probing(self, config: FlightConfig) -> AsyncIterator[NodeFacts]:
+    async def probe_each(self, config: Config) -> AsyncIterator[NodeFacts]:
         for facts in list(self.found):
             while facts.node in self.held:
                 await asyncio.sleep(0.005)
             yield facts
 
-    def last_calibration(self, config: FlightConfig) -> Calibration | None:
+    def latest(self, config: Config) -> Calibration | None:
         return self.taken
 
-    def outlook(self, config: FlightConfig, calibration: Calibration | None) -> Outlook:
-        return outlook(config, calibration, NOW)
+    def predict(self, config: Config, calibration: Calibration | None) -> Prediction:
+        return predict(config, calibration, NOW)
 
-    async def calibrate(
-        self, config: FlightConfig, *, quick: bool = False
-    ) -> AsyncIterator[CalibrationProgress | Calibration]:
-        self.calibrations.append(quick)
+    async def measure(self, config: Config, *, quick: bool = False) -> AsyncIterator[CalibrationProgress | Calibration]:
+        self.measurements.append(quick)
         try:
             for step in self.steps:
                 if isinstance(step, Calibration):
@@ -429,14 +430,14 @@ class FakeEngine:
             self.stopped += 1
             raise
 
-    def topology(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Topology:
+    def topology(self, facts: Sequence[NodeFacts]) -> Topology:
         return topology(facts)
 
-    def wiring(self, config: FlightConfig, facts: Sequence[NodeFacts]) -> Wiring:
-        return wire(config, facts, topology(facts))
+    def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
+        return plan_network(config, facts, topology(facts))
 
-    async def plan(
-        self, config: FlightConfig, *, strategy: Parallelism | None = None, facts: Sequence[NodeFacts] | None = None
+    async def make(
+        self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
     ) -> TrainingPlan:
         seen = {fact.node: fact for fact in facts or () if fact.problem is None}
         problems = {fact.node: fact.problem for fact in facts or () if fact.problem is not None}
@@ -449,17 +450,17 @@ class FakeEngine:
                 tools=Tools(python="/opt/mlx/bin/python", flightdeck="flightdeck"),
                 facts=seen,
                 problems=problems,
-                wiring=self.wiring(config, facts or ()),
+                network=self.network_plan(config, facts or ()),
                 model=self.model,
-                model_from="config.json of /srv/flightdeck/demo/model on local-0",
+                model_source="config.json of /srv/flightdeck/demo/model on local-0",
                 examples=512,
-                examples_from="counted in train.jsonl on local-0",
+                examples_source="counted in train.jsonl on local-0",
                 calibration=self.taken,
                 launching=Launching(command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
             )
         )
 
-    async def telemetry(self, config: FlightConfig) -> AsyncIterator[NodeTelemetry]:
+    async def telemetry(self, config: Config) -> AsyncIterator[NodeTelemetry]:
         self.listeners += 1
         try:
             for value in self.values:
@@ -473,21 +474,21 @@ class FakeEngine:
             raise self.refusal
         self.accepted.append(offer)
 
-    async def run_on(self, config: FlightConfig, node: str, command: str) -> Completed:
+    async def run_on(self, config: Config, node: str, command: str) -> Completed:
         self.commands.append((node, command))
         while node in self.held:
             await asyncio.sleep(0.005)
         return self.completed
 
-    def shell_argv(self, config: FlightConfig, node: str) -> list[str]:
+    def shell_argv(self, config: Config, node: str) -> list[str]:
         self.shells.append(node)
         return self.shell
 
-    async def preflight(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
+    async def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
         for result in self.results:
             yield result
 
-    async def launch(self, config: FlightConfig, *, skip: Iterable[str] = ()) -> RunRecord:
+    async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
         if self.refusal is not None:
             raise self.refusal
         self.launched.append(config)

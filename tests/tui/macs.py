@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import (
     HostKeyChange,
     HostKeyOffer,
@@ -32,7 +32,7 @@ CHANGE = HostKeyChange(
 )
 
 
-def configuration(count: int = 4, *, backend: str = "auto") -> FlightConfig:
+def configuration(count: int = 4, *, backend: str = "auto") -> Config:
     """That many Macs, each with a user of its own."""
     nodes = tuple(
         NodeConfig(
@@ -49,7 +49,7 @@ def configuration(count: int = 4, *, backend: str = "auto") -> FlightConfig:
         mlx_lm={"iters": 1000, "batch_size": 8, "learning_rate": 1e-5},
     )  # fmt: skip
     cluster = ClusterConfig.model_validate({"name": "studio", "backend": backend})
-    return FlightConfig(cluster=cluster, nodes=nodes, job=job)
+    return Config(cluster=cluster, nodes=nodes, job=job)
 
 
 def names(count: int) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.measured import CalibrationProgress, LinkMeasure
+from engine.measurements import CalibrationProgress, LinkMeasure
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
@@ -71,7 +71,7 @@ async def test_an_old_one_is_shown_stale_and_its_shares_are_not_used(fake: FakeE
 
 async def test_what_could_not_be_measured_says_why(fake: FakeEngine) -> None:
     broken = LinkMeasure(nodes=("local-0", "local-1"), problem="a port was taken")
-    fake.taken = situation.calibration(speeds=(16.4, None), links=(broken,), everyone=broken)
+    fake.taken = situation.calibration(speeds=(16.4, None), links=(broken,), all_ranks=broken)
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("3")
         for text in ("ended without a result", "a port was taken", "– ex/s", "not predicted"):
@@ -83,7 +83,7 @@ async def test_a_node_that_finished_nothing_is_left_out_and_it_is_said(fake: Fak
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("3")
         await console.shows("left out")
-        await console.shows("local-1 finished nothing while it was measured")
+        await console.shows("local-1 completed no step during calibration")
 
 
 @pytest.mark.parametrize(("key", "quick"), [("c", False), ("C", True)])
@@ -96,7 +96,7 @@ async def test_it_is_measured_from_the_pane_and_shown_as_it_goes(
         await console.press("3", key)
         for text in ("measuring, 0 done", "16.0 ex/s", "loading", "c stop measuring"):
             await console.shows(text)
-        assert fake.calibrations == [quick]
+        assert fake.measurements == [quick]
         fake.measured.set()
         await console.shows("calibration · just now")
         assert console.app.state.busy is None
@@ -118,7 +118,7 @@ async def test_while_a_run_goes_on_nothing_is_measured(fake: FakeEngine) -> None
     async with opened(fake, size=DASHBOARD) as console:
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         await console.press("3", "c")
-        assert fake.calibrations == []
+        assert fake.measurements == []
         assert any("uses the nodes now" in said for said in console.said)
 
 
@@ -126,7 +126,7 @@ async def test_the_key_means_nothing_in_another_pane(fake: FakeEngine) -> None:
     fake.steps = [*STEPS, situation.calibration(old_s=0)]
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("1", "c", "C")
-        assert fake.calibrations == []
+        assert fake.measurements == []
 
 
 async def test_the_run_pane_has_predicted_beside_measured(calibrated: FakeEngine) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.tui.commands import FLIGHTDECK, environment, flightdeck
-from tests.unit.watch.run_maker import START, MadeRun, report, validation
+from tests.unit.run.run_maker import START, MadeRun, report, validation
 
 RUN_FIELDS = {
     "id",
@@ -147,7 +147,7 @@ def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> No
 def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:
     run = MadeRun(home).state("preflight", "launching").attempt().close()
     listed = flightdeck(home, "runs")
-    assert f"{run.id} had lost its supervisor: another one has taken it over" in listed.err
+    assert f"{run.id} had lost its supervisor: another one has taken over" in listed.err
     assert [line for line in flightdeck(home, "logs", "-f").err.splitlines() if "had lost" in line] == []
     record = json.loads(flightdeck(home, "show", "--json").out)
     assert record["state"] in ("failed", "lost")

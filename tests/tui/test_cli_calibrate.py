@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.measured import CalibrationProgress
+from engine.api import ExitCode
+from engine.measurements import CalibrationProgress
 from tests.tui import fake_engine as situation
 from tests.tui.fake_engine import FakeEngine
-from tui.commands.calibrate import FAILED, OK, calibrate
+from tui.commands.calibrate import calibrate
 
 
 def run(fake: FakeEngine, **options: Any) -> int:
@@ -31,8 +32,8 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
         CalibrationProgress("local-0", "measured", 10.0, 10.0, 16.4),
         situation.calibration(),
     ]
-    assert run(fake, quick=True) == OK
-    assert fake.calibrations == [True] and fake.closed
+    assert run(fake, quick=True) == ExitCode.OK
+    assert fake.measurements == [True] and fake.closed
     said = capsys.readouterr()
     assert said.err.splitlines() == [
         "local-0: loading",
@@ -46,19 +47,19 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
 
 def test_what_is_stored_is_shown_and_nothing_is_measured(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     fake.taken = situation.calibration()
-    assert run(fake, show=True, json=True) == OK
+    assert run(fake, show=True, json=True) == ExitCode.OK
     document = json.loads(capsys.readouterr().out)
     assert [node["examples_per_s"] for node in document["nodes"]] == [16.4, 12.1]
     assert document["shares"]["micro_batches"] == {"local-0": 5, "local-1": 3}
     assert document["prediction"]["speed_up"] == pytest.approx(1.6, abs=0.01)
-    assert document["stale"] is False and fake.calibrations == []
+    assert document["stale"] is False and fake.measurements == []
 
 
 def test_nothing_stored_is_said_and_fails(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(fake, show=True) == FAILED
+    assert run(fake, show=True) == ExitCode.FAILED
     said = capsys.readouterr().out
     assert "not calibrated" in said and "hardware calibration missing, assuming equal performance" in said
-    assert run(fake, show=True, json=True) == FAILED
+    assert run(fake, show=True, json=True) == ExitCode.FAILED
     document = json.loads(capsys.readouterr().out)
     assert document["nodes"] == [] and document["prediction"]["why_not"] == "not calibrated"
 
@@ -67,11 +68,11 @@ def test_a_node_that_was_not_measured_fails_with_its_words(
     fake: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.steps = [situation.calibration(speeds=(16.4, None))]
-    assert run(fake) == FAILED
-    assert "local-1: worker.calibrate ended without a result" in capsys.readouterr().out
+    assert run(fake) == ExitCode.FAILED
+    assert "local-1: engine.trainer.calibrate ended without a result" in capsys.readouterr().out
 
 
 def test_an_old_one_is_said_to_be_stale(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     fake.taken = situation.calibration(old_s=45 * 86_400)
-    assert run(fake, show=True) == OK
+    assert run(fake, show=True) == ExitCode.OK
     assert "stale (limit 30 days)" in capsys.readouterr().out

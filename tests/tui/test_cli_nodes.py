@@ -1,4 +1,4 @@
-"""`flightdeck nodes`: a look at every node, and host keys that only a person accepts."""
+"""`flightdeck nodes`: a probe of every node, and host keys that only a person accepts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from engine.config.models import ClusterConfig, FlightConfig, JobConfig, NodeConfig
+from engine.api import Engine
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.models import HostKeyChange, HostKeyOffer, NodeFacts, Topology
-from engine.planning.wiring import Wiring
-from engine.session import Engine
+from engine.plan.network import NetworkPlan
 from tests.tui.commands import flightdeck
 from tui.commands.nodes import nodes
 
@@ -31,18 +31,18 @@ def facts(node: str, **more: Any) -> NodeFacts:
 
 @dataclass
 class Cluster:
-    """An engine whose nodes answer as told, and take a key once it is accepted."""
+    """An engine whose nodes accept a key as a person does."""
 
     found: list[NodeFacts]
     unwired: str | None = None
     accepted: list[str] = field(default_factory=list)
     closed: int = 0
 
-    def load_config(self, path: Path) -> FlightConfig:
+    def load(self, path: Path) -> Config:
         named = tuple(NodeConfig(name=f.node, ssh=f.host, python="python3", workdir="~") for f in self.found)
-        return FlightConfig(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
+        return Config(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
 
-    async def facts(self, config: FlightConfig) -> list[NodeFacts]:
+    async def probe(self, config: Config) -> list[NodeFacts]:
         return [
             facts(f.node) if f.host_key is not None and f.host_key.fingerprint in self.accepted else f
             for f in self.found
@@ -51,31 +51,38 @@ class Cluster:
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         self.accepted.append(offer.fingerprint)
 
-    def last_facts(self, config: FlightConfig) -> list[NodeFacts]:
+    def last_facts(self, config: Config) -> list[NodeFacts]:
         return [
             facts(f.node).model_copy(update={"probed_at": datetime.now(UTC) - timedelta(minutes=190)})
             for f in self.found
         ]
 
-    def topology(self, config: FlightConfig, found: list[NodeFacts]) -> Topology:
+    def topology(self, found: list[NodeFacts]) -> Topology:
         return Topology(nodes=tuple(f.node for f in found))
 
-    def wiring(self, config: FlightConfig, found: list[NodeFacts]) -> Wiring:
+    def network_plan(self, config: Config, found: list[NodeFacts]) -> NetworkPlan:
         if self.unwired:
             raise LaunchError(self.unwired)
-        return Wiring(backend="ring", hosts=(), reasons=("all share 10.0.0.0/24",))
+        return NetworkPlan(backend="ring", hosts=(), reasons=("all share 10.0.0.0/24",))
 
     async def close(self) -> None:
         self.closed += 1
 
-    def look(self, *trust: str, json: bool = False) -> int:
+    @property
+    def part(self) -> Cluster:
+        """Every part of the Engine at once."""
+        return self
+
+    configs = nodes = part
+
+    def run(self, *trust: str, json: bool = False) -> int:
         options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json)
         return nodes(options, cast("Engine", self))
 
 
 @pytest.fixture
 def strange() -> Cluster:
-    """Of two nodes one shows a key that nobody has accepted."""
+    """Two nodes, one with a host key that nobody has accepted."""
     return Cluster([facts("max"), facts("ultra", problem="the host key is not known", problem_kind="key unknown",
                                         host_key=NEW)])  # fmt: skip
 
@@ -87,7 +94,7 @@ def person(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr("tui.commands.nodes.is_person", lambda stream: True)
     monkeypatch.setattr("builtins.input", lambda: answers.pop(0))
     yield answers
-    assert answers == [], "everything was asked"
+    assert answers == [], "every question was put"
 
 
 def test_the_machine_alone_as_a_table_and_as_one_document(home: Path, tmp_path: Path) -> None:
@@ -100,25 +107,25 @@ def test_the_machine_alone_as_a_table_and_as_one_document(home: Path, tmp_path: 
     ]
     assert "backend: ring" in shown.out
     document = json.loads(flightdeck(home, "nodes", "--json", cwd=tmp_path).out)
-    assert set(document) == {"nodes", "topology", "wiring", "wiring_problem"}
+    assert set(document) == {"nodes", "topology", "network", "network_problem"}
     assert [node["node"] for node in document["nodes"]] == ["a", "b"]
-    assert (document["topology"]["shape"], document["wiring"]["backend"]) == ("single", "ring")
+    assert (document["topology"]["shape"], document["network"]["backend"]) == ("single", "ring")
 
 
 def test_without_a_terminal_nothing_is_asked_and_the_command_is_named(
     strange: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert strange.look() == 1
+    assert strange.run() == 1
     said = capsys.readouterr().out
     assert "flightdeck nodes --trust SHA256:new" in said and "ssh-keygen -lf" in said
     assert (strange.accepted, strange.closed) == ([], 1)
 
 
 def test_exactly_the_named_key_is_accepted(strange: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert strange.look("SHA256:other") == 1
+    assert strange.run("SHA256:other") == 1
     assert "no node shows SHA256:other" in capsys.readouterr().err
     assert strange.accepted == []
-    assert strange.look("SHA256:new") == 0
+    assert strange.run("SHA256:new") == 0
     assert strange.accepted == ["SHA256:new"]
     assert "accepted SHA256:new for ana@ultra" in capsys.readouterr().err
 
@@ -128,20 +135,20 @@ def test_a_person_is_asked_and_only_yes_is_yes(
     strange: Cluster, person: list[str], capsys: pytest.CaptureFixture[str], answer: str, code: int
 ) -> None:
     person.append(answer)
-    assert strange.look() == code
+    assert strange.run() == code
     assert "accept SHA256:new for ana@ultra? [y/N]" in capsys.readouterr().err
     assert strange.accepted == (["SHA256:new"] if code == 0 else [])
 
 
 def test_a_document_asks_nobody_unless_told_to(strange: Cluster, person: list[str]) -> None:
-    assert strange.look(json=True) == 1
+    assert strange.run(json=True) == 1
     person.append("yes")
-    assert strange.look("", json=True) == 0
+    assert strange.run("", json=True) == 0
 
 
 def test_to_be_asked_without_a_terminal_is_bad_usage(strange: Cluster) -> None:
     with pytest.raises(InputError, match="there is no terminal"):
-        strange.look("")
+        strange.run("")
 
 
 def test_a_changed_key_is_never_accepted_and_both_are_shown(
@@ -150,7 +157,7 @@ def test_a_changed_key_is_never_accepted_and_both_are_shown(
     change = HostKeyChange(target="max", accepted="SHA256:old", found="SHA256:evil")
     cluster = Cluster([facts("max", problem="the host key has changed", problem_kind="key changed", changed_key=change,
                              fix="find out why")])  # fmt: skip
-    assert cluster.look("SHA256:evil") == 1
+    assert cluster.run("SHA256:evil") == 1
     said = capsys.readouterr()
     assert cluster.accepted == []
     assert "SHA256:old" in said.out and "SHA256:evil" in said.out and "find out why" in said.out
@@ -160,7 +167,7 @@ def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.Capt
     cluster = Cluster(
         [facts("max", problem="cannot be reached: no route", problem_kind="unreachable", fix="is it on?")]
     )
-    assert cluster.look() == 1
+    assert cluster.run() == 1
     said = capsys.readouterr().out
     row = said.splitlines()[1]
     assert "unreachable, stale" in row and "0.32.4" in row and "3 h ago" in row
@@ -169,12 +176,12 @@ def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.Capt
 
 def test_versions_that_differ_and_a_clock_that_is_off_stand_out(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster([facts("a"), facts("b"), facts("c", mlx="0.31.0", clock_skew_s=-7.5)])
-    assert cluster.look() == 0
+    assert cluster.run() == 0
     said = capsys.readouterr().out
     assert "!=0.31.0" in said and "c: mlx 0.31.0, elsewhere 0.32.4" in said and "-7.5 s off" in said
 
 
 def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster([facts("a"), facts("b")], unwired="a and b share no network")
-    assert cluster.look() == 1
+    assert cluster.run() == 1
     assert "not wired: a and b share no network" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_in_prose_it_says_what_would_be_launched_and_what_is_not_known(home: Pat
     assert done.code == 0, done.err
     for text in (
         "data, 2 ranks on 1 machine",
-        "4 an update: one 2 + two 2",
+        "4 per update: one 2 + two 2",
         "not known: not calibrated",
         "3 examples, counted in train.jsonl on one",
         "hardware calibration missing, assuming equal performance",
@@ -59,10 +59,10 @@ def test_in_prose_it_says_what_would_be_launched_and_what_is_not_known(home: Pat
 
 def test_explained_every_choice_has_its_reason_and_source(home: Path, studio: Path) -> None:
     write(studio, "batch_size = 6")
-    said = plan(home, studio, "--explain").out
-    assert "total_batch_size = 6: the job says batch_size = 6, over all ranks" in said and "(the configuration)" in said
-    assert "mlx-lm's default; the job names none (a default)" in said
-    assert "config.json" in said and "(by rule)" in said and "not calibrated (not known)" in said
+    text = plan(home, studio, "--explain").out
+    assert "total_batch_size = 6: the job sets batch_size = 6 over all ranks" in text and "(configuration)" in text
+    assert "mlx-lm's default; the job sets none (default)" in text
+    assert "config.json" in text and "(rule)" in text and "not calibrated (unknown)" in text
 
 
 def test_as_json_it_is_one_document(home: Path, studio: Path) -> None:
@@ -80,7 +80,7 @@ def test_another_strategy_can_be_asked_about_and_is_not_claimed_to_launch(home: 
     assert (done.code, document["refusals"]) == (1, [])
     assert document["strategy"]["layer_split"] == "0-2,2-4"
     assert document["strategy"]["launchable"] is False
-    assert '[job] strategy = "pipeline" launches this one' in document["strategy"]["not_launchable"]
+    assert '[job] strategy = "pipeline" to launch this one' in document["strategy"]["not_launchable"]
 
 
 def test_a_pipelines_layers_can_be_given(home: Path, studio: Path) -> None:
@@ -89,13 +89,13 @@ def test_a_pipelines_layers_can_be_given(home: Path, studio: Path) -> None:
     assert document["strategy"]["launchable"] is True
     done = plan(home, studio, "--layer-split", "0-1,1-3")
     assert done.code == 1 and "ends at layer 3, and the model has 4" in done.err + done.out
-    for words, said in (
-        (["--layer-split", "0-1;1-4"], "no range of layers"),
+    for arguments, text in (
+        (["--layer-split", "0-1;1-4"], "is not a range of layers"),
         (["--layer-split", "0-1,1-2,2-4"], "3 ranges for 2 nodes"),
-        (["--layer-split", "0-1,1-4", "--strategy", "sharded"], "does not divide layers"),
+        (["--layer-split", "0-1,1-4", "--strategy", "sharded"], "does not split layers"),
     ):
-        done = plan(home, studio, *words)
-        assert done.code == 2 and said in done.err
+        done = plan(home, studio, *arguments)
+        assert done.code == 2 and text in done.err
     assert document["distributed_config"]["mlx_launch_command"] is None
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_1_and_the_document_is_there(h
 
 
 @pytest.mark.parametrize(
-    ("report", "code", "said"),
+    ("report", "code", "text"),
     [
         ({"poisoning_detected": True}, 1, "poisoning_detected: true"),
         ({"overall_ready": False}, 0, "overall_ready: false"),
@@ -121,12 +121,12 @@ def test_a_model_that_fits_nowhere_is_refused_with_1_and_the_document_is_there(h
     ],
 )
 def test_the_data_report_warns_blocks_and_counts(
-    home: Path, studio: Path, report: dict[str, Any], code: int, said: str
+    home: Path, studio: Path, report: dict[str, Any], code: int, text: str
 ) -> None:
     (studio / "report.json").write_text(json.dumps(report))
     write(studio, 'data_quality_report = "report.json"')
     done = plan(home, studio)
-    assert (done.code, said in done.out) == (code, True), done.out
+    assert (done.code, text in done.out) == (code, True), done.out
 
 
 @pytest.mark.parametrize("path", ["../report.json", "/etc/passwd", "none.json"])

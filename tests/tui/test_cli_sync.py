@@ -44,6 +44,7 @@ def test_a_dry_run_compares_and_copies_nothing(project: Path, home: Path) -> Non
     assert not (project / "second" / "train.py").exists()
 
 
+@pytest.mark.needs("rsync")
 def test_rsync_makes_them_alike_and_json_says_how(project: Path, home: Path) -> None:
     done = flightdeck(home, "sync", "--json", cwd=project)
     report = json.loads(done.out)

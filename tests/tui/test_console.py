@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import LaunchError
-from engine.events import StopProgress
 from engine.models import RunState
+from engine.snapshots import StopProgress
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.screens.confirm import Confirm
+from tui.screens.dialog import Confirm, Welcome
 from tui.screens.help import Help
 from tui.screens.stopping import Stopping
-from tui.screens.welcome import Welcome
 
 
 async def test_idle_it_shows_what_would_be_launched_and_the_one_key(fake: FakeEngine) -> None:
@@ -106,7 +105,7 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         assert isinstance(dialog, Stopping)
         await console.until(lambda: "s left" in dialog.body, "the countdown")
         assert fake.aborted == [("demo-0314-140130", False)]
-        assert dialog.body.count("has not answered yet") == 2
+        assert dialog.body.count("has not acknowledged yet") == 2
         fake.put(situation.stopping("term", acknowledged=(0,)))
         await console.until(lambda: dialog.body.count("has left") == 1, "rank 0's answer")
         gone = situation.aborted()
@@ -181,7 +180,7 @@ async def test_quit_leaves_the_run_and_says_so(fake: FakeEngine, capsys: pytest.
     async with opened(fake) as console:
         await console.shows("q quit (the run goes on)")
         await console.press("q")
-    assert console.app.return_value == 0
+    assert console.app.return_code == 0
     assert fake.aborted == []
     assert "demo-0314-140130 goes on" in capsys.readouterr().err
 

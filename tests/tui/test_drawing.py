@@ -10,22 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from engine.events import Mark, Series
-from engine.nodes.topology import topology
+from engine.cluster.topology import topology
+from engine.snapshots import Series, SeriesMark
 from tests.tui import fake_engine as situation
 from tests.tui import macs
+from tui import topology as wires
 from tui.glyphs import Glyphs
 from tui.state import DeckState
-from tui.widgets import topology as wires
-from tui.widgets.axis import Axis, step_of, tick_text
-from tui.widgets.braille import Canvas
-from tui.widgets.columns import Column, justify, lay_out
-from tui.widgets.loss_plot import draw
-from tui.widgets.pairs import pair
-from tui.widgets.rank_lines import skew, slowest
-from tui.widgets.run_header import header
-from tui.widgets.text import Text
-from tui.widgets.topology import ring
+from tui.topology import ring
+from tui.widgets.bars import header
+from tui.widgets.loss_plot import Axis, Canvas, draw, step_of, tick_text
+from tui.widgets.run_summary import skew, slowest
+from tui.widgets.text import Column, Text, justify, lay_out, pair
 
 FINITE = st.floats(min_value=1e-6, max_value=1e6)
 LOSSES = st.floats(min_value=1e-4, max_value=1e4)
@@ -101,7 +97,7 @@ def test_the_plot_fits_its_room_whatever_the_series(
     ascii: bool,
 ) -> None:
     width, height = size
-    series = Series(train=train, val=val, marks=(Mark(3, "checkpoint"), Mark(9, "restart")))
+    series = Series(train=train, val=val, marks=(SeriesMark(3, "checkpoint"), SeriesMark(9, "restart")))
     lines = draw(series, width, height, glyphs=Glyphs(ascii=ascii), logarithmic=logarithmic).split("\n")
     if len(lines) > 1:
         assert len(lines) == height
@@ -185,9 +181,9 @@ def test_no_ascii_drawing_loses_what_the_other_has() -> None:
 
 
 def test_cables_of_a_node_that_did_not_answer_are_not_said_to_be_missing() -> None:
-    told = wires.verdict(topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"})
-    assert told[0] == ("cables", "not all known: no facts of air")
-    assert "no cable" not in dict(told)
+    shown = wires.verdict(topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"})
+    assert shown[0] == ("cables", "not all known: no facts of air")
+    assert "no cable" not in dict(shown)
 
 
 @pytest.mark.parametrize(("wraps", "laid_out"), [(True, [True, True, True]), (False, [True, False, True])])
@@ -196,6 +192,6 @@ def test_a_text_is_laid_out_anew_only_where_it_may_take_other_room(
 ) -> None:
     text, layouts = Text(id="text", wraps=wraps), list[bool]()
     monkeypatch.setattr(text, "update", lambda _, layout: layouts.append(layout))
-    for words in ("one", "one", "two", "two\nlines", "two\nlines"):
-        text.put(Content(words))
+    for lines in ("one", "one", "two", "two\nlines", "two\nlines"):
+        text.put(Content(lines))
     assert layouts == laid_out

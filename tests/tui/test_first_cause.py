@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.runs.diagnosis import explain
-from engine.runs.signatures import BY_ID
+from engine.run.diagnosis import explain
+from engine.run.signatures import BY_ID
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine

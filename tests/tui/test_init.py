@@ -52,7 +52,7 @@ def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
     refused = init(folder, "127.0.0.1")
     assert refused.code == 2
     assert refused.err == (
-        "flightdeck: flightdeck.toml is there already (--force writes over it, -o FILE writes another)\n"
+        "flightdeck: flightdeck.toml already exists (--force overwrites it, -o FILE writes another file)\n"
     )
     assert (folder / "flightdeck.toml").read_text() == "mine"
     assert init(folder, "127.0.0.1", "--force").code == 0
@@ -87,7 +87,7 @@ def test_hosts_that_do_not_answer_are_written_down_as_not_verified(folder: Path)
 def test_hostile_hosts_are_refused_before_anything_is_asked(folder: Path, host: str) -> None:
     done = init(folder, "--", host)
     assert done.code == 2
-    assert "is no host" in done.err and len(done.err.splitlines()) == 1
+    assert "is not a host" in done.err and len(done.err.splitlines()) == 1
     assert not (folder / "flightdeck.toml").exists()
 
 

@@ -15,12 +15,12 @@ from textual.events import MouseScrollDown
 from textual.geometry import Offset
 from textual.selection import Selection
 
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.terminal import Terminal
-from tests.unit.runs.logs import RunLogs
-from tui.widgets.filter_bar import FilterBar
+from tests.unit.run.logs.run_logs import RunLogs
 from tui.widgets.log_view import LogView
 from tui.widgets.log_window import LogState
+from tui.widgets.logs_pane import FilterBar
 
 
 class LogApp(App[None]):
@@ -154,8 +154,8 @@ async def test_a_resize_and_back_leaves_the_place(logs: RunLogs) -> None:
 
 
 async def test_wrapped_lines_are_whole_and_can_be_walked_row_by_row(logs: RunLogs) -> None:
-    words = " ".join(str(number) for number in range(200))
-    logs.write(0, f"first\n{words}\nlast\n")
+    numbers = " ".join(str(number) for number in range(200))
+    logs.write(0, f"first\n{numbers}\nlast\n")
     app = LogApp(logs.run_dir)
     async with app.run_test(size=(40, 10)):
         await until(lambda: len(app.shown()) == 3)
@@ -166,7 +166,7 @@ async def test_wrapped_lines_are_whole_and_can_be_walked_row_by_row(logs: RunLog
         while app.view.move("down"):
             seen.append(app.shown()[-1])
         width = app.view.size.width - 3
-        pieces = [words[at : at + width] for at in range(0, len(words), width)]
+        pieces = [numbers[at : at + width] for at in range(0, len(numbers), width)]
         assert seen == [
             "0 first",
             f"0 {pieces[0]}".rstrip(),

@@ -1,4 +1,4 @@
-"""The nodes in the console: seen as they answer, opened, mended, listened to; host keys accepted by a person alone."""
+"""The nodes in the console: shown as they answer, opened, fixed, with telemetry; only a person accepts a host key."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.cluster.transport.base import Completed
 from engine.errors import HostKeyChanged
-from engine.events import NodeCondition
 from engine.models import NodeFacts, NodeTelemetry
-from engine.transport.base import Completed
+from engine.snapshots import NodeCondition
 from tests.tui import fake_engine as situation
 from tests.tui import macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.app import FlightDeckApp
-from tui.screens.confirm import Confirm
-from tui.screens.fixing import Fixing
-from tui.screens.host_key import ChangedKey, UnknownKey
+from tui.engine_client import TelemetryReceived
+from tui.screens.dialog import Confirm
+from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
 
 WIDE = (200, 50)
 
@@ -79,7 +79,7 @@ async def test_telemetry_is_shown_while_it_is_fresh_and_stale_after_its_limit(st
 async def test_telemetry_is_on_while_the_nodes_are_seen_or_a_run_goes_on_and_off_otherwise(
     studio: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tui.app.LINGER_S", 0.0)
+    monkeypatch.setattr("tui.engine_client.LINGER_S", 0.0)
     async with opened(studio, size=SMALL, config=macs.configuration()) as console:
         await console.until(lambda: studio.listeners == 0, "no nodes on a small screen's first view")
         await console.press("1")
@@ -95,7 +95,7 @@ async def test_a_frozen_display_holds_telemetry_and_shows_the_newest_when_it_tha
     async with opened(studio, size=WIDE, config=macs.configuration()) as console:
         await console.press("1", "space")
         await console.shows("FROZEN")
-        console.app.heard({value.node: value for value in macs.telemetry()})
+        console.app.post_message(TelemetryReceived({value.node: value for value in macs.telemetry()}))
         await console.pilot.pause()
         assert "142 W" not in console.screen
         await console.press("space")
@@ -134,7 +134,7 @@ async def test_the_detail_has_the_cables_the_wiring_and_who_is_at_the_other_end(
             "guest, no node of this cluster",
             "ultra en8: guest",
             "rdma_en3",
-            "every pair of the 4 Macs is cabled, and RDMA is on everywhere",
+            "the 4 Macs form a full mesh, all with RDMA on",
         ):
             await console.shows(text)
 
@@ -196,9 +196,9 @@ async def test_a_changed_host_key_shows_both_and_can_only_be_removed_by_hand(stu
         await console.press("x")
         dialog = console.app.screen
         assert isinstance(dialog, ChangedKey)
-        told = dialog.body.replace("\n", " ")
-        assert macs.CHANGE.accepted in told and macs.CHANGE.found in told
-        assert "ssh-keygen -R '[mini.local]:2222' -f" in told
+        shown = dialog.body.replace("\n", " ")
+        assert macs.CHANGE.accepted in shown and macs.CHANGE.found in shown
+        assert "ssh-keygen -R '[mini.local]:2222' -f" in shown
         assert len(dialog.buttons()) == 1
         await console.press("enter")
         assert console.on_deck and studio.accepted == []
@@ -211,7 +211,7 @@ async def test_an_unreachable_node_says_why_and_what_to_do_and_y_copies_that(stu
         await console.press("1", "G")
         await console.shows("no answer on port 22 within 10 s")
         await console.press("x")
-        assert console.said[-1].endswith("no command mends this: is it on, and on this network?")
+        assert console.said[-1].endswith("no command fixes this: is it on, and on this network?")
         await console.press("y")
         await console.until(lambda: console.app.clipboard == "is it on, and on this network?")
 
@@ -232,14 +232,14 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.shows("1 failure")
         fake.held = {"local-1"}
         await console.press("x")
-        asked = console.app.screen
-        assert isinstance(asked, Confirm) and "kill 4711" in asked.body and "on local-1" in asked.body
+        dialog = console.app.screen
+        assert isinstance(dialog, Confirm) and "kill 4711" in dialog.body and "on local-1" in dialog.body
         assert console.app.focused is not None and console.app.focused.id == "cancel"
         await console.press("enter")
         assert fake.commands == []
         await console.press("x", "right", "enter")
         running = console.app.screen
-        assert isinstance(running, Fixing) and "running" in running.body
+        assert isinstance(running, FixDialog) and "running" in running.body
         await console.until(lambda: fake.commands == [("local-1", "kill 4711")])
         fake.held = set()
         await console.until(lambda: "exit 1" in running.body, "the command's end")
@@ -251,10 +251,10 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.shows("passed")
 
 
-async def test_x_says_why_where_there_is_nothing_to_mend(fake: FakeEngine) -> None:
+async def test_x_says_why_where_there_is_nothing_to_fix(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("1", "x")
-        assert console.said[-1].endswith("nothing is known to be wrong with local-0 that a command mends")
+        assert console.said[-1].endswith("no known problem on local-0 has a fix command")
 
 
 async def test_a_shell_has_the_terminal_until_it_ends(
@@ -297,7 +297,7 @@ async def test_where_the_terminal_cannot_be_handed_over_the_command_is_told(fake
 
 async def test_the_confirmation_of_a_launch_names_hosts_and_backend(studio: FakeEngine) -> None:
     async with opened(studio, config=macs.configuration()) as console:
-        await console.until(lambda: console.app.state.wiring is not None)
+        await console.until(lambda: console.app.state.network_plan is not None)
         await console.press("n")
         dialog = console.app.screen
         assert isinstance(dialog, Confirm)
@@ -313,7 +313,8 @@ async def test_a_run_says_which_node_is_away_since_when_and_that_its_rank_is_not
         for text in (
             "✗ local-1 unreachable 25 s",
             "rank 1 on local-1: unreachable for 25 s (no",
-            "a rank trains on while its node is away; its",
+            "a rank goes on training while its node is",
+            "unreachable; its lease ends it",
             "✗ unreachable",
         ):
             await console.shows(text)
@@ -373,8 +374,8 @@ async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch
         before, painted = console.screen, list[bool]()
         monkeypatch.setattr(pane, "refresh", lambda *_, **__: painted.append(True))
         later = situation.NOW + timedelta(seconds=7)
-        console.app.clock = lambda: later
-        console.app.change(now=later)
+        console.app._clock = lambda: later
+        console.app.store.change(now=later)
         await console.until(lambda: console.screen != before, "the new age")
         assert not painted, "its rows are, and not its border with all that is in it"
 
@@ -384,10 +385,10 @@ async def test_a_node_that_falls_silent_is_not_shown_as_its_last_probe_found_it(
         await console.press("1")
         await console.until(lambda: console.app.state.listening)
         times = [situation.NOW + timedelta(seconds=60)]
-        console.app.clock = lambda: times[-1]
+        console.app._clock = lambda: times[-1]
         values = {value.node: value.model_copy(update={"at": times[-1]}) for value in macs.telemetry()}
         values["mini"] = NodeTelemetry(node="mini", at=times[-1], problem="10.77.0.3 does not answer: timed out")
-        console.app.heard(values)
+        console.app.post_message(TelemetryReceived(values))
         await console.shows("◌ silent")
         assert console.screen.count("◌ silent") == 1
         times.append(times[-1] + timedelta(seconds=40))

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from engine.config.models import FlightConfig
+from engine.api import Engine
+from engine.config.models import Config
 from engine.models import RunState
-from engine.session import Engine
 from tests.demo_copies import demo_below
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
@@ -17,7 +17,7 @@ from tui.screens.stopping import Stopping
 
 
 @asynccontextmanager
-async def console_on(engine: Engine, config: FlightConfig) -> AsyncIterator[Console]:
+async def console_on(engine: Engine, config: Config) -> AsyncIterator[Console]:
     app = FlightDeckApp(engine, config)
     async with app.run_test(size=DASHBOARD) as pilot:
         yield Console(app, pilot)
@@ -25,7 +25,7 @@ async def console_on(engine: Engine, config: FlightConfig) -> AsyncIterator[Cons
 
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
     engine = Engine(demo_below(home))
-    config = await asyncio.to_thread(engine.demo_config, ranks=2, iters=4000)
+    config = await asyncio.to_thread(engine.configs.demo, ranks=2, iters=4000)
     async with console_on(engine, config) as console:
         await console.shows("launches it, after you confirm")
         await console.press("n", "right", "enter")
@@ -36,7 +36,7 @@ async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home:
         assert first is not None and first.series.train
         await console.press("q")
     run = first.record.id
-    assert engine.record(run).state is RunState.RUNNING, "quitting the console leaves the run alone"
+    assert engine.runs.record(run).state is RunState.RUNNING, "quitting the console leaves the run alone"
 
     async with console_on(Engine(home), config) as console:
         await console.shows(f"4 run · {run}")
@@ -48,5 +48,5 @@ async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home:
         await console.shows("aborted: no process of the run is left")
         await console.press("escape")
         await console.shows("■ aborted")
-    record = Engine(home).record(run)
+    record = Engine(home).runs.record(run)
     assert record.state is RunState.ABORTED and record.unconfirmed == []

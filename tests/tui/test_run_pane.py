@@ -9,17 +9,17 @@ import pytest
 from textual.events import Key
 
 from engine.errors import NodesInUse
-from engine.events import ChunkProgress, RunSnapshot, Series, Verification
 from engine.models import CheckResult, CheckStatus, Reason, RunState
+from engine.snapshots import ChunkProgress, RunSnapshot, Series, Verification
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import FAIL, STOPPED
-from tui.screens.confirm import Confirm
+from tui.screens.dialog import Confirm
 from tui.state import DeckState
+from tui.widgets.bars import header
 from tui.widgets.loss_plot import draw
-from tui.widgets.rank_lines import rank_glyph
-from tui.widgets.run_header import header
+from tui.widgets.run_summary import rank_glyph
 
 PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
 
@@ -136,15 +136,15 @@ def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
 
 
 async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_wrong(fake: FakeEngine) -> None:
-    lines = tuple(Verification(name, name != "loss", "as told") for name in ("backend", "loss", "replicas", "gpu"))
+    lines = tuple(Verification(name, name != "loss", "as planned") for name in ("backend", "loss", "replicas", "gpu"))
     fake.add(running := replace(situation.running(), verification=lines))
     async with opened(fake, size=SMALL, follow=running.record.id) as console:
         await console.press("4")
-        await console.shows("loss        as told")
+        await console.shows("loss        as planned")
         await console.shows("── train")
         assert "replicas" not in console.screen
         await console.press("z")
-        await console.shows("replicas    as told")
+        await console.shows("replicas    as planned")
 
 
 async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: FakeEngine) -> None:
@@ -166,8 +166,8 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
 
 async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
     fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
-    told = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
-    fake.refusal = NodesInUse("a calibration of job is going on there", **told)
+    details = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
+    fake.refusal = NodesInUse("a calibration of job is going on there", **details)
     async with opened(fake, size=(120, 36)) as console:
         await console.press("n", "tab", "enter")
         for text in (
@@ -178,7 +178,7 @@ async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEn
         await console.check()
         await console.shows("1 failure")
         await console.press("escape")
-        console.app.change(fault=None)
+        console.app.store.change(fault=None)
         await console.shows("n cannot launch now: preflight has 1 failure: r checks")
         await console.shows("│ again  ")
 
@@ -202,8 +202,8 @@ async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: 
 
 
 async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -> None:
-    lines = tuple(Verification(name, True, "as told") for name in ("backend", "loss", "replicas", "a", "b", "c"))
-    record = situation.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped as asked",
+    lines = tuple(Verification(name, True, "as planned") for name in ("backend", "loss", "replicas", "a", "b", "c"))
+    record = situation.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped on request",
                               ended_at=situation.ago(3))  # fmt: skip
     fake.add(ended := replace(situation.running(), record=record, verification=lines))
     async with opened(fake, size=(120, 36), follow=ended.record.id) as console:
@@ -265,7 +265,7 @@ async def test_a_plan_that_cannot_be_made_leaves_the_console_as_it_is(
     async def broken(*_: object, **__: object) -> None:
         raise ValueError("no plan today")
 
-    monkeypatch.setattr(fake, "plan", broken)
+    monkeypatch.setattr(fake, "make", broken)
     async with opened(fake) as console:
         await console.until(lambda: "plan: no plan today" in console.said)
         await console.shows("n  launches it, after you confirm")

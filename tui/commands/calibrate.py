@@ -9,14 +9,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.config.models import FlightConfig
-from engine.measured import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
-from engine.planning.outlook import Outlook
-from engine.session import Engine
+from engine.api import Calibration, CalibrationProgress, Config, Engine, ExitCode, LinkMeasure, NodeMeasure, Prediction
 from tui.commands.terminal import Lines, config_file, print_json
 from tui.formatting import NOT_MEASURED, age, bandwidth, latency, rate, size, spread, table, throughput
 
-OK, FAILED = 0, 1
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
 _EVERY_S = 5.0
 """Between two lines on the same thing that is measured."""
@@ -24,34 +20,34 @@ _EVERY_S = 5.0
 
 def calibrate(options: argparse.Namespace, engine: Engine) -> int:
     """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
-    config = engine.load_config(config_file(options))
+    config = engine.configs.load(config_file(options))
     if options.show:
-        taken = engine.last_calibration(config)
+        taken = engine.calibrations.latest(config)
     else:
         taken = asyncio.run(_measured(engine, config, options.quick, Lines(sys.stderr)))
-    found = engine.outlook(config, taken)
+    found = engine.calibrations.predict(config, taken)
     if options.json:
         print_json(document(found))
     else:
         _print(Lines(), config, found)
-    return OK if taken is not None and not _problems(taken) else FAILED
+    return ExitCode.OK if taken is not None and not _problems(taken) else ExitCode.FAILED
 
 
-def document(found: Outlook) -> dict[str, Any]:
+def document(found: Prediction) -> dict[str, Any]:
     """The calibration with what follows from it, for JSON."""
     shares = asdict(found.shares) | {"micro_batches": found.micro_batches}
     taken = found.calibration.model_dump(mode="json") if found.calibration is not None else {"nodes": [], "links": []}
-    return taken | {"stale": found.stale, "shares": shares, "prediction": asdict(found.prediction)}
+    return taken | {"stale": found.stale, "shares": shares, "prediction": asdict(found.throughput)}
 
 
-async def _measured(engine: Engine, config: FlightConfig, quick: bool, told: Lines) -> Calibration:
-    progress, taken = _Progress(told), None
+async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -> Calibration:
+    progress, taken = _Progress(lines), None
     try:
-        async for step in engine.calibrate(config, quick=quick):
+        async for step in engine.calibrations.measure(config, quick=quick):
             if isinstance(step, Calibration):
                 taken = step
             else:
-                progress.tell(step)
+                progress.update(step)
     finally:
         await engine.close()
     assert taken is not None, "the calibration has ended without a result"
@@ -63,13 +59,13 @@ class _Progress:
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
-        self._told: dict[str, tuple[str, float]] = {}
+        self._printed: dict[str, tuple[str, float]] = {}
 
-    def tell(self, step: CalibrationProgress) -> None:
-        phase, elapsed_s = self._told.get(step.what, ("", 0.0))
+    def update(self, step: CalibrationProgress) -> None:
+        phase, elapsed_s = self._printed.get(step.what, ("", 0.0))
         if step.phase == phase and step.elapsed_s - elapsed_s < _EVERY_S:
             return
-        self._told[step.what] = step.phase, step.elapsed_s
+        self._printed[step.what] = step.phase, step.elapsed_s
         so_far = f"  {step.elapsed_s:.0f} of {step.seconds:g} s" if step.seconds and step.elapsed_s else ""
         speed = f"  {throughput(step.examples_per_s)}" if step.examples_per_s is not None else ""
         note = f": {step.note}" if step.note else ""
@@ -77,11 +73,11 @@ class _Progress:
 
 
 def _problems(taken: Calibration) -> list[str]:
-    said = [f"{measure.node}: {measure.problem}" for measure in taken.nodes if measure.problem]
-    return said + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
+    problems = [f"{measure.node}: {measure.problem}" for measure in taken.nodes if measure.problem]
+    return problems + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
 
 
-def _print(lines: Lines, config: FlightConfig, found: Outlook) -> None:
+def _print(lines: Lines, config: Config, found: Prediction) -> None:
     taken = found.calibration
     if taken is None:
         lines.say("not calibrated: this job has not been measured on these nodes as they are now")
@@ -106,7 +102,7 @@ def _print(lines: Lines, config: FlightConfig, found: Outlook) -> None:
     lines.say(_predicted(found))
 
 
-def _row(found: Outlook, measure: NodeMeasure) -> list[str]:
+def _row(found: Prediction, measure: NodeMeasure) -> list[str]:
     part, batches = found.shares.parts.get(measure.node), found.micro_batches
     peaks = {probe.batch: probe.peak_bytes for probe in measure.probes}
     return [
@@ -125,16 +121,16 @@ def _link(link: LinkMeasure) -> str:
     return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
 
 
-def _predicted(found: Outlook) -> str:
-    told = found.prediction
-    if told.examples_per_s is None or told.speed_up is None or told.efficiency is None:
-        return f"prediction: none, {told.why_not}"
+def _predicted(found: Prediction) -> str:
+    prediction = found.throughput
+    if prediction.examples_per_s is None or prediction.speed_up is None or prediction.efficiency is None:
+        return f"prediction: none, {prediction.why_not}"
     return (
-        f"prediction: {throughput(told.examples_per_s)}, {rate(told.tokens_per_s)}, "
-        f"{told.speed_up:.2f} times the fastest node alone, efficiency {told.efficiency:.0%}"
+        f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}, "
+        f"{prediction.speed_up:.2f} times the fastest node alone, efficiency {prediction.efficiency:.0%}"
     )
 
 
 def _ago(taken: Calibration) -> str:
-    said = age(taken.taken_at, datetime.now(UTC))
-    return "just now" if said == "now" else f"{said} ago"
+    text = age(taken.taken_at, datetime.now(UTC))
+    return "just now" if text == "now" else f"{text} ago"

@@ -6,18 +6,17 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from engine.api import Engine
 from engine.errors import LaunchError
-from engine.events import RunSnapshot
 from engine.models import CheckResult, CheckStatus, RunRecord, RunState
-from engine.session import Engine
-from tui.attempts import recovered
+from engine.snapshots import RunSnapshot
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, plural, rate
+from tui.formatting import duration, loss, plural, rate, recovery_summary
 
 POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0
-"""How long a run may be without a supervisor before we start one that adopts it."""
-RESCUES = 3
+"""Without a supervisor for longer, a run is given another one."""
+MAX_SUPERVISOR_RESTARTS = 3
 OVERRIDDEN = "overridden"
 """A check's summary when --skip has left it out."""
 
@@ -35,7 +34,7 @@ class Follower:
 
     def __init__(self, engine: Engine, run: str, lines: Lines) -> None:
         self._engine = engine
-        self._watch = engine.watch(run)
+        self._watch = engine.runs.watch(run)
         self._lines = lines
         self._state: RunState | None = None
         self._checks: dict[str, CheckStatus] = {}
@@ -45,55 +44,55 @@ class Follower:
         self._trained_to = -1
         self._validated: set[int] = set()
         self._marked: set[tuple[int, str]] = set()
-        self._rescue = Rescue(engine, run, lines)
+        self._restart = SupervisorRestart(engine, run, lines)
 
     def follow(self, done: Callable[[RunSnapshot], bool]) -> RunSnapshot:
         """Print what happens until `done` says so, and give the last snapshot."""
         while True:
             snapshot = self._watch.poll()
-            self._tell(snapshot)
+            self._print(snapshot)
             if done(snapshot):
                 return snapshot
-            self._rescue.look(snapshot)
+            self._restart.check(snapshot)
             time.sleep(POLL_S)
 
-    def _tell(self, snapshot: RunSnapshot) -> None:
+    def _print(self, snapshot: RunSnapshot) -> None:
         if snapshot.record.state is RunState.PREFLIGHT:
-            self._tell_state(snapshot.record.state)
+            self._print_state(snapshot.record.state)
         for check in snapshot.checks:
-            self._tell_check(check)
+            self._print_check(check)
         if len(snapshot.record.excluded) > self._excluded:
             self._excluded = len(snapshot.record.excluded)
-            words = f"left out: {', '.join(snapshot.record.excluded)}; planned again, and checked, for the others"
-            self._lines.say(self._lines.ink(words, "yellow"))
-        self._tell_attempts(snapshot)
-        self._tell_state(snapshot.record.state)
-        self._tell_progress(snapshot)
+            text = f"left out: {', '.join(snapshot.record.excluded)}; planned again, and checked, for the others"
+            self._lines.say(self._lines.ink(text, "yellow"))
+        self._print_attempts(snapshot)
+        self._print_state(snapshot.record.state)
+        self._print_progress(snapshot)
 
-    def _tell_attempts(self, snapshot: RunSnapshot) -> None:
-        """How the last attempt failed, and how the next one goes on."""
+    def _print_attempts(self, snapshot: RunSnapshot) -> None:
+        """The failure of the last attempt, and the recovery."""
         ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]
         for attempt in ended[self._failed :]:
             self._lines.say(self._lines.ink(f"attempt {attempt.number}: {attempt.cause or attempt.reason}", "yellow"))
         self._failed = max(self._failed, len(ended))
-        told = recovered(snapshot) or ""
-        if told != self._recovered:
-            self._recovered = told
-            self._lines.say(f"attempt {snapshot.record.attempts} of {snapshot.most_attempts}: {told}")
+        text = recovery_summary(snapshot) or ""
+        if text != self._recovered:
+            self._recovered = text
+            self._lines.say(f"attempt {snapshot.record.attempts} of {snapshot.most_attempts}: {text}")
 
-    def _tell_state(self, state: RunState) -> None:
+    def _print_state(self, state: RunState) -> None:
         if state is not self._state:
             self._state = state
             if not state.ended:
                 self._lines.say(self._lines.word(state.value))
 
-    def _tell_check(self, check: CheckResult) -> None:
+    def _print_check(self, check: CheckResult) -> None:
         if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) is check.status:
             return
         self._checks[check.name] = check.status
         print_check(self._lines, check)
 
-    def _tell_progress(self, snapshot: RunSnapshot) -> None:
+    def _print_progress(self, snapshot: RunSnapshot) -> None:
         series, record = snapshot.series, snapshot.record
         speeds = dict(series.tokens_per_second)
         events: list[tuple[int, int, str]] = []
@@ -119,36 +118,36 @@ class Follower:
             self._lines.say(f"iteration {iteration:>{width}}{total}   {text}")
 
 
-class Rescue:
+class SupervisorRestart:
     """Gives a run whose supervisor was killed another one, a few times at most."""
 
     def __init__(self, engine: Engine, run: str, lines: Lines) -> None:
         self._engine = engine
         self._run = run
         self._lines = lines
-        self._alone_since: float | None = None
+        self._unsupervised_since: float | None = None
         self._tries = 0
 
-    def look(self, snapshot: RunSnapshot) -> None:
+    def check(self, snapshot: RunSnapshot) -> None:
         """Raises LaunchError when no supervisor stays."""
         if snapshot.supervised or snapshot.record.state.ended:
-            self._alone_since = None
+            self._unsupervised_since = None
             return
         now = time.monotonic()
-        if self._alone_since is None:
-            self._alone_since = now
-        elif now - self._alone_since > ORPHAN_PATIENCE_S:
-            self._alone_since = None
+        if self._unsupervised_since is None:
+            self._unsupervised_since = now
+        elif now - self._unsupervised_since > ORPHAN_PATIENCE_S:
+            self._unsupervised_since = None
             self._tries += 1
-            if self._tries > RESCUES:
-                log = self._engine.find(self._run).supervisor_log
+            if self._tries > MAX_SUPERVISOR_RESTARTS:
+                log = self._engine.runs.find(self._run).supervisor_log
                 raise LaunchError("no supervisor stays with the run", where=self._run, todo=f"see {log}")
             self._lines.say("the run's supervisor is gone: starting another one that takes it over")
-            self._engine.adopt_orphans()
+            self._engine.runs.adopt_orphans()
 
 
 def print_check(lines: Lines, check: CheckResult) -> None:
-    """One line, and below a failure or warning what was seen and what mends it."""
+    """One line, and below a failure or warning its evidence and its fix."""
     took = f" ({check.duration_s:.1f} s)" if check.duration_s is not None else ""
     overridden = check.status is CheckStatus.SKIP and check.summary == OVERRIDDEN
     summary = lines.ink(check.summary, "red") if overridden else check.summary
@@ -163,7 +162,7 @@ def print_check(lines: Lines, check: CheckResult) -> None:
 
 
 def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
-    """How a run ended: its state and reason, who was first, what to do, and where the proof is."""
+    """A run's end: its state and reason, the first failure, and the fix."""
     record = snapshot.record
     lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
     if record.state is RunState.SUCCEEDED:

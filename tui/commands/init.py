@@ -10,15 +10,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from engine.config.draft import DraftJob, DraftNode, already_there, unique_names, write_draft
-from engine.config.draft_job import find_job
-from engine.nodes.discover import FoundHost, from_hostfile, given, is_address
-from engine.nodes.find_python import FoundPython
-from engine.session import Engine
+from engine.api import (
+    DraftJob,
+    DraftNode,
+    Engine,
+    ExitCode,
+    FoundHost,
+    FoundPython,
+    already_there,
+    find_job,
+    hosts_from_hostfile,
+    hosts_from_names,
+    is_address,
+    unique_names,
+    write_draft,
+)
 from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
 from tui.formatting import table
 
-OK, USAGE = 0, 2
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _STDOUT = Path("-")
 
@@ -28,49 +37,49 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
     target: Path = options.output or DEFAULT_FILE
     if target != _STDOUT and target.exists() and not options.force:
         raise already_there(target)
-    told = Lines(sys.stderr)
-    hostfile = from_hostfile(options.hostfile) if options.hostfile else None
-    hosts = hostfile.hosts if hostfile else _choose(options, engine, told)
+    progress = Lines(sys.stderr)
+    hostfile = hosts_from_hostfile(options.hostfile) if options.hostfile else None
+    hosts = hostfile.hosts if hostfile else _choose(options, engine, progress)
     if not hosts:
-        told.say(
+        progress.say(
             "flightdeck: no host was chosen (name some: flightdeck init ana@ultra.local …, or take all with --yes)"
         )
-        return USAGE
-    pythons = asyncio.run(_ask(engine, hosts, told))
+        return ExitCode.USAGE
+    pythons = asyncio.run(_ask(engine, hosts, progress))
     nodes = _nodes(hosts, pythons)
     folder = Path.cwd() if target == _STDOUT else target.absolute().parent
     job = find_job(folder, remote=any(not host.here for host in hosts))
     if hostfile:
         job = replace(job, env=hostfile.env)
     backend = (hostfile.backend if hostfile else None) or "auto"
-    text = engine.draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
+    text = engine.configs.draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
     if target == _STDOUT:
         print(text, end="")
-        return OK
+        return ExitCode.OK
     write_draft(target, text, force=options.force)
     if options.json:
         _print_document(target, text, nodes, pythons)
     else:
         _say_next(Lines(), target, nodes, pythons, job)
-    return OK
+    return ExitCode.OK
 
 
-def _choose(options: argparse.Namespace, engine: Engine, told: Lines) -> list[FoundHost]:
+def _choose(options: argparse.Namespace, engine: Engine, progress: Lines) -> list[FoundHost]:
     """The named hosts and, of those that were found, the ones that are wanted."""
-    named = given(options.hosts)
+    named = hosts_from_names(options.hosts)
     looking = options.from_ssh_config or options.bonjour
     if named and not looking:
         return named
     ssh_config, bonjour = options.from_ssh_config or not looking, options.bonjour or not looking
-    if bonjour and is_person(told.stream):
-        told.say("looking for machines that let ssh in …")
+    if bonjour and is_person(progress.stream):
+        progress.say("searching for machines with ssh …")
     known = {host.ssh for host in named}
-    everyone = asyncio.run(engine.discover(ssh_config=ssh_config, bonjour=bonjour))
+    everyone = asyncio.run(engine.nodes.discover(ssh_config=ssh_config, bonjour=bonjour))
     found = [host for host in everyone if host.ssh not in known]
     if options.yes:
         return named + found
-    if is_person(sys.stdin) and is_person(told.stream) and not options.json:
-        return named + _ask_which(found, told)
+    if is_person(sys.stdin) and is_person(progress.stream) and not options.json:
+        return named + _ask_which(found, progress)
     if named:
         return named
     if options.json:
@@ -88,20 +97,20 @@ def _list(found: Sequence[FoundHost]) -> str:
     return table(("", "NAME", "SSH", "FOUND IN", ""), rows)
 
 
-def _ask_which(found: Sequence[FoundHost], told: Lines) -> list[FoundHost]:
-    """Which of them a person wants; asked until the answer makes sense."""
-    told.say(_list(found))
+def _ask_which(found: Sequence[FoundHost], progress: Lines) -> list[FoundHost]:
+    """The hosts that a person chooses; repeats until the answer is valid."""
+    progress.say(_list(found))
     while True:
         try:
-            told.stream.write("which, in rank order (as 1 3-4, or all; empty: none)? ")
-            told.stream.flush()
+            progress.stream.write("which, in rank order (as 1 3-4, or all; empty: none)? ")
+            progress.stream.flush()
             answer = input()
         except EOFError:
             return []
         numbers = chosen_numbers(answer, len(found))
         if numbers is not None:
             return [found[number - 1] for number in numbers]
-        told.say(f"numbers from 1 to {len(found)}, please")
+        progress.say(f"numbers from 1 to {len(found)}, please")
 
 
 def chosen_numbers(answer: str, count: int) -> list[int] | None:
@@ -120,10 +129,10 @@ def chosen_numbers(answer: str, count: int) -> list[int] | None:
     return numbers
 
 
-async def _ask(engine: Engine, hosts: Sequence[FoundHost], told: Lines) -> list[FoundPython]:
-    if is_person(told.stream):
-        told.say(f"asking {len(hosts)} host{'s' * (len(hosts) != 1)} for a python with mlx and mlx-lm …")
-    return await engine.find_pythons([host.ssh for host in hosts])
+async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines) -> list[FoundPython]:
+    if is_person(progress.stream):
+        progress.say(f"asking {len(hosts)} host{'s' * (len(hosts) != 1)} for a python with mlx and mlx-lm …")
+    return await engine.nodes.find_pythons([host.ssh for host in hosts])
 
 
 def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:

@@ -9,26 +9,22 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from engine.config.divided import divided
-from engine.planning.document import TrainingPlan
-from engine.planning.explain import explained, summary
-from engine.session import Engine
+from engine.api import Engine, ExitCode, TrainingPlan, explained, summary, with_strategy
 from tui.commands.terminal import Lines, config_file, print_json
 
-OK, FAILED = 0, 1
 _WIDEST = 120
 
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
     """Make the plan; 1 when it could not be launched as it stands, or not by this release."""
-    config = engine.load_config(config_file(options))
+    config = engine.configs.load(config_file(options))
     strategy = options.strategy
     if options.layer_split is not None:
-        config = divided(config, strategy, options.layer_split)
+        config = with_strategy(config, strategy, options.layer_split)
 
     async def make() -> TrainingPlan:
         try:
-            return await engine.plan(config, strategy=strategy)
+            return await engine.plans.make(config, strategy=strategy)
         finally:
             await engine.close()
 
@@ -38,7 +34,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         _say_refusals(Lines(sys.stderr), made)
     else:
         _print(Lines(), made, explain=options.explain)
-    return OK if made.strategy.launchable and not made.refused else FAILED
+    return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
 
 
 def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:

@@ -1,4 +1,6 @@
-"""What the commands write to: a stream that knows whether colour is welcome and outlives its reader."""
+"""The commands' output: lines that know whether colour is welcome and survive a reader that leaves, and JSON
+documents.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from engine.errors import InputError
+
 DEFAULT_FILE = Path("flightdeck.toml")
-"""The configuration that is meant where none is named."""
+"""The configuration when none is named."""
 _CODES = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 WORD_COLOURS = {
     "pass": "green",
@@ -23,13 +27,24 @@ WORD_COLOURS = {
     "lost": "red",
     "running": "green",
 }
-"""State words; the word is always there, the colour only helps."""
+"""Colours of state words; the word is always printed too."""
 
 
 def config_file(options: argparse.Namespace) -> Path:
-    """The configuration that a command is about: -c, else ./flightdeck.toml."""
+    """The command's configuration: -c, else ./flightdeck.toml."""
     chosen: Path | None = options.config
     return chosen or DEFAULT_FILE
+
+
+def check_terminal() -> None:
+    """Raises InputError where the console cannot be drawn."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InputError("the console needs a terminal", todo="see `flightdeck --help` for the commands that do not")
+    if os.environ.get("TERM") == "dumb":
+        raise InputError(
+            "the console cannot be drawn with TERM=dumb",
+            todo="set another TERM (such as xterm-256color), or use the commands, such as `flightdeck demo --headless`",
+        )
 
 
 def is_person(stream: TextIO) -> bool:
@@ -37,8 +52,8 @@ def is_person(stream: TextIO) -> bool:
     return stream.isatty()
 
 
-def colour_welcome(stream: TextIO) -> bool:
-    """A terminal that can, and nobody who said no (https://no-color.org)."""
+def has_colour(stream: TextIO) -> bool:
+    """A terminal with colour, and no NO_COLOR (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -47,7 +62,7 @@ class Lines:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
-        self._colour = colour_welcome(self.stream)
+        self._colour = has_colour(self.stream)
 
     def say(self, text: str = "") -> None:
         try:
@@ -56,7 +71,7 @@ class Lines:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def ink(self, text: str, colour: str | None) -> str:
-        """`text` in `colour` where that is welcome."""
+        """`text` in `colour` on a terminal with colour."""
         if not self._colour or colour is None:
             return text
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"

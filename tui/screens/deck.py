@@ -3,32 +3,27 @@ cursor, a search or a place in a log is where it was left."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import ClassVar, Final, Protocol
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
+from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input
 
 from tui.actions import Action, action_for, keys
-from tui.state import VIEWS, DeckState
+from tui.state import VIEWS, DeckState, StateStore
+from tui.widgets.bars import KeyBar, RunHeader, TabStrip
 from tui.widgets.checks_pane import ChecksPane
 from tui.widgets.history_pane import HistoryPane
-from tui.widgets.key_bar import KeyBar
 from tui.widgets.logs_pane import LogsPane
 from tui.widgets.nodes_pane import NodesPane
-from tui.widgets.pane import Pane
-from tui.widgets.row_list import RowList
-from tui.widgets.run_header import RunHeader
+from tui.widgets.pane import Pane, RowList
 from tui.widgets.run_pane import RunPane
 from tui.widgets.shares_pane import SharesPane
-from tui.widgets.tab_strip import TabStrip
-
-if TYPE_CHECKING:
-    from tui.app import FlightDeckApp
 
 NARROW: Final = (100, 30)
 """Below this width or height the panes are tabs."""
@@ -45,6 +40,8 @@ _TABS: Final = (
     ("history", "history"),
 )
 
+MOVES: Final = frozenset({"down", "up", "left", "right", "page_down", "page_up", "top", "bottom"})
+"""Actions that a pane does by itself."""
 _PROMPTS: Final = ("slash", "ampersand")
 _AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
 """Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
@@ -64,15 +61,31 @@ def visible(view: str, maximised: str | None, width: int, height: int) -> frozen
     return frozenset({*LEFT, *RIGHT})
 
 
+class DeckActions(Protocol):
+    """Actions that the app performs at once: a key typed right after `n` must reach the dialog."""
+
+    def perform(self, action: Action) -> None: ...
+
+    def open_run(self, run: str) -> None: ...
+
+    def close_run(self) -> None: ...
+
+
 class DeckScreen(Screen[None]):
     """Lays the panes out, hands them the state, and turns keys into actions."""
+
+    class PanesPlaced(Message):
+        """Other panes may be on the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"press('{key}')", show=False, priority=key in _AT_ONCE) for key in keys()
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, store: StateStore, actions: DeckActions, *, redraw_s: float | None = None) -> None:
         super().__init__(id="deck")
+        self._store = store
+        self._actions = actions
+        self._redraw_s = redraw_s
         self.maximised_pane: str | None = None
 
     def compose(self) -> ComposeResult:
@@ -86,20 +99,16 @@ class DeckScreen(Screen[None]):
                 yield HistoryPane()
             with Vertical(id="right"):
                 yield RunPane()
-                yield LogsPane()
+                yield LogsPane(redraw_s=self._redraw_s)
         yield KeyBar()
 
     @property
-    def deck(self) -> FlightDeckApp:
-        return cast("FlightDeckApp", self.app)
-
-    @property
     def state(self) -> DeckState:
-        return self.deck.state
+        return self._store.state
 
     @property
     def nodes_shown(self) -> bool:
-        """The nodes are on the screen. Asked by a clock, also before the panes are there and after they have gone."""
+        """The nodes pane is on the screen; False also before the panes are mounted and after they have gone."""
         return any(pane.display for pane in self.query("#nodes"))
 
     @property
@@ -132,7 +141,7 @@ class DeckScreen(Screen[None]):
         self.set_class(self.narrow, "-narrow")
         self.set_class(self.state.view != "dashboard" or self.maximised_pane is not None, "-full")
         self.set_class(self.maximised_pane is not None, "-maximised")
-        self.deck.tend_telemetry()
+        self.post_message(self.PanesPlaced())
         if self.state.pane not in shown:
             self.focus_pane(next(name for name in ("run", *_ORDER) if name in shown))
 
@@ -150,17 +159,17 @@ class DeckScreen(Screen[None]):
         inner = next(iter(pane.query(RowList)), None)
         target: Widget = inner if inner is not None else pane.keys_go_to
         self.set_focus(target, scroll_visible=False)
-        self.deck.change(pane=name)
+        self._store.change(pane=name)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         for node in event.widget.ancestors_with_self:
             if isinstance(node, Pane) and self.state.pane != node.NAME:
-                self.deck.change(pane=node.NAME)
+                self._store.change(pane=node.NAME)
 
     def go(self, view: str, pane: str | None = None) -> None:
         """Show a view, with the keys in its own pane unless another is named."""
         self.maximised_pane = None
-        self.deck.change(view=view, detail=False)
+        self._store.change(view=view, detail=False)
         self.place_panes()
         self.focus_pane(pane or ("run" if view in ("run", "dashboard") else view))
         self.call_after_refresh(lambda: self.show(self.state))
@@ -170,19 +179,27 @@ class DeckScreen(Screen[None]):
         return not (action == "press" and parameters[0] in _PROMPTS and isinstance(self.focused, Input))
 
     def take_selection(self) -> None:
-        """What is under the cursors now: a key that follows a movement at once must mean what was moved to."""
+        """Put what is under the cursors now into the state, and whether a search is on: a key right behind a movement
+        or a search must mean what is on the screen."""
         node, check = (self.pane(name).query_one(RowList).selected for name in ("nodes", "preflight"))
-        if (node, check) != (self.state.node, self.state.check):
-            self.deck.change(node=node, check=check)
+        searching = self.logs.view.state.search is not None
+        if (node, check, searching) != (self.state.node, self.state.check, self.state.searching):
+            self._store.change(node=node, check=check, searching=searching)
+
+    def on_pane_selected(self, event: Pane.Selected) -> None:
+        self._store.change(**{"node" if event.pane == "nodes" else "check": event.row})
+
+    def on_logs_pane_search_changed(self, event: LogsPane.SearchChanged) -> None:
+        self._store.change(searching=event.searching)
 
     def action_press(self, key: str) -> None:
         self.take_selection()
         action = action_for(key, self.state)
         if action is not None:
-            self.deck.perform(action)
+            self._actions.perform(action)
 
     def on_key_bar_pressed(self, event: KeyBar.Pressed) -> None:
-        self.deck.perform(event.action)
+        self._actions.perform(event.action)
 
     def on_row_list_chosen(self) -> None:
         self.do_enter()
@@ -192,32 +209,19 @@ class DeckScreen(Screen[None]):
         if action.group == "logs":
             self.focus_pane("logs")
             self.logs.do(action.id)
-            return True
-        done = getattr(self, f"do_{action.id}", None)
-        if done is None:
+        elif action.group == "views":
+            self._toggle_view(action.id.removeprefix("view_"))
+        elif action.id in MOVES:
+            self._move(action.id)
+        elif (done := getattr(self, f"do_{action.id}", None)) is not None:
+            done()
+        else:
             return False
-        done()
         return True
 
     def _toggle_view(self, view: str) -> None:
-        again = self.state.view == view and self.maximised_pane is None and not self.narrow
-        self.go("dashboard" if again else view, view if again else None)
-
-    def do_view_nodes(self) -> None:
-        self._toggle_view("nodes")
-
-    def do_view_preflight(self) -> None:
-        self._toggle_view("preflight")
-
-    def do_view_calibration(self) -> None:
-        self._toggle_view("calibration")
-
-    def do_view_run(self) -> None:
-        self._toggle_view("run")
-
-    def do_view_history(self) -> None:
-        again = self.state.view == "history"
-        self.go("dashboard" if again and not self.narrow else "history")
+        again = self.state.view == view and not self.narrow and (view == "history" or self.maximised_pane is None)
+        self.go("dashboard" if again else view, view if again and view != "history" else None)
 
     def do_next_pane(self) -> None:
         self._step(1)
@@ -243,30 +247,6 @@ class DeckScreen(Screen[None]):
         if name in ("left", "right"):
             self._step(1 if name == "right" else -1)
 
-    def do_down(self) -> None:
-        self._move("down")
-
-    def do_up(self) -> None:
-        self._move("up")
-
-    def do_left(self) -> None:
-        self._move("left")
-
-    def do_right(self) -> None:
-        self._move("right")
-
-    def do_page_down(self) -> None:
-        self._move("page_down")
-
-    def do_page_up(self) -> None:
-        self._move("page_up")
-
-    def do_top(self) -> None:
-        self._move("top")
-
-    def do_bottom(self) -> None:
-        self._move("bottom")
-
     def do_enter(self) -> None:
         """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view or a node."""
         pane = self.state.pane
@@ -274,14 +254,14 @@ class DeckScreen(Screen[None]):
         if pane == "history":
             run = self.query_one(HistoryPane).selected
             if run is not None:
-                self.deck.open_run(run)
+                self._actions.open_run(run)
         elif pane == "run" and snapshot and snapshot.diagnosis and snapshot.diagnosis.offset is not None:
             self.focus_pane("logs")
             self.logs.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
         elif pane == "logs":
             self.do_maximise()
         elif pane == "nodes" and self.state.view == "nodes" and self.state.node is not None:
-            self.deck.change(detail=True)
+            self._store.change(detail=True)
         elif self.state.view != pane and pane in VIEWS:
             self.go(pane)
 
@@ -292,11 +272,11 @@ class DeckScreen(Screen[None]):
         if self.maximised_pane is not None:
             self.do_maximise()
         elif self.state.detail:
-            self.deck.change(detail=False)
+            self._store.change(detail=False)
         elif self.state.view != "dashboard":
             self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
         elif self.state.snapshot is not None and not self.state.active:
-            self.deck.close_run()
+            self._actions.close_run()
 
     def do_maximise(self) -> None:
         pane = self.state.pane

@@ -1,9 +1,11 @@
-"""The frame of every dialog: a title, a body of plain lines, buttons; the safe one has the focus."""
+"""The frame of every dialog (a title, lines of text, buttons, the safe one focused), the confirmations before a
+launch or an abort, and the welcome when there is no flightdeck.toml.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,27 +15,34 @@ from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from tui.formatting import plural
+from tui.glyphs import MUTED
+from tui.state import DeckState
+from tui.widgets.plan_summary import hosts, job_rows
+from tui.widgets.run_summary import newest_checkpoint, own_program
+from tui.widgets.text import pair
+
 Answer = TypeVar("Answer")
 
 
 WIDTH = 84
-"""Of a dialog, in cells, where the terminal has them."""
+"""Cells of a dialog on a wide enough terminal."""
 
 
 FRAME = 6
-"""Lines of a dialog that are not its body: border, padding, buttons and the line above them."""
+"""Lines of a dialog outside its body: border, padding, buttons and the line above them."""
 
 
 def text_width(columns: int) -> int:
-    """Cells of a line of a dialog's body on a terminal of `columns`; frame and padding are taken off."""
+    """Cells of a line of a dialog's body on a terminal of `columns`, without frame and padding."""
     return min(WIDTH, int(columns * 0.96)) - 6
 
 
 class Dialog(ModalScreen[Answer]):
-    """A modal box; `esc` always leaves it without doing anything."""
+    """A modal box; `esc` and `q` leave it without doing anything."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "back", show=False),
+        Binding("escape,q", "leave", "back", show=False),
         Binding("left,h,up,k", "app.focus_previous", show=False),
         Binding("right,l,down,j", "app.focus_next", show=False),
     ]
@@ -63,11 +72,10 @@ class Dialog(ModalScreen[Answer]):
         self._fit()
 
     def _fit(self) -> None:
-        """Keep the buttons on the screen: a body that is too long scrolls."""
+        """Keep the buttons on the screen: a long body scrolls."""
         self.query_one("#dialog-body").styles.max_height = max(3, self.app.size.height - FRAME)
 
-    def say(self, lines: Sequence[Content]) -> None:
-        """Replace the body."""
+    def set_body(self, lines: Sequence[Content]) -> None:
         self._lines = list(lines)
         self.query_one("#dialog-text", Static).update(Content("\n").join(self._lines))
 
@@ -78,3 +86,113 @@ class Dialog(ModalScreen[Answer]):
 
     def action_leave(self) -> None:
         self.dismiss(None)
+
+
+class Confirm(Dialog[bool]):
+    """Answers True to go on; the focus is on Cancel."""
+
+    def __init__(self, title: str, lines: Sequence[Content], go: str, *, dangerous: bool = False) -> None:
+        super().__init__(title, lines)
+        self._go = go
+        self._dangerous = dangerous
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Cancel", id="cancel", compact=True),
+            Button(self._go, id="go", compact=True, variant="error" if self._dangerous else "success"),
+        ]
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "go")
+
+
+def confirm_launch(state: DeckState, width: int) -> Confirm:
+    """The job, its nodes, and what happens first."""
+    assert state.config is not None
+    config = state.config
+    first = "preflight: every check runs again before a rank starts; a failed one stops the launch"
+    ranks = plural(len(config.nodes), "rank")
+    launcher = "mlx.launch starts" if config.cluster.launcher == "mlx.launch" else "Flight Deck itself starts"
+    lines = [
+        *(pair(label, text, width) for label, text in job_rows(config, state)),
+        pair("hosts", hosts(config), width),
+        pair("first", first, width),
+        pair("then", f"{launcher} {ranks}, and the run outlives this console", width),
+        pair("stop it", "ctrl+x, at any time", width),
+    ]
+    return Confirm(f"launch {config.job.name}?", lines, "Launch")
+
+
+def confirm_abort(state: DeckState, width: int) -> Confirm:
+    """The run, the effect of the abort, and what is kept."""
+    assert state.snapshot is not None
+    snapshot, record = state.snapshot, state.snapshot.record
+    nodes = ", ".join(dict.fromkeys(rank.node for rank in snapshot.ranks)) or plural(record.world_size, "node")
+    progress = (
+        f"iteration {record.iteration:,} of {record.iterations:,}" if record.iteration and record.iterations else ""
+    )
+    if own_program(snapshot):
+        effect = "TERM to your program on every rank, then KILL for what is left"
+        kept = "what your program has saved itself, or saves when it gets TERM"
+    else:
+        effect = "all ranks finish their step, save and leave; then TERM, then KILL for what is left"
+        checkpoint = newest_checkpoint(snapshot)
+        kept = (
+            f"the checkpoint of iteration {checkpoint:,}; later steps only if the ranks save within the grace"
+            if checkpoint is not None
+            else "no checkpoint yet: what was trained is kept only if the ranks save within the grace"
+        )
+    lines = [
+        pair("run", f"{record.id} ({record.state})", width, style="bold"),
+        pair("on", nodes, width),
+        *([pair("progress", progress, width)] if progress else []),
+        pair("effect", effect, width),
+        pair("proof", "the processes that carry this run's mark are listed until there is none", width),
+        pair("recover", kept, width),
+    ]
+    return Confirm(f"abort {record.id}?", lines, "Abort the run", dangerous=True)
+
+
+_INIT: Final = (
+    ("flightdeck init ana@ultra.local bea@max.local", "these machines"),
+    ("flightdeck init", "lists the hosts of ~/.ssh/config and Bonjour"),
+    ("flightdeck init 127.0.0.1", "this machine alone"),
+)
+
+
+class Welcome(Dialog[str]):
+    """Answers "demo", "close" or "quit"."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", show=False)]
+
+    def __init__(self) -> None:
+        lines = [
+            Content("There is no flightdeck.toml in this directory."),
+            Content(""),
+            Content.assemble(("The demo ", "bold"), "really trains a tiny model on two local ranks, in a minute;"),
+            Content("it needs no network, GPU or SSH server."),
+            Content(""),
+            Content.assemble(("Your own machines ", "bold"), "need a flightdeck.toml. Quit, and write one with:"),
+            Content(""),
+            *[
+                line
+                for command, what in _INIT
+                for line in (Content.styled(f"  {command}", "bold"), Content.styled(f"      {what}", MUTED))
+            ],
+            Content(""),
+            Content("It finds a python with MLX on each, and prints what to do next."),
+        ]
+        super().__init__("MLX Flight Deck", lines)
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Look around", id="close", compact=True),
+            Button("Run the demo", id="demo", compact=True, variant="success"),
+            Button("Quit", id="quit", compact=True),
+        ]
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id)
+
+    def action_quit(self) -> None:
+        self.dismiss("quit")

@@ -1,21 +1,24 @@
-"""Every key with what it does, from the action table."""
+"""The action table as a help screen and as the command palette, which also opens runs."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.types import IgnoreReturnCallbackType
 from textual.widgets import Static
 
 from tui.actions import ACTIONS, GROUPS, Action, shown_key
 from tui.glyphs import DISABLED, MUTED
 from tui.screens.dialog import text_width
 from tui.state import DeckState
-from tui.widgets.pairs import pair
+from tui.widgets.text import pair
 
 _SCROLLBAR = 1
 
@@ -39,8 +42,8 @@ class Help(ModalScreen[None]):
         with VerticalScroll(id="help") as box:
             box.border_title = "keys"
             box.border_subtitle = "esc back"
-            told = lines(self._state, text_width(self.app.size.width) - _SCROLLBAR)
-            yield Static(Content("\n").join(told), markup=False)
+            shown = lines(self._state, text_width(self.app.size.width) - _SCROLLBAR)
+            yield Static(Content("\n").join(shown), markup=False)
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -54,7 +57,7 @@ class Help(ModalScreen[None]):
 
 
 def lines(state: DeckState, width: int) -> list[Content]:
-    """A heading a group, a line an action; one that cannot be done now says why."""
+    """A heading a group, a line an action; a disabled one with its reason."""
     found: list[Content] = []
     for group, title in GROUPS.items():
         found.append(Content.styled(title, "bold"))
@@ -66,7 +69,42 @@ def lines(state: DeckState, width: int) -> list[Content]:
 def _line(action: Action, state: DeckState, width: int) -> Content:
     keys = " ".join(shown_key(key) for key in action.keys)
     why = action.why_not(state)
-    told = pair(f"  {keys}", action.help, width, indent=20).stylize(
+    line = pair(f"  {keys}", action.help, width, indent=20).stylize(
         DISABLED if why else "bold $text-primary", 0, 2 + len(keys)
     )
-    return Content("\n").join([told, pair("", f"now: {why}", width, style=MUTED, indent=20)]) if why else told
+    return Content("\n").join([line, pair("", f"now: {why}", width, style=MUTED, indent=20)]) if why else line
+
+
+class PaletteEntry(NamedTuple):
+    """One line of the palette."""
+
+    title: str
+    help: str
+    run: IgnoreReturnCallbackType
+
+
+@runtime_checkable
+class PaletteSource(Protocol):
+    """The app, which knows the actions and the runs."""
+
+    def palette_entries(self) -> Iterator[PaletteEntry]: ...
+
+
+class ActionProvider(Provider):
+    """Matches titles, and help texts with less weight."""
+
+    def _entries(self) -> Iterator[PaletteEntry]:
+        source = self.app
+        assert isinstance(source, PaletteSource)
+        return source.palette_entries()
+
+    async def discover(self) -> Hits:
+        for entry in self._entries():
+            yield DiscoveryHit(Content(entry.title), entry.run, text=entry.title, help=entry.help)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for entry in self._entries():
+            score = max(matcher.match(entry.title), matcher.match(entry.help) * 0.8)
+            if score > 0:
+                yield Hit(score, Content(entry.title), entry.run, text=entry.title, help=entry.help)

@@ -1,4 +1,4 @@
-"""An abort under way: the stages with their clock, an acknowledgement per rank, and what is left alive."""
+"""The dialog of an abort: its stages with their clock, an acknowledgement per rank, and the processes still alive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
 from tui.screens.dialog import Dialog
 from tui.state import DeckState
-from tui.widgets.rank_lines import own_program
+from tui.widgets.run_summary import own_program
 
 if TYPE_CHECKING:
-    from engine.events import StopProgress
+    from engine.snapshots import StopProgress
 
-OWN_PROGRAM: Final = "tells the ranks' programs with TERM, then KILL"
-"""A command of the user's own knows no cooperative stop: its keeper signals at once."""
+OWN_PROGRAM: Final = "signals the ranks' programs: TERM, then KILL"
+"""A command of the user's own has no cooperative stop: its keeper signals at once."""
 STAGES: Final = (
-    ("stop", "INT", "asks the ranks to finish their step and save"),
+    ("stop", "INT", "the ranks finish their step and save"),
     ("term", "TERM", "to what has not left after that"),
     ("kill", "KILL", "to what is left"),
     ("verifying", "proof", "that no process of the run is alive"),
@@ -28,7 +28,7 @@ STAGES: Final = (
 
 
 class Stopping(Dialog[None]):
-    """Shows the run's own StopProgress; leaving it does not stop the abort."""
+    """Shows the run's StopProgress; leaving it does not stop the abort."""
 
     def __init__(self, state: DeckState, now: Callable[[], None]) -> None:
         self._now = now
@@ -41,13 +41,14 @@ class Stopping(Dialog[None]):
         ]
 
     def show(self, state: DeckState) -> None:
-        """Take a newer state; called while the dialog is open."""
-        self.say(progress(state))
+        """Redraw; called while the dialog is open."""
+        self.set_body(progress(state))
         if not state.active:
             for button in self.query("#now").results(Button):
                 button.display = False
             for button in self.query("#close").results(Button):
                 button.label = "Close"
+                button.focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         if event.button.id == "now":
@@ -63,7 +64,7 @@ def _run(state: DeckState) -> str:
 
 
 def graces(state: DeckState) -> dict[str, float]:
-    """How long INT and TERM are given, seconds, where the configuration says so."""
+    """Seconds before the next stage, where the configuration has them."""
     if state.config is None:
         return {}
     return {"stop": state.config.recovery.stop_grace_s, "term": state.config.recovery.term_grace_s}
@@ -96,7 +97,7 @@ def progress(state: DeckState) -> list[Content]:
     acknowledged = set(stop.acknowledged) if stop else set()
     for rank in snapshot.ranks:
         left = rank.rank in acknowledged or rank.phase == "ended"
-        mark = state.glyphs.state(OK, "has left") if left else state.glyphs.state(PENDING, "has not answered yet")
+        mark = state.glyphs.state(OK, "has left") if left else state.glyphs.state(PENDING, "has not acknowledged yet")
         lines.append(Content.assemble((f"rank {rank.rank} {rank.node:<12}", ""), mark))
     for process in stop.left if stop else ():
         lines.append(Content.assemble(("alive ", "$warning"), process))
@@ -122,7 +123,7 @@ def _clock(state: DeckState, stop: StopProgress, stage: str) -> str:
 
 
 def _unproved(state: DeckState) -> list[str]:
-    """Nodes that have not proved the stop, while the run's record does not say so yet."""
+    """Nodes without a proved stop, while the run's record does not name them yet."""
     assert state.snapshot is not None
     stop, ranks = state.snapshot.stop, state.snapshot.ranks
     left = [process.split(" ", 1)[0] for process in stop.left] if stop is not None else []
@@ -136,10 +137,10 @@ def _verdict(state: DeckState) -> list[Content]:
     record, stop = state.snapshot.record, state.snapshot.stop
     if record.unconfirmed or (stop is not None and stop.stage == "unconfirmed"):
         nodes = ", ".join(record.unconfirmed or _unproved(state)) or "a node"
-        text = f"stop unconfirmed on {nodes}: the supervisor goes on trying, and the lease ends what is left there"
+        text = f"stop unconfirmed on {nodes}: the supervisor retries, and the lease ends what is left there"
         return [Content.assemble(state.glyphs.state(FAIL, text))]
     if record.state == "aborted":
         return [state.glyphs.state(STOPPED, "aborted: no process of the run is left")]
     if not state.active:
         return [state.glyphs.state(UNKNOWN, f"the run has ended: {record.state}")]
-    return [Content.styled("asked; esc closes this, the abort goes on", MUTED)]
+    return [Content.styled("stop requested; esc closes this, the abort goes on", MUTED)]

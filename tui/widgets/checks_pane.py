@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -11,17 +11,13 @@ from textual.content import Content
 from tui.formatting import plural
 from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
-from tui.widgets.columns import Column, lay_out
-from tui.widgets.pairs import pair
-from tui.widgets.pane import Pane
-from tui.widgets.row_list import RowList
-from tui.widgets.text import Text
+from tui.widgets.pane import Pane, RowList
+from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
     from engine.models import CheckResult
-    from tui.app import FlightDeckApp
 
-WORDS: Final = {name: "ok" if name == "pass" else name for name in CHECKS}
+STATUS_LABELS: Final = {name: "ok" if name == "pass" else name for name in CHECKS}
 
 
 class ChecksPane(Pane):
@@ -29,8 +25,8 @@ class ChecksPane(Pane):
 
     NAME = "preflight"
     NUMBER = "2"
-    HINTS = ("enter", "mend", "recheck")
-    UNSEEN = frozenset({"telemetry", "asked", "node", "listening", "facts", "topology", "detail"})
+    HINTS = ("enter", "fix", "recheck")
+    UNSEEN = frozenset({"telemetry", "unanswered", "node", "listening", "facts", "topology", "detail"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +35,11 @@ class ChecksPane(Pane):
     def compose(self) -> ComposeResult:
         yield Text(id="checks-note", wraps=True)
         yield RowList(id="checks-rows")
-        yield Text(id="checks-later", wraps=True)
         with VerticalScroll(classes="detail", can_focus=False):
             yield Text(id="checks-detail", wraps=True)
 
     def on_row_list_moved(self, event: RowList.Moved) -> None:
-        cast("FlightDeckApp", self.app).change(check=event.rows.selected)
+        self.post_message(self.Selected(self.NAME, event.rows.selected))
 
     def title(self, state: DeckState) -> str:
         return f"preflight{state.glyphs.separator}{verdict(state)}"
@@ -58,12 +53,9 @@ class ChecksPane(Pane):
         failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
         if failed != self._failed:
             self._failed = failed
-            # What has failed is what one comes here for; moved once, so that the cursor stays the reader's.
+            # Once for each new failure: after that the cursor is the reader's.
             if failed is not None:
                 rows.select(failed)
-        later = self.query_one("#checks-later", Text)
-        later.display = self.full and bool(state.not_checked)
-        later.put(pair("not checked", ", ".join(state.not_checked) + " (not in this release)", self.room, style=MUTED))
         self._detail()
 
     def _scrollbar(self, rows: int) -> int:
@@ -98,7 +90,7 @@ class ChecksPane(Pane):
 
 
 def verdict(state: DeckState) -> str:
-    """The whole preflight in a few words."""
+    """The whole preflight, for the title."""
     checks = state.shown_checks
     if not checks:
         return "not run"
@@ -109,8 +101,8 @@ def verdict(state: DeckState) -> str:
         done = sum(status not in ("pending", "running") for status in statuses)
         return f"running {done}/{len(statuses)}"
     warnings = sum(status == "warn" for status in statuses)
-    word = "passed" if not warnings else f"passed with {plural(warnings, 'warning')}"
-    return f"{word} {state.ago(state.checks_at)}" if state.checks and state.checks_at else word
+    text = "passed" if not warnings else f"passed with {plural(warnings, 'warning')}"
+    return f"{text} {state.ago(state.checks_at)}" if state.checks and state.checks_at else text
 
 
 def _note(state: DeckState) -> Content:
@@ -125,10 +117,12 @@ def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
         return []
     glyphs = [CHECKS[check.status] for check in checks]
     took = [f"{check.duration_s:.1f} s" if check.duration_s is not None else "" for check in checks]
-    words = [Content.styled(WORDS[check.status], glyph.style) for check, glyph in zip(checks, glyphs, strict=True)]
+    labels = [
+        Content.styled(STATUS_LABELS[check.status], glyph.style) for check, glyph in zip(checks, glyphs, strict=True)
+    ]
     columns = [
         Column("", [state.glyphs.mark(glyph) for glyph in glyphs], 9),
-        Column("", words, 8),
+        Column("", labels, 8),
         Column("", [check.name for check in checks], 9),
         Column("", [check.summary.replace("\n", " ") for check in checks], 5, grows=True, minimum=18),
         Column("", [Content.styled(text, MUTED) for text in took], 4, right=True),
@@ -140,7 +134,7 @@ def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
 def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
     """Cause, evidence per node, and the fix."""
     glyph = CHECKS[check.status]
-    lines = [Content.assemble((check.name, "bold"), "  ", glyphs.state(glyph, WORDS[check.status]))]
+    lines = [Content.assemble((check.name, "bold"), "  ", glyphs.state(glyph, STATUS_LABELS[check.status]))]
     if check.summary:
         lines.append(Content(check.summary))
     if check.blames is not None:
@@ -158,5 +152,5 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
     if any(not command.startswith("flightdeck ") for command in check.fixes.values()):
         lines.append(pair("", "x runs it there, after you confirm", width, style=MUTED))
     if check.status == "fail" and not check.fix_command:
-        lines += [Content(""), Content("no command mends this: a person must act")]
+        lines += [Content(""), Content("no command fixes this: a person must act")]
     return Content("\n").join(lines)

@@ -11,11 +11,8 @@ from textual.content import Content
 from tui.formatting import duration, loss, plural, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
-from tui.widgets.columns import Column, lay_out
-from tui.widgets.pairs import pair
-from tui.widgets.pane import Pane
-from tui.widgets.row_list import RowList
-from tui.widgets.text import Text
+from tui.widgets.pane import Pane, RowList
+from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
     from engine.models import RunRecord
@@ -53,8 +50,8 @@ class HistoryPane(Pane):
         runs = state.runs or ()
         head = self.query_one("#history-head", Text)
         if not runs:
-            said = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
-            head.put(Content.styled(said, MUTED))
+            text = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
+            head.put(Content.styled(text, MUTED))
             self.query_one(RowList).set_rows([])
             return
         line, rows = lay_out(_columns(state, runs), self.room - 1)

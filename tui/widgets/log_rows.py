@@ -1,4 +1,4 @@
-"""Lines of a log as rows of cells: wrapped or cut, with what is looked for marked, in plain segments."""
+"""Lines of a log as rows of cells: wrapped or cut, with the matches marked, in plain segments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from engine.runs.log_reader import LogLine
+from engine.api import LogLine
 
 _SLACK = 4
-"""Characters looked at for each cell: a cell may hold a letter and three combining marks."""
+"""Characters for each cell: it may hold a letter and three combining marks."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Row:
     """One row of the screen: a piece of a line."""
 
     position: int
-    """Of the line, among those that are shown."""
+    """The line's place among the lines that are shown."""
     part: int
-    """Which row of its line, from 0."""
+    """The row's number within its line, from 0."""
     start: int
-    """Where the piece begins in the line's text, characters."""
+    """Offset of the piece in the line's text, characters."""
     text: str
     line: LogLine
 
@@ -41,7 +41,7 @@ class Mark:
 
 
 def rows_of(line: LogLine, position: int, width: int, *, wrap: bool, left: int = 0) -> list[Row]:
-    """A line's rows of `width` cells: all of them when wrapped, else the one that begins at character `left`."""
+    """A line's rows of `width` cells: all of them when wrapped, else the one from character `left` on."""
     if not wrap:
         return [Row(position, 0, left, line.text[left : left + width * _SLACK], line)]
     rows = []
@@ -53,7 +53,7 @@ def rows_of(line: LogLine, position: int, width: int, *, wrap: bool, left: int =
 
 
 def _ends(text: str, width: int) -> Iterator[int]:
-    """Where each of a text's rows ends; an empty text has one row."""
+    """The end of each row of a text; an empty text has one row."""
     start = 0
     while True:
         end = min(start + width, len(text))
@@ -69,7 +69,7 @@ def _ends(text: str, width: int) -> Iterator[int]:
 
 
 def height_of(line: LogLine, width: int, *, wrap: bool) -> int:
-    """How many rows `rows_of` has."""
+    """The number of rows of `rows_of`."""
     text = line.text
     if not wrap:
         return 1

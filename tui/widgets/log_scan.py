@@ -1,4 +1,4 @@
-"""The thread behind a log view: it searches, filters and counts matches in a reader of its own, so that keys answer at
+"""The thread behind a log view: it searches, filters and counts matches in a reader of its own, so that keys respond at
 once whatever the log's length."""
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from engine.runs.log_filter import LogFilter
-from engine.runs.log_pattern import LogPattern
-from engine.runs.log_reader import LogReader
+from engine.api import LogFilter, LogPattern, LogReader
 
 SLICE_LINES: Final = 1 << 14
-"""Looked at between two questions whether something more urgent has come."""
+"""Lines scanned before a more urgent request is checked for."""
 
 
 @dataclass(frozen=True)
 class Seek:
-    """A line that is looked for."""
+    """A search for one line."""
 
     pattern: LogPattern
     from_line: int
@@ -28,40 +26,40 @@ class Seek:
 
 class LogScan:
     """One per opened log. `found` is called from the thread with the last seek and its line, None when there is none;
-    a seek that a newer one has overtaken says nothing."""
+    an overtaken seek has no result."""
 
     def __init__(self, reader: LogReader, found: Callable[[Seek, int | None], object]) -> None:
         self._reader = reader
         self._found = found
-        self._wake = threading.Event()
+        self._event = threading.Event()
         self._closed = False
         self._seek: Seek | None = None
         self._thread: threading.Thread | None = None
         self.filter: LogFilter | None = None
-        """The lines that are shown, growing while the thread looks; None: all."""
+        """The lines that are shown, growing while the thread scans; None: all."""
         self.matches: LogFilter | None = None
         """The lines that the search matches, likewise; None: no search."""
 
-    def keep(self, text: str | None) -> None:
+    def set_filter(self, text: str | None) -> None:
         """Show only lines that match (LogFilter's patterns). Raises ValueError."""
         self.filter = None if text is None else LogFilter.parse(self._reader, text)
-        self.arrived()
+        self.wake()
 
     def count(self, pattern: LogPattern | None) -> None:
         """Count the lines that match."""
         self.matches = None if pattern is None else LogFilter(self._reader, pattern)
-        self.arrived()
+        self.wake()
 
     def seek(self, seek: Seek) -> None:
-        """Look for a line; what was looked for before is given up."""
+        """Search for a line; an earlier search is given up."""
         self._seek = seek
-        self.arrived()
+        self.wake()
 
-    def arrived(self) -> None:
-        """There is more to look at."""
+    def wake(self) -> None:
+        """Scan what has arrived."""
         if self._seek is None and self.filter is None and self.matches is None:
             return
-        self._wake.set()
+        self._event.set()
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="log scan", daemon=True)
             self._thread.start()
@@ -69,31 +67,31 @@ class LogScan:
     def close(self) -> None:
         """End the thread, soon."""
         self._closed = True
-        self._wake.set()
+        self._event.set()
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.clear()
+            self._event.clear()
             if self._reader.refresh():
-                self._begin_anew()
+                self._restart()
             busy = True
             while busy and not self._closed:
                 busy = self._answer() or self._advance(self.filter) or self._advance(self.matches)
-            self._wake.wait()
+            self._event.wait()
         self._reader.close()
 
     def _answer(self) -> bool:
         seek = self._seek
         if seek is None:
             return False
-        number = self._look(seek)
+        number = self._find(seek)
         if self._seek is seek:
             self._seek = None
             self._found(seek, number)
         return True
 
-    def _look(self, seek: Seek) -> int | None:
-        """The line, among those that are shown."""
+    def _find(self, seek: Seek) -> int | None:
+        """The line's number, only of lines that are shown."""
         shown, line, wrapped = self.filter, seek.from_line, not seek.wrap
         last = self._reader.line_count - 1
         while not self._overtaken(seek):
@@ -114,10 +112,10 @@ class LogScan:
         return self._closed or self._seek is not seek
 
     def _advance(self, found: LogFilter | None) -> bool:
-        """Look at a slice; whether there is more."""
+        """Scan a slice; True when there is more."""
         return found is not None and found.advance(SLICE_LINES)
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         if self.filter is not None:
             self.filter = LogFilter(self._reader, self.filter.pattern, inverted=self.filter.inverted)
         if self.matches is not None:

@@ -16,9 +16,7 @@ from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
 from textual.selection import Selection
 from textual.strip import Strip
 
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
-from engine.runs.log_pattern import ERRORS, LogPattern
-from engine.runs.log_reader import LogLine
+from engine.api import ERRORS, LAUNCHER_SOURCE, LogLine, LogPattern, RunDir
 from tui.glyphs import RANK_STYLES
 from tui.widgets.log_rows import Mark, Row, text_strip
 from tui.widgets.log_scan import Seek
@@ -27,11 +25,11 @@ from tui.widgets.log_window import STEP_CHARACTERS, LogState, LogWindow
 __all__ = ["LogState", "LogView"]
 
 REDRAW_S: Final = 0.1
-"""Between two looks at what has arrived."""
+"""Between two refreshes."""
 WHEEL_ROWS: Final = 3
 COPIED_LINES: Final = 10_000
-_JUDGED_CHARACTERS: Final = 2_000
-"""Of a line, looked at for whether it tells of an error."""
+_SEARCHED_CHARACTERS: Final = 2_000
+"""Characters of a line that are searched for an error."""
 
 
 class LogView(ScrollView, can_focus=True, inherit_bindings=False):
@@ -62,7 +60,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     )
 
     class Changed(Message):
-        """The view's state is another one. A newer one replaces one that waits."""
+        """The view's state has changed; a newer message replaces a waiting one."""
 
         def __init__(self, view: LogView, state: LogState) -> None:
             super().__init__()
@@ -84,22 +82,22 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def __init__(self, *, redraw_s: float = REDRAW_S, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._window = LogWindow(self._tell_found)
+        self._window = LogWindow(self._post_found)
         self._redraw_s = redraw_s
         self.state = LogState()
-        """What was last told by Changed."""
-        self._over = False
+        """The state of the last Changed message."""
+        self._ended = False
         self._drawn: tuple[object, ...] = ()
         self._marks: dict[int, list[Mark]] = {}
         self._selectable = False
 
     def on_mount(self) -> None:
-        self.set_interval(self._redraw_s, self._look)
+        self.set_interval(self._redraw_s, self._refresh)
 
     def on_unmount(self) -> None:
         self._window.close()
 
-    # What is shown
+    # Source and place
 
     def open(self, run_dir: RunDir | None, source: int | None = None) -> None:
         """Show this run's log from now on, following; None: nothing."""
@@ -129,14 +127,14 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self._window.stay()
         self._show()
 
-    def end(self, over: bool) -> None:
-        """Whether the run has ended: of nothing that is there nothing more will come."""
-        if over != self._over:
-            self._over = over
+    def end(self, ended: bool) -> None:
+        """The run has ended, or not: an empty log stays empty then."""
+        if ended != self._ended:
+            self._ended = ended
             self.refresh()
 
     def freeze(self, frozen: bool) -> None:
-        """Show nothing new; lines go on arriving and are counted."""
+        """Show nothing new; arriving lines are counted."""
         self._window.freeze(frozen)
         self._show()
 
@@ -150,7 +148,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._window.settle()
         self._show()
 
-    # What is looked for
+    # Search, filter, errors
 
     def search(self, text: str) -> None:
         """Mark every match and go to the next one from here, the newest one while following; LogPattern's forms.
@@ -172,7 +170,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     def filter(self, text: str) -> None:
         """Show only lines that match, with a leading "!" only those that do not; empty text shows all again.
         Raises ValueError for a pattern that is none."""
-        self._window.keep(text or None)
+        self._window.set_filter(text or None)
         self._show()
 
     def next_error(self) -> None:
@@ -187,7 +185,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self._window.jump_to(source, offset)
         self._show()
 
-    # Where it is, and what is taken from it
+    # Movement and copying
 
     def move(self, name: str) -> bool:
         """down, up, page_down, page_up, top, bottom, left or right; False when there is nothing that way."""
@@ -209,11 +207,11 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return moved
 
     def copy_text(self) -> str:
-        """What is selected, else the line that a search or jump went to, else the line at the top."""
+        """The selection, else the line that a search or jump went to, else the line at the top."""
         selection = self.text_selection
         if selection is not None and (selected := self.get_selection(selection)):
             return selected[0]
-        line = self._window.here()
+        line = self._window.current_line()
         return "" if line is None else line.text
 
     def text(self) -> str:
@@ -230,14 +228,14 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
                 texts.append(line.text[max(0, span[0]) : None if span[1] < 0 else span[1]])
         return "\n".join(texts), "\n"
 
-    # Looking, drawing, telling
+    # Drawing
 
-    def _look(self) -> None:
-        self._window.look()
+    def _refresh(self) -> None:
+        self._window.refresh()
         self._show()
 
     def _show(self) -> None:
-        """Draw what differs from what is drawn, and tell what differs from what was told."""
+        """Draw when the rows differ from those drawn, and post Changed when the state differs."""
         window = self._window
         self._place_scrollbar()
         state = window.state()
@@ -254,7 +252,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self._marks.clear()
             self.refresh()
 
-    def _tell_found(self, seek: Seek, number: int | None) -> None:
+    def _post_found(self, seek: Seek, number: int | None) -> None:
         if self.is_running:
             self.post_message(self._Found(seek, number))
 
@@ -264,7 +262,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._show()
 
     def _place_scrollbar(self) -> None:
-        # Told to the scrollbar directly: the reactive would lay out the whole screen ten times a second.
+        # Set on the scrollbar directly: the reactive would lay out the whole screen ten times a second.
         window = self._window
         size = Size(window.width, max(window.shown_count, window.height))
         if size != self.virtual_size:
@@ -278,7 +276,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         """The scrollbar was dragged."""
         message.prevent_default().stop()
         if message.y is not None:
-            self._window.put(round(message.y))
+            self._window.scroll_to(round(message.y))
             self._show()
 
     def _on_scroll_up(self, message: ScrollUp) -> None:
@@ -317,15 +315,15 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return Strip.blank(window.width, base)
 
     def _nothing(self) -> str:
-        """Why there is nothing to see."""
+        """The text of an empty view."""
         if self._window.run_dir is None:
             return "no run is shown"
         if self.state.filter is None or not self.state.lines:
-            return "no output: no rank has printed anything" if self._over else "no output yet"
+            return "no output: no rank has printed anything" if self._ended else "no output yet"
         return f"no line passes the filter {self.state.filter}" + ("" if self.state.counted else " so far")
 
     def _gutter(self, line: LogLine) -> list[tuple[str, str]]:
-        """What stands before a line: texts and the component classes of their styles."""
+        """The texts before a line, with the component classes of their styles."""
         parts = []
         if self._window.timestamps:
             parts.append((strftime("%H:%M:%S ", localtime(line.at)), "log-view--time"))
@@ -344,7 +342,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def _text_strip(self, row: Row, base: Style) -> Strip:
         line, style = row.line, base
-        if ERRORS.expression.search(line.text, 0, _JUDGED_CHARACTERS):
+        if ERRORS.expression.search(line.text, 0, _SEARCHED_CHARACTERS):
             style += self.get_component_rich_style("log-view--error", partial=True)
         if line.number == self._window.current:
             style += self.get_component_rich_style("log-view--current", partial=True)
@@ -357,7 +355,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return strip.apply_offsets(row.start, row.position) if self._selectable else strip
 
     def _marks_of(self, line: LogLine) -> list[Mark]:
-        """Where the search matches; worked out once per drawing, since a wrapped line has many rows."""
+        """The search's matches in a line; computed once per drawing, since a wrapped line has many rows."""
         if self._window.pattern is None:
             return []
         if line.number not in self._marks:

@@ -1,7 +1,7 @@
-"""Which lines of a log are on a screen: the place, the filter, the search, the rows. Knows nothing of how it is drawn.
+"""The lines of a log on a screen: the place, the filter, the search, the rows; nothing about how they are drawn.
 
-The place is the number of the line at the top, so lines that pour in, a filter that is still looking, and a screen that
-changes its size leave it where it is.
+The place is the number of the line at the top: arriving lines, a filter that is still scanning, and another size of the
+screen leave it where it is.
 """
 
 from __future__ import annotations
@@ -12,43 +12,40 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
-from engine.runs.log_filter import LogFilter
-from engine.runs.log_pattern import ERRORS, LogPattern
-from engine.runs.log_reader import LogLine, LogReader
+from engine.api import ERRORS, LAUNCHER_SOURCE, LogFilter, LogLine, LogPattern, LogReader, RunDir
 from tui.widgets.log_rows import Row, height_of, rows_of
 from tui.widgets.log_scan import LogScan, Seek
 
 STEP_CHARACTERS: Final = 8
 """Sideways."""
 CLOCK_CELLS: Final = 9
-"""Of a timestamp and the space after it."""
+"""A timestamp and the space after it."""
 
 
 @dataclass(frozen=True)
 class LogState:
-    """What there is to say about the view, for titles and badges."""
+    """The view's state, for titles and badges."""
 
     source: int | None = None
     """Whose log: a rank, LAUNCHER_SOURCE, or None for all merged."""
     following: bool = True
     frozen: bool = False
     new_lines: int = 0
-    """Arrived since it last showed the end."""
+    """Arrived since the view last showed the end."""
     lines: int = 0
     shown: int = 0
     """Lines that the filter lets through."""
     search: str | None = None
     match: int | None = None
-    """Which of the matches is the current one, from 1."""
+    """The number of the current match, from 1."""
     matches: int = 0
     counted: bool = True
-    """All lines have been looked at for the search and the filter."""
+    """All lines have been scanned for the search and the filter."""
     filter: str | None = None
     wrap: bool = False
     timestamps: bool = False
     note: str = ""
-    """What the last key came to, when it came to nothing: "no match"."""
+    """The last key found nothing: "no match"."""
 
 
 class LogWindow:
@@ -77,14 +74,14 @@ class LogWindow:
         """The line that a search or a jump went to."""
         self.note = ""
         self.rows: list[Row] = []
-        """What is on the screen, at most `height` rows."""
+        """The rows of the screen, at most `height`."""
         self._top = (0, 0)
-        """Where the window was put: the number of the line at the top, and which of its rows."""
+        """The place: the number of the line at the top, and which of its rows."""
         self._left = 0
         self._seen = 0
         """Lines there were when the end was last shown."""
         self._settled: tuple[object, ...] = ()
-        """What `rows` were worked out from."""
+        """The inputs of `rows`."""
         self._frozen_at: int | None = None
         """Lines there were when the window was frozen."""
 
@@ -104,20 +101,20 @@ class LogWindow:
         self.width, self.height = width, height
         self.settle()
 
-    def look(self) -> None:
-        """Take notice of what has arrived."""
+    def refresh(self) -> None:
+        """Read what has arrived."""
         if self._reader is None:
             return
         top, current = self._top_line(), self.line(self.current)
         if self._reader.refresh():
-            # The index was mended after a crash: the same lines have other numbers now.
+            # The index was repaired after a crash: the same lines have other numbers now.
             self._top = (0 if top is None else self._same_place(top), self._top[1])
             self.current = None if current is None else self._same_line(current)
             self._seen = min(self._seen, self.line_count)
             self._settled = ()
         self.sources = self._reader.sources()
         if self._scan is not None:
-            self._scan.arrived()
+            self._scan.wake()
         self.settle()
 
     def state(self) -> LogState:
@@ -143,7 +140,7 @@ class LogWindow:
             note=self.note,
         )
 
-    # What is shown
+    # Source and filter
 
     def set_source(self, source: int | None) -> None:
         """Show one source's log, or (None) all merged, at the same moment; search and filter stay."""
@@ -159,7 +156,7 @@ class LogWindow:
         self.following = following
         self._seen = max(0, self.line_count - new_lines)
         self.search(pattern)
-        self.keep(kept)
+        self.set_filter(kept)
 
     def next_source(self, step: int) -> None:
         choices: list[int | None] = [None, *self.sources]
@@ -167,7 +164,7 @@ class LogWindow:
         self.set_source(choices[(here + step) % len(choices)])
 
     def follow(self) -> None:
-        """Show the end, and what arrives there."""
+        """Show the end, and what arrives."""
         self.following, self.note = True, ""
         self.settle()
 
@@ -178,7 +175,7 @@ class LogWindow:
         self.following, self.note = False, ""
 
     def freeze(self, frozen: bool) -> None:
-        """Show nothing new; lines go on arriving and are counted."""
+        """Show nothing new; arriving lines are counted."""
         self._frozen_at = self.line_count if frozen else None
         self.settle()
 
@@ -186,14 +183,14 @@ class LogWindow:
         self.wrap, self._left, self._top = wrap, 0, (self._top[0], 0)
         self.settle()
 
-    def keep(self, text: str | None) -> None:
+    def set_filter(self, text: str | None) -> None:
         """Show only the lines that LogFilter's pattern keeps; None: all. Raises ValueError."""
         if self._scan is not None:
-            self._scan.keep(text)
+            self._scan.set_filter(text)
             self.note, self._settled = "", ()
             self.settle()
 
-    # What is looked for
+    # Search
 
     def search(self, pattern: LogPattern | None) -> None:
         """Count and mark what matches; None ends that."""
@@ -223,7 +220,7 @@ class LogWindow:
             self._scan.seek(Seek(pattern, from_line, step > 0, wrap))
 
     def answer(self, seek: Seek, number: int | None) -> None:
-        """Go where a search has found something, or say that it has not."""
+        """Go to the line that a search has found, or note that there is none."""
         if number is not None:
             self.go_to(number)
             return
@@ -237,27 +234,27 @@ class LogWindow:
         if self.source not in (None, source):
             self.set_source(source)
         if self._kept is not None:
-            self.keep(None)
+            self.set_filter(None)
         self._reader.refresh()
         if (number := self._reader.number_of(source, offset)) is not None:
             self.go_to(number)
 
     def go_to(self, number: int) -> None:
-        """Make a line the current one, on the screen, with some of what came before it above it."""
+        """Make a line the current one, on the screen, with some earlier lines above it."""
         self.current = number
         self.stay()
         if number not in {row.line.number for row in self.rows if row.part == 0}:
             self._top = (self._number(max(0, self._position(number) - self.height // 3)), 0)
         self.settle()
 
-    # Where it is
+    # Movement
 
     def top(self) -> None:
         self.stay()
         self._top = (self._number(0), 0)
         self.settle()
 
-    def put(self, position: int, part: int = 0) -> None:
+    def scroll_to(self, position: int, part: int = 0) -> None:
         """Put the line at a position at the top; at the end, follow."""
         if (position, part) >= self._end():
             self.follow()
@@ -284,7 +281,7 @@ class LogWindow:
         place = min(max((0, 0), (position, max(0, part))), self._end())
         if place == start and (self.following or rows < 0):
             return False
-        self.put(*place)
+        self.scroll_to(*place)
         return True
 
     def sideways(self, characters: int) -> bool:
@@ -297,7 +294,7 @@ class LogWindow:
         self.settle()
         return True
 
-    # What there is
+    # Lines
 
     @property
     def line_count(self) -> int:
@@ -313,7 +310,7 @@ class LogWindow:
 
     @property
     def position(self) -> int:
-        """Of the line at the top, among those that are shown."""
+        """The place of the top line among the lines that are shown."""
         return self.rows[0].position if self.rows else 0
 
     @property
@@ -350,7 +347,7 @@ class LogWindow:
             return None
         return next(iter(self._reader.lines(number, number + 1)), None)
 
-    def here(self) -> LogLine | None:
+    def current_line(self) -> LogLine | None:
         """The current line, else the one at the top."""
         return self.line(self.current) or self._top_line()
 
@@ -365,7 +362,7 @@ class LogWindow:
         return self._kept.numbers[position] if 0 <= position < len(self._kept.numbers) else 0
 
     def _position(self, number: int) -> int:
-        """Where a line is shown, or the next one that is."""
+        """The place of a line, or of the next one that is shown."""
         return number if self._kept is None else bisect_left(self._kept.numbers, number)
 
     def _top_number(self) -> int:
@@ -389,7 +386,7 @@ class LogWindow:
     # The rows
 
     def settle(self) -> None:
-        """Work out the rows of the screen."""
+        """Compute the rows of the screen."""
         if self.width < 1 or self.height < 1:
             return
         shape = (self.width, self.height, self.gutter_width, self.wrap, self._left, self.following, self._top)

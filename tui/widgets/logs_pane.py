@@ -1,24 +1,94 @@
-"""The logs: every rank's lines merged, or one rank's, over the run's files; with the bar for search and filter."""
+"""The log pane: all ranks' lines merged or one rank's, and the prompt for a search (`/`) or a filter (`&`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final
 
 from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.message import Message
 from textual.widget import Widget
+from textual.widgets import Input, Static
 
-from engine.runs.layout import LAUNCHER_SOURCE, RunDir
+from engine.api import LAUNCHER_SOURCE, LogPattern, RunDir
 from tui.state import DeckState
-from tui.widgets.filter_bar import FILTER, SEARCH, FilterBar
 from tui.widgets.log_view import REDRAW_S, LogState, LogView
 from tui.widgets.pane import Pane
 
-if TYPE_CHECKING:
-    from tui.app import FlightDeckApp
+SEARCH: Final = "search"
+FILTER: Final = "filter"
+_PROMPTS: Final = {SEARCH: "/", FILTER: "&"}
+_HINTS: Final = {
+    SEARCH: "text, or re: and a regular expression",
+    FILTER: "lines to keep; ! inverts; empty shows all",
+}
 
 
-SLOW_REDRAW_S: Final = 0.5
-"""Over a slow link."""
+class FilterBar(Horizontal):
+    """Hidden until it is opened. Enter answers with Answered, escape (the app calls `close`) with nothing."""
+
+    DEFAULT_CSS = """
+    FilterBar { height: 1; display: none; }
+    FilterBar.-open { display: block; }
+    FilterBar .prompt { width: 2; color: $text-primary; text-style: bold; }
+    FilterBar Input { width: 1fr; border: none; height: 1; padding: 0; background: $surface; }
+    FilterBar .fault { width: auto; color: $text-error; padding: 0 1; }
+    """
+
+    class Answered(Message):
+        """A pattern was entered: one that LogPattern takes, or nothing at all."""
+
+        def __init__(self, kind: str, text: str) -> None:
+            super().__init__()
+            self.kind = kind
+            """"search" or "filter"."""
+            self.text = text
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.kind = SEARCH
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="prompt", markup=False)
+        yield Input(select_on_focus=True)
+        yield Static("", classes="fault", markup=False)
+
+    @property
+    def is_open(self) -> bool:
+        return self.has_class("-open")
+
+    def open(self, kind: str, text: str = "") -> None:
+        """Prompt for a search or a filter, with the one before as its text."""
+        self.kind = kind
+        self.query_one(".prompt", Static).update(_PROMPTS[kind])
+        entry = self.query_one(Input)
+        entry.placeholder, entry.value = _HINTS[kind], text
+        self._show_fault("")
+        self.add_class("-open")
+        # At once, not with the next refresh: what is typed right behind the key belongs to the prompt.
+        self.screen.set_focus(entry)
+
+    def close(self) -> None:
+        self.remove_class("-open")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._show_fault("")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        try:
+            pattern = event.value.removeprefix("!") if self.kind == FILTER else event.value
+            if event.value:
+                LogPattern.parse(pattern)
+        except ValueError as fault:
+            self._show_fault(str(fault))
+            return
+        self.close()
+        self.post_message(self.Answered(self.kind, event.value))
+
+    def _show_fault(self, fault: str) -> None:
+        self.query_one(".fault", Static).update(fault)
 
 
 class LogsPane(Pane):
@@ -27,10 +97,20 @@ class LogsPane(Pane):
     NAME = "logs"
     HINTS = ("search", "filter", "next_rank", "follow")
 
+    class SearchChanged(Message):
+        """A search of the log has been started or ended."""
+
+        def __init__(self, searching: bool) -> None:
+            super().__init__()
+            self.searching = searching
+
+    def __init__(self, *, redraw_s: float | None = None) -> None:
+        super().__init__()
+        self._redraw_s = REDRAW_S if redraw_s is None else redraw_s
+
     def compose(self) -> ComposeResult:
-        slow = cast("FlightDeckApp", self.app).slow_link
-        yield LogView(id="log", redraw_s=SLOW_REDRAW_S if slow else REDRAW_S)
-        yield FilterBar(id="ask")
+        yield LogView(id="log", redraw_s=self._redraw_s)
+        yield FilterBar(id="prompt")
 
     @property
     def view(self) -> LogView:
@@ -73,8 +153,8 @@ class LogsPane(Pane):
         self.view.freeze(frozen)
 
     def on_log_view_changed(self, event: LogView.Changed) -> None:
-        # Taken here and not on the screen: a message does not bubble past the widget whose handler caused it.
-        cast("FlightDeckApp", self.app).change(searching=event.state.search is not None)
+        # A message of its own: one does not bubble past the widget whose handler caused it.
+        self.post_message(self.SearchChanged(event.state.search is not None))
         self.show(self.state)
 
     def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
@@ -86,10 +166,10 @@ class LogsPane(Pane):
 
     def do(self, action: str) -> None:
         """A log action of the table."""
-        view, ask = self.view, self.query_one(FilterBar)
+        view, prompt = self.view, self.query_one(FilterBar)
         {
-            "search": lambda: ask.open(SEARCH, view.state.search or ""),
-            "filter": lambda: ask.open(FILTER, view.state.filter or ""),
+            "search": lambda: prompt.open(SEARCH, view.state.search or ""),
+            "filter": lambda: prompt.open(FILTER, view.state.filter or ""),
             "next_match": view.next_match,
             "previous_match": view.previous_match,
             "follow": lambda: view.follow(not view.state.following),
@@ -104,9 +184,9 @@ class LogsPane(Pane):
 
     def back(self) -> bool:
         """Close the prompt, end the search, end the filter: one of them; False when there is none."""
-        ask = self.query_one(FilterBar)
-        if ask.is_open:
-            ask.close()
+        prompt = self.query_one(FilterBar)
+        if prompt.is_open:
+            prompt.close()
             self.view.focus()
         elif self.view.state.search is not None:
             self.view.search("")
@@ -118,7 +198,7 @@ class LogsPane(Pane):
 
 
 def title(log: LogState, state: DeckState) -> str:
-    """Whose log, whether it follows, what has come since, and what is looked for."""
+    """The source, whether the end is followed, new lines, the filter and the search."""
     if state.snapshot is None:
         return "logs"
     whose = {None: "all ranks", LAUNCHER_SOURCE: "launcher"}.get(log.source, f"rank {log.source}")

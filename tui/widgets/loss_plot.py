@@ -1,12 +1,16 @@
-"""Train and validation loss against iteration, with checkpoints and restarts as marks on the axis.
+"""Train and validation loss over iterations, drawn in braille dots (ASCII where that is all there is), with
+checkpoints and restarts as marks on the axis.
 
-Drawn at most twice a second and only while it is on the screen; the series is decimated to the width before drawing.
+Drawn at most twice a second and only while visible; the series is decimated to the width first. plotext (6.1) was not
+used: it draws on one figure per process and returns escape codes over a background of its own, while here every cell
+takes the theme's variables.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -15,12 +19,125 @@ from textual.app import RenderResult
 from textual.content import Content
 from textual.widget import Widget
 
+from engine import api
 from tui.glyphs import MUTED, Glyphs
-from tui.widgets.axis import Axis, tick_text
-from tui.widgets.braille import Canvas
 
 if TYPE_CHECKING:
-    from engine.events import Series
+    from engine.snapshots import Series
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high` (low < high; both > 0 when logarithmic) on `dots` dots, 0 at `low`."""
+
+    low: float
+    high: float
+    dots: int
+    logarithmic: bool = False
+
+    @classmethod
+    def of(cls, values: Sequence[float], dots: int, *, logarithmic: bool = False) -> Axis:
+        """The axis on which all `values` (finite, at least one) fit; never of no height."""
+        low, high = min(values), max(values)
+        logarithmic = logarithmic and low > 0
+        if high - low < 1e-9 * max(1.0, abs(high)):
+            margin = abs(high) * 0.05 or 0.5
+            low, high = low - margin, high + margin
+        return cls(low, high, max(1, dots), logarithmic)
+
+    def position(self, value: float) -> int:
+        """The dot of `value`; values outside are clamped to the ends."""
+        if self.logarithmic:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return round(max(0.0, min(1.0, share)) * (self.dots - 1))
+
+    def ticks(self, count: int) -> list[float]:
+        """About `count` round values within the axis, ascending."""
+        if self.logarithmic and self.high / self.low > 20:
+            first = math.floor(math.log10(self.low))
+            last = math.ceil(math.log10(self.high))
+            multiples = (1, 2, 5) if (last - first) * 2 <= count else (1,)
+            found = [m * 10.0**power for power in range(first, last + 1) for m in multiples]
+        else:
+            step = step_of((self.high - self.low) / max(1, count))
+            start = math.ceil(self.low / step - 1e-9)
+            found = [index * step for index in range(start, math.floor(self.high / step + 1e-9) + 1)]
+        return [value for value in found if self.low <= value <= self.high]
+
+
+def step_of(rough: float) -> float:
+    """The next of 1, 2, 5 × a power of ten that is at least `rough` (> 0)."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough * (1 - 1e-9))
+
+
+def tick_text(value: float, step: float) -> str:
+    """A tick's label, with as many decimals as tell neighbours `step` apart from each other."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{value:,.{min(decimals, 6)}f}"
+
+
+_DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bit of a dot by its row and column within the cell."""
+_ASCII_ROWS: Final = ("'", "-", "-", ".")
+_BLANK: Final = 0x2800
+
+
+class Canvas:
+    """`width` × `height` cells; dots count from the top left, (0, 0) to (2·width - 1, 4·height - 1)."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width = width
+        self.height = height
+        self._masks = [[0] * width for _ in range(height)]
+        self._styles = [[""] * width for _ in range(height)]
+
+    def dot(self, x: int, y: int, style: str) -> None:
+        """Set one dot; outside the canvas nothing happens."""
+        column, row = x >> 1, y >> 2
+        if 0 <= column < self.width and 0 <= row < self.height:
+            self._masks[row][column] |= _DOTS[y & 3][x & 1]
+            self._styles[row][column] = style
+
+    def line(self, start: tuple[int, int], end: tuple[int, int], style: str, *, dotted: bool = False) -> None:
+        """A straight line, both ends set (Bresenham); `dotted` sets every third dot only."""
+        (x, y), (end_x, end_y) = start, end
+        run, rise = abs(end_x - x), -abs(end_y - y)
+        step_x, step_y = (1 if end_x > x else -1), (1 if end_y > y else -1)
+        error = run + rise
+        while True:
+            if not dotted or (x + y) % 3 == 0 or (x, y) in (start, end):
+                self.dot(x, y, style)
+            if (x, y) == (end_x, end_y):
+                return
+            doubled = 2 * error
+            if doubled >= rise:
+                error += rise
+                x += step_x
+            if doubled <= run:
+                error += run
+                y += step_y
+
+    def row(self, number: int, *, ascii: bool = False) -> Content:
+        """One line of cells as coloured text."""
+        parts: list[str | tuple[str, str]] = []
+        for mask, style in zip(self._masks[number], self._styles[number], strict=True):
+            text = _ascii(mask) if ascii else (chr(_BLANK + mask) if mask else " ")
+            if parts and isinstance(parts[-1], tuple) and parts[-1][1] == style:
+                parts[-1] = (parts[-1][0] + text, style)
+            else:
+                parts.append((text, style))
+        return Content.assemble(*parts)
+
+
+def _ascii(mask: int) -> str:
+    if not mask:
+        return " "
+    rows = [index for index, (left, right) in enumerate(_DOTS) if mask & (left | right)]
+    return "|" if len(rows) > 2 else _ASCII_ROWS[rows[0]]
+
 
 REDRAW_S: Final = 0.5
 TRAIN: Final = "$text-primary"
@@ -116,10 +233,8 @@ def _tick(value: float, ticks: Sequence[float]) -> str:
 
 
 def _curve(canvas: Canvas, points: Points, x: Axis, y: Axis, style: str, *, dotted: bool = False) -> None:
-    from engine.runs.metrics import decimate  # after the first paint only
-
     top = canvas.height * 4 - 1
-    dots = [(x.position(step), top - y.position(loss)) for step, loss in decimate(points, canvas.width * 2)]
+    dots = [(x.position(step), top - y.position(loss)) for step, loss in api.decimate(points, canvas.width * 2)]
     if len(dots) == 1:
         canvas.dot(*dots[0], style)
     for start, end in pairwise(dots):

@@ -1,5 +1,4 @@
-"""One node in full: what is wrong with it and what mends that, then everything known of it in groups with their ages,
-and how the nodes are joined."""
+"""One node in full: its problem and the fix, every known fact with its age, and how the nodes are connected."""
 
 from __future__ import annotations
 
@@ -7,16 +6,16 @@ from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 
+from tui import node_state
 from tui.formatting import age, size
 from tui.glyphs import MUTED, STALE, WARN
 from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
-from tui.widgets import node_state
-from tui.widgets.pairs import pair
-from tui.widgets.topology import draw, ring, verdict
+from tui.topology import draw, ring, verdict
+from tui.widgets.text import pair
 
 if TYPE_CHECKING:
-    from engine.events import RankStatus
     from engine.models import Interface, NodeFacts, NodeTelemetry, ThunderboltPort
+    from engine.snapshots import RankStatus
 
 REASONS: Final = 8
 """Addresses of more ranks than this are counted, not listed."""
@@ -25,12 +24,12 @@ Pairs = list[tuple[str, str | None]]
 
 
 def detail(state: DeckState, node: str, width: int) -> Content:
-    """All that is known of one node, and what is not."""
+    """Every known fact of one node, and the names of the unknown ones."""
     return Content("\n").join(_node(state, node, width))
 
 
-def joined(state: DeckState, width: int) -> Content:
-    """How the nodes are joined: the topology drawn, and the wiring with its reasons."""
+def connections(state: DeckState, width: int) -> Content:
+    """How the nodes are connected: the topology drawn, and the network plan with its reasons."""
     topology, nodes = state.topology, node_state.node_names(state)
     lines = [Content.styled("topology", "bold")]
     drawn = draw(topology, width, state.glyphs) if topology is not None else []
@@ -41,23 +40,25 @@ def joined(state: DeckState, width: int) -> Content:
         lines += [Content(""), *map(Content, drawn)]
     elif nodes:
         lines += [Content(line) for line in ring(nodes, state.backend or "?", width, state.glyphs)]
-    return Content("\n").join([*lines, Content(""), *_wiring(state, width)])
+    return Content("\n").join([*lines, Content(""), *_network_plan(state, width)])
 
 
-def _wiring(state: DeckState, width: int) -> list[Content]:
-    lines = [Content.styled("wiring", "bold")]
-    if state.wiring is None:
-        why = state.unwired or ("waiting for every node's facts" if state.probing else "not known before a probe")
-        return [*lines, pair("backend", why, width, style="$error" if state.unwired else MUTED)]
-    wiring = state.wiring
-    lines.append(pair("backend", wiring.backend, width, style="bold"))
-    lines += [pair("because" if not number else "", reason, width) for number, reason in enumerate(wiring.reasons)]
-    lines += [pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in wiring.warnings]
+def _network_plan(state: DeckState, width: int) -> list[Content]:
+    lines = [Content.styled("network", "bold")]
+    if state.network_plan is None:
+        why = state.network_problem or (
+            "waiting for every node's facts" if state.probing else "not known before a probe"
+        )
+        return [*lines, pair("backend", why, width, style="$error" if state.network_problem else MUTED)]
+    plan = state.network_plan
+    lines.append(pair("backend", plan.backend, width, style="bold"))
+    lines += [pair("because" if not number else "", reason, width) for number, reason in enumerate(plan.reasons)]
+    lines += [pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in plan.warnings]
     names = node_state.node_names(state)
-    for rank, (name, host) in enumerate(zip(names[:REASONS], wiring.hosts, strict=False)):
+    for rank, (name, host) in enumerate(zip(names[:REASONS], plan.hosts, strict=False)):
         devices = [word for part in host.rdma or () if part for word in ((part,) if isinstance(part, str) else part)]
-        told = state.glyphs.separator.join([", ".join(host.ips) or "any address", *devices])
-        lines.append(pair(f"rank {rank}", f"{name}  {told}", width))
+        text = state.glyphs.separator.join([", ".join(host.ips) or "any address", *devices])
+        lines.append(pair(f"rank {rank}", f"{name}  {text}", width))
     if len(names) > REASONS:
         lines.append(pair("", f"and {len(names) - REASONS} more", width, style=MUTED))
     return lines
@@ -69,8 +70,8 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
     glyph, word = node_state.condition(state, node, rank, versions)
     lines: list[Content] = [Content.assemble((node, "bold"), "  ", state.glyphs.state(glyph, word))]
     if (link := node_state.away(state, rank)) is not None:
-        told = f"{link.condition} for {age(link.since, state.now)}" + (f": {link.why}" if link.why else "")
-        lines.append(pair("supervisor", told, width, style="$error"))
+        text = f"{link.condition} for {age(link.since, state.now)}" + (f": {link.why}" if link.why else "")
+        lines.append(pair("supervisor", text, width, style="$error"))
     if facts is None:
         lines.append(Content.styled("not probed yet: r probes", MUTED))
         return [*lines, *_rank(state, rank, width)]
@@ -99,7 +100,7 @@ def _problem(facts: NodeFacts, width: int) -> list[Content]:
         lines += [
             pair("accepted is", facts.changed_key.accepted, width),
             pair("it shows", facts.changed_key.found, width),
-            pair("", "x says what can be done; it is never accepted from here", width, style=MUTED),
+            pair("", "x shows what can be done; it is never accepted from here", width, style=MUTED),
         ]
     elif facts.fix:
         lines.append(pair("fix", facts.fix, width, style="bold"))
@@ -110,14 +111,14 @@ def _rank(state: DeckState, rank: RankStatus | None, width: int) -> list[Content
     if rank is None:
         return []
     separator = state.glyphs.separator
-    seen = f"{separator}last heard {state.ago(rank.seen_at)}" if rank.seen_at else ""
+    seen = f"{separator}last report {state.ago(rank.seen_at)}" if rank.seen_at else ""
     lines = [Content(""), pair("rank", f"{rank.rank}{separator}{rank.phase}{seen}", width)]
     lines.append(pair("step", f"{rank.iteration:,}" if rank.iteration is not None else "none yet", width))
     return lines
 
 
 def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Content]:
-    """Telemetry; what is past its limit is said to be stale and not repeated."""
+    """Telemetry; past its limit it is shown as stale, without values."""
     if values is None:
         return []
     stale = state.age_s(values.at) > TELEMETRY_LIMIT_S
@@ -125,7 +126,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
     if values.problem is not None:
         return [*lines, pair("", values.problem, width, style="$warning")]
     if stale:
-        return [*lines, pair("", "telemetry has stopped: what it said last is not shown as if it were so", width)]
+        return [*lines, pair("", "telemetry has stopped: its last values are no longer shown", width)]
     heat = [
         f"{name} {value:.0f}{state.glyphs.degrees}"
         for name, value in (("CPU", values.cpu_temperature_c), ("GPU", values.gpu_temperature_c))
@@ -254,7 +255,7 @@ def _port(port: ThunderboltPort) -> str:
 
 
 def _other_end(state: DeckState, node: str, port: ThunderboltPort) -> str:
-    """Who is at the other end: a node with its interface, a stranger, or no computer."""
+    """The other end: a node with its interface, a stranger, or no computer."""
     speed = f", {port.speed}" if port.speed else ""
     if port.peer_uuid is None:
         return "no computer at the other end"
@@ -275,10 +276,10 @@ def _rdma(facts: NodeFacts) -> Pairs:
     if facts.rdma_enabled is not None:
         rows.append(("rdma", "on" if facts.rdma_enabled else "off"))
     for device in facts.rdma_devices:
-        state = (device.port_state or "state not told").removeprefix("PORT_").lower()
+        state = (device.port_state or "state unknown").removeprefix("PORT_").lower()
         address = {True: "", False: ", no IPv4 in its GID table: no queue pair comes up", None: ""}[device.ipv4_gid]
         rows.append((device.name, state + address))
     return rows
 
 
-__all__ = ["detail", "joined"]
+__all__ = ["connections", "detail"]

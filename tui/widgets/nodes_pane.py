@@ -1,33 +1,231 @@
-"""Pane 1: every node with what the last probe and its telemetry say, its rank and step, and how old each is."""
+"""Pane 1: the table of nodes with facts, telemetry, rank and age, and the details of the selected node. A row is
+rebuilt only when something of its node has changed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Final
 
 from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.content import Content
 
-from tui.glyphs import MUTED
-from tui.state import DeckState
-from tui.widgets.columns import Table
-from tui.widgets.node_cells import NodeRows, heads
-from tui.widgets.node_detail import detail, joined
-from tui.widgets.node_state import node_names
-from tui.widgets.pane import Pane
-from tui.widgets.row_list import RowList
-from tui.widgets.text import Text
-from tui.widgets.topology import least_width
+from tui import node_state
+from tui.formatting import age, size
+from tui.glyphs import MUTED, Glyph
+from tui.node_state import node_names
+from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+from tui.topology import least_width
+from tui.widgets.node_detail import connections, detail
+from tui.widgets.pane import Pane, RowList
+from tui.widgets.text import ColumnSpec, Table, Text
 
 if TYPE_CHECKING:
-    from tui.app import FlightDeckApp
+    from engine.models import NodeFacts, NodeTelemetry
+    from engine.snapshots import RankStatus
+
+
+Cells = tuple[Content, ...]
+Age = tuple[str | None, bool]
+"""The age as text, and whether it is past its limit."""
+
+HEADS: Final = (
+    ColumnSpec("node", 9),
+    ColumnSpec("state", 9),
+    ColumnSpec("chip", 3, optional=True),
+    ColumnSpec("gpu cores", 2, right=True, optional=True),
+    ColumnSpec("memory", 7),
+    ColumnSpec("gpu", 5, right=True, optional=True),
+    ColumnSpec("power", 3, right=True, optional=True),
+    ColumnSpec("temp", 2, right=True, optional=True),
+    ColumnSpec("system", 1, optional=True),
+    ColumnSpec("thunderbolt", 2, optional=True),
+    ColumnSpec("rdma", 6, optional=True),
+    ColumnSpec("python", 2, optional=True),
+    ColumnSpec("mlx", 6),
+    ColumnSpec("mlx-lm", 4, optional=True),
+    ColumnSpec("disk free", 2, right=True, optional=True),
+    ColumnSpec("clock", 3, right=True, optional=True),
+    ColumnSpec("round trip", 2, right=True, optional=True),
+    ColumnSpec("rank", 6, right=True, optional=True),
+    ColumnSpec("step", 5, right=True, optional=True),
+    ColumnSpec("rss", 4, right=True, optional=True),
+    ColumnSpec("age", 8, right=True),
+    ColumnSpec("live", 4, right=True, optional=True),
+)
+BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock", "live"})
+"""Left out on the dashboard, where the pane is narrow."""
+_FIRST: Final = 8
+AGE_STEP_S: Final = 5.0
+
+
+class NodeRows:
+    """The cells of every node, kept while nothing that they are made of has changed."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, tuple[tuple[object, ...], Cells]] = {}
+
+    def of(
+        self, state: DeckState, nodes: list[str], heads: tuple[ColumnSpec, ...], sight: range | None = None
+    ) -> dict[str, Cells]:
+        """By node, in order. Rows out of `sight` are not made again for their ages alone, which change every second."""
+        versions = node_state.reference(state)
+        ranks = node_state.ranks_by_node(state)
+        run = state.snapshot.record.id if state.snapshot is not None else None
+        common = (state.glyphs, tuple(versions.items()), run, state.active, heads)
+        rows = {}
+        for number, node in enumerate(nodes):
+            seen = sight is None or number in sight
+            rank, facts, values = ranks.get(node), state.facts.get(node), state.telemetry.get(node)
+            ages = (_facts_age(state, facts), _live_age(state, values))
+            shown = node_state.condition(state, node, rank, versions)
+            key = (common, rank, facts, values, shown, ages)
+            known = self._rows.get(node)
+            if known is None or not _same(known[0], key, ages=seen):
+                made = _cells(state, node, rank, versions, shown=shown, ages=ages)
+                cells = dict(zip((head.title for head in HEADS), made, strict=True))
+                known = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
+            rows[node] = known[1]
+        return rows
+
+
+def _same(before: tuple[object, ...], now: tuple[object, ...], *, ages: bool) -> bool:
+    """Facts and telemetry by identity: comparing models field by field costs more than the row."""
+    common, rank, facts, values, shown, age = now
+    return (
+        before[2] is facts
+        and before[3] is values
+        and before[0] == common
+        and before[1] == rank
+        and before[4] == shown
+        and (before[5] == age or not ages)
+    )
+
+
+def heads(state: DeckState, *, full: bool) -> tuple[ColumnSpec, ...]:
+    """The columns of the full view, or of the dashboard's pane; versions that differ are shown before all else."""
+    differ = {field.replace("_", "-") for field in node_state.differing(state)}
+    found = (replace(head, priority=_FIRST) if head.title in differ else head for head in HEADS)
+    return tuple(head for head in found if full or head.title not in BRIEF or head.priority == _FIRST)
+
+
+def _cells(
+    state: DeckState,
+    node: str,
+    rank: RankStatus | None,
+    versions: dict[str, str],
+    *,
+    shown: tuple[Glyph, str],
+    ages: tuple[Age, Age],
+) -> Cells:
+    facts, values = state.facts.get(node), node_state.live(state, node)
+    none = Content.styled(state.glyphs.none, MUTED)
+    (probed, old), (live, _) = ages
+
+    def known(text: str | None, style: str = "") -> Content:
+        return none if text is None else Content.styled(text, style)
+
+    def fact(name: str) -> str | None:
+        value = getattr(facts, name, None)
+        return None if value is None else str(value)
+
+    skew = None if facts is None or facts.clock_skew_s is None else _skew(facts.clock_skew_s)
+    rdma = node_state.rdma(facts) if facts else None
+    return (
+        Content(node),
+        state.glyphs.state(*shown),
+        known(node_state.chip(facts) if facts else None),
+        known(fact("gpu_cores")),
+        known(_memory(state, facts, values)),
+        known(f"{values.gpu_use:.0%}" if values and values.gpu_use is not None else None),
+        known(f"{values.power_w:.0f} W" if values and values.power_w is not None else None),
+        known(_temperature(state, values)),
+        known(node_state.system(facts) if facts else None),
+        known(node_state.cabled(facts) if facts else None),
+        known(rdma, "$warning" if rdma is not None and not _whole(rdma) else ""),
+        _version(state, facts, "python", versions),
+        _version(state, facts, "mlx", versions),
+        _version(state, facts, "mlx_lm", versions),
+        known(size(facts.disk_free_bytes) if facts and facts.disk_free_bytes is not None else None),
+        known(skew, "$error" if facts is not None and node_state.skewed(facts) else ""),
+        known(node_state.milliseconds(facts.round_trip_s) if facts else None),
+        known(str(rank.rank) if rank else None),
+        known(f"{rank.iteration:,}" if rank and rank.iteration is not None else None),
+        known(_rss(state, values, rank)),
+        known(probed, "$warning" if old else MUTED),
+        known(live, "$warning" if values is None else MUTED),
+    )
+
+
+def _facts_age(state: DeckState, facts: NodeFacts | None) -> Age:
+    """The age of the probe, and whether it is past the limit."""
+    if facts is None:
+        return None, False
+    return _age(facts.probed_at, state), state.age_s(facts.probed_at) > FACTS_LIMIT_S
+
+
+def _live_age(state: DeckState, values: NodeTelemetry | None) -> Age:
+    if values is None or values.problem is not None:
+        return None, values is not None
+    return _age(values.at, state), state.age_s(values.at) > TELEMETRY_LIMIT_S
+
+
+def _age(then: datetime, state: DeckState) -> str:
+    """In whole steps: rows that all tick every second are neither calm nor cheap. The detail view has the second."""
+    steps = max(0.0, state.age_s(then)) // AGE_STEP_S
+    return age(then, then + timedelta(seconds=steps * AGE_STEP_S))
+
+
+def _memory(state: DeckState, facts: NodeFacts | None, values: NodeTelemetry | None) -> str | None:
+    if facts is None or not facts.memory_total_bytes:
+        return None
+    used = facts.memory_used_bytes
+    if values is not None and values.memory_used_bytes is not None and values.at >= facts.probed_at:
+        used = values.memory_used_bytes
+    text = node_state.of_total(used, facts.memory_total_bytes)
+    return text if used is None else f"{state.glyphs.bar(used / facts.memory_total_bytes, 6)} {text}"
+
+
+def _temperature(state: DeckState, values: NodeTelemetry | None) -> str | None:
+    """The hotter of CPU and GPU."""
+    found = [t for t in (values.cpu_temperature_c, values.gpu_temperature_c) if t is not None] if values else []
+    return f"{max(found):.0f}{state.glyphs.degrees}" if found else None
+
+
+def _rss(state: DeckState, values: NodeTelemetry | None, rank: RankStatus | None) -> str | None:
+    if values is None or rank is None or state.snapshot is None:
+        return None
+    run = state.snapshot.record.id
+    return next((size(use.rss_bytes) for use in values.ranks if use.run_id == run and use.rank == rank.rank), None)
+
+
+def _version(state: DeckState, facts: NodeFacts | None, field: str, versions: dict[str, str]) -> Content:
+    """One that differs from the others' stands out by a sign and a colour."""
+    value = getattr(facts, field, None)
+    if value is None:
+        return Content.styled(state.glyphs.none, MUTED)
+    if value == versions.get(field):
+        return Content(value)
+    return Content.styled(f"{'!=' if state.glyphs.ascii else '≠'}{value}", "$error")
+
+
+def _skew(seconds: float) -> str:
+    """ "+3 ms" or "-2.4 s"; what is below the round trip is noise, and still what was measured."""
+    return f"{seconds:+.1f} s" if abs(seconds) >= 1 else f"{seconds * 1000:+.0f} ms"
+
+
+def _whole(rdma: str) -> bool:
+    first, _, rest = rdma.partition("/")
+    return rest.startswith(f"{first} ")
 
 
 WIDE: Final = 110
 """From this room on a node and the topology stand side by side."""
 GUTTER: Final = 3
 TEXT_WIDTH: Final = 100
-"""Of what is copied and saved."""
+"""Cells of copied and saved text."""
 
 
 class NodesPane(Pane):
@@ -35,40 +233,40 @@ class NodesPane(Pane):
 
     NAME = "nodes"
     NUMBER = "1"
-    HINTS = ("enter", "mend", "shell", "recheck")
-    UNSEEN = frozenset({"check", "checks", "checks_at", "not_checked", "has_log", "searching", "busy", "runs"})
+    HINTS = ("enter", "fix", "shell", "recheck")
+    UNSEEN = frozenset({"check", "checks", "checks_at", "has_log", "searching", "busy", "runs"})
 
     def __init__(self) -> None:
         super().__init__()
         self._cells = NodeRows()
         self._table = Table()
         self._drawn: tuple[object, ...] = ()
-        self._joined: tuple[object, ...] = ()
+        self._connected: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Text(id="nodes-head", classes="head")
         yield RowList(id="nodes-rows")
         with VerticalScroll(classes="detail", can_focus=False), Container(id="nodes-parts"):
             yield Text(id="nodes-detail")
-            yield Text(id="nodes-joined")
+            yield Text(id="nodes-connections")
 
     def on_row_list_moved(self, event: RowList.Moved) -> None:
-        cast("FlightDeckApp", self.app).change(node=event.rows.selected)
+        self.post_message(self.Selected(self.NAME, event.rows.selected))
 
     @property
     def opens(self) -> bool:
         return not (self.full and self.state.detail)
 
     def title(self, state: DeckState) -> str:
-        said = ["nodes"]
+        title = ["nodes"]
         if state.detail and self.full and state.node:
-            said.append(state.node)
+            title.append(state.node)
         if state.probing:
             total = len(node_names(state))
-            said.append(f"probing {total - len(state.asked)}/{total}")
+            title.append(f"probing {total - len(state.unanswered)}/{total}")
         if state.frozen and state.listening:
-            said.append("frozen")
-        return state.glyphs.separator.join(said)
+            title.append("frozen")
+        return state.glyphs.separator.join(title)
 
     def draw(self, state: DeckState) -> None:
         nodes = node_names(state)
@@ -79,10 +277,10 @@ class NodesPane(Pane):
         # The list that had the focus is not on the screen then; the keys still come here.
         self.set_class(alone and state.pane == self.NAME, "-keys")
         if not nodes:
-            said = "no nodes: there is no configuration" if state.ready else "loading"
-            head.put(Content.styled(said, MUTED))
+            title = "no nodes: there is no configuration" if state.ready else "loading"
+            head.put(Content.styled(title, MUTED))
             rows.set_rows([])
-            for part in ("#nodes-detail", "#nodes-joined"):
+            for part in ("#nodes-detail", "#nodes-connections"):
                 self.query_one(part, Text).put(Content(""))
             return
         if not alone:
@@ -96,7 +294,7 @@ class NodesPane(Pane):
             self._draw_detail(state, state.node)
 
     def _draw_detail(self, state: DeckState, node: str) -> None:
-        """Both parts, each only when something in it has changed: 64 nodes speak, one is looked at."""
+        """Both parts, each only when something in it has changed: 64 nodes report, one is shown."""
         room = self.room - 1
         left = (room - GUTTER) * 48 // 100
         right = room - GUTTER - left
@@ -109,11 +307,11 @@ class NodesPane(Pane):
         if not _alike(own, self._drawn):
             self._drawn = own
             self.query_one("#nodes-detail", Text).put(detail(state, node, left))
-        wired = (state.wiring, state.unwired, state.backend)
+        wired = (state.network_plan, state.network_problem, state.backend)
         links: tuple[object, ...] = (right, state.topology, *wired, state.probing, state.config, state.glyphs)
-        if not _alike(links, self._joined):
-            self._joined = links
-            self.query_one("#nodes-joined", Text).put(joined(state, right))
+        if not _alike(links, self._connected):
+            self._connected = links
+            self.query_one("#nodes-connections", Text).put(connections(state, right))
 
     def move(self, name: str) -> bool:
         """With one node alone, left and right go to the one before and after; everything else scrolls."""
@@ -139,8 +337,10 @@ class NodesPane(Pane):
         nodes, shown = node_names(self.state), heads(self.state, full=True)
         head, rows = Table().lay_out(shown, NodeRows().of(self.state, nodes, shown), 400)
         table = [line.plain.rstrip() for line in (head, *(line for _, line in rows))]
-        told = [detail(self.state, node, TEXT_WIDTH) for node in nodes]
-        return "\n\n".join(["\n".join(table), joined(self.state, TEXT_WIDTH).plain, *(part.plain for part in told)])
+        details = [detail(self.state, node, TEXT_WIDTH) for node in nodes]
+        return "\n\n".join(
+            ["\n".join(table), connections(self.state, TEXT_WIDTH).plain, *(part.plain for part in details)]
+        )
 
 
 def _alike(now: tuple[object, ...], before: tuple[object, ...]) -> bool:

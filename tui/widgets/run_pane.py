@@ -8,19 +8,19 @@ from textual.content import Content
 
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
-from tui.widgets import run_story, run_watch
+from tui.widgets import plan_summary, run_summary
 from tui.widgets.loss_plot import LossPlot
 from tui.widgets.pane import Pane
-from tui.widgets.rank_lines import figures, line, own_program, table
+from tui.widgets.run_summary import figures, own_program, rank_line, rank_table
 from tui.widgets.text import Text
 
 PLOT_ROWS = 8
-"""What is said goes first: with fewer rows left than this, ranks and figures included, there is no plot."""
+"""The summary comes first: with fewer rows left than this, ranks and figures included, there is no plot."""
 LEAST_PLOT_ROWS = 6
 """With fewer, a blank line above it included, no plot can be drawn: what is verified gives way to it, but for what is
 wrong."""
 SCROLLBAR_CELLS = 1
-"""Left free beside what is said: a long fix scrolls, and its lines are broken before it is known that it does."""
+"""Left free beside the summary: a long fix scrolls, and its lines are broken before that is known."""
 SHORT_SCREEN = 30
 """On a screen with fewer rows than this the plan goes without blank lines."""
 
@@ -33,7 +33,7 @@ class RunPane(Pane, can_focus=True):
     HINTS = ("log_axis", "maximise", "enter")
 
     def compose(self) -> ComposeResult:
-        yield Text(id="story")
+        yield Text(id="summary")
         yield LossPlot(id="loss")
         yield Text(id="ranks")
         yield Text(id="figures")
@@ -61,7 +61,8 @@ class RunPane(Pane, can_focus=True):
         self.set_class(snapshot is None, "-plan")
         if snapshot is None:
             self._put(
-                "#story", run_story.plan(state, self.scrollable_content_region.width, short=short, full=self.full)
+                "#summary",
+                plan_summary.overview(state, self.scrollable_content_region.width, short=short, full=self.full),
             )
             self.plot.display = False
             self._put("#ranks", [])
@@ -70,26 +71,30 @@ class RunPane(Pane, can_focus=True):
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
         room = self.room - SCROLLBAR_CELLS
-        story = [*run_story.end(state, snapshot, room), *run_story.attempts(snapshot, room, every=self.full)]
-        story += run_watch.alarms(state, snapshot, room)
-        self._put("#story", story)
-        # Without a curve the room is the log's: it is what tells of a failure, or of a program of one's own.
-        self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-said")
-        said = sum(len(text.plain.splitlines()) for text in story)
-        self.plot.display = has_loss and self.content_size.height - said >= PLOT_ROWS
+        summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
+        summary += run_summary.alarms(state, snapshot, room)
+        self._put("#summary", summary)
+        # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.
+        self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
+        summary_rows = sum(len(text.plain.splitlines()) for text in summary)
+        self.plot.display = has_loss and self.content_size.height - summary_rows >= PLOT_ROWS
         if self.plot.display:
             self.plot.show(snapshot.series, state.glyphs)
-        elif not story and not has_loss:
-            self._put("#story", [_waiting(state)])
+        elif not summary and not has_loss:
+            self._put("#summary", [_waiting(state)])
         tall = self.content_size.height >= 12
         whole = tall or not has_loss
-        ranks = table(state, snapshot, self.room, headed=self.full) if whole else [line(state, snapshot, self.room)]
+        ranks = (
+            rank_table(state, snapshot, self.room, headed=self.full)
+            if whole
+            else [rank_line(state, snapshot, self.room)]
+        )
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, self.room, peak=not whole)] if has_loss else [])
-        verified = run_watch.verification(state, snapshot, self.room, every=self.full)
-        left = self.content_size.height - said - len(ranks) - 1 - len(verified)
+        verified = run_summary.verification(state, snapshot, self.room, every=self.full)
+        left = self.content_size.height - summary_rows - len(ranks) - 1 - len(verified)
         if self.full and self.plot.display and left < LEAST_PLOT_ROWS:
-            verified = run_watch.verification(state, snapshot, self.room, every=False)
+            verified = run_summary.verification(state, snapshot, self.room, every=False)
         self._put("#watch", verified)
 
     def _put(self, selector: str, lines: list[Content]) -> None:
@@ -100,14 +105,14 @@ class RunPane(Pane, can_focus=True):
     def text(self) -> str:
         state, snapshot = self.state, self.state.snapshot
         if snapshot is None:
-            return "\n".join(line.plain for line in run_story.plan(state, self.room, full=True))
+            return "\n".join(line.plain for line in plan_summary.overview(state, self.room, full=True))
         lines = [
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
-            *run_story.end(state, snapshot, self.room),
-            *run_watch.alarms(state, snapshot, 200),
+            *run_summary.outcome(state, snapshot, self.room),
+            *run_summary.alarms(state, snapshot, 200),
             figures(state, snapshot, 200),
-            *run_watch.verification(state, snapshot, 200, every=True),
-            *table(state, snapshot, 200, headed=True),
+            *run_summary.verification(state, snapshot, 200, every=True),
+            *rank_table(state, snapshot, 200, headed=True),
             Content("iteration  train loss"),
             *(Content(f"{iteration:>9}  {loss:.6f}") for iteration, loss in snapshot.series.train),
         ]
@@ -120,16 +125,16 @@ class RunPane(Pane, can_focus=True):
 
 
 def _waiting(state: DeckState) -> Content:
-    """While a run has no loss yet: what it is at."""
+    """The stage of a run that has no loss yet."""
     assert state.snapshot is not None
     record = state.snapshot.record
-    words = {
+    stages = {
         "planned": "waiting for its supervisor",
         "preflight": "preflight checks run first (pane 2)",
         "launching": "the launcher starts the ranks",
         "running": "the ranks load the model; the first loss comes with the first report",
     }
     if own_program(state.snapshot):
-        words["running"] = "your own program: what its ranks print is in the log below"
+        stages["running"] = "your own program: what its ranks print is in the log below"
     mark = state.glyphs.state(STATES[record.state], record.state)
-    return Content.assemble(mark, "  ", (words.get(record.state, ""), MUTED))
+    return Content.assemble(mark, "  ", (stages.get(record.state, ""), MUTED))

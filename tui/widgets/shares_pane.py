@@ -10,15 +10,13 @@ from textual.content import Content
 
 from tui.formatting import bandwidth, latency, rate, size, spread, throughput
 from tui.glyphs import FAIL, MUTED, STALE
+from tui.node_state import node_names
 from tui.state import DeckState
-from tui.widgets.columns import Column, lay_out
-from tui.widgets.node_state import node_names
-from tui.widgets.pairs import pair
 from tui.widgets.pane import Pane
-from tui.widgets.text import Text
+from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
-    from engine.measured import Calibration, LinkMeasure
+    from engine.api import Calibration, LinkMeasure
 
 ALL_SUM = "gradient_layer"
 """The preflight check that times a real all_sum over the real ring."""
@@ -47,15 +45,15 @@ class SharesPane(Pane, can_focus=True):
 
 
 def verdict(state: DeckState) -> str:
-    """The whole calibration in a few words."""
+    """The whole calibration, for the title."""
     if state.calibrating is not None:
         done = sum(step.phase in ("measured", "not measured") for step in state.calibrating.values())
         return f"measuring, {done} done"
-    taken = state.outlook.calibration if state.outlook is not None else None
-    if state.outlook is None or taken is None:
+    taken = state.prediction.calibration if state.prediction is not None else None
+    if state.prediction is None or taken is None:
         return "not measured"
-    word = f"{state.glyphs.shape(STALE)} stale, " if state.outlook.stale else ""
-    return f"{word}{state.ago(taken.taken_at)}{state.glyphs.separator + 'quick' if taken.quick else ''}"
+    text = f"{state.glyphs.shape(STALE)} stale, " if state.prediction.stale else ""
+    return f"{text}{state.ago(taken.taken_at)}{state.glyphs.separator + 'quick' if taken.quick else ''}"
 
 
 def shares(state: DeckState) -> dict[str, float] | None:
@@ -63,20 +61,20 @@ def shares(state: DeckState) -> dict[str, float] | None:
     unknown."""
     if state.config is None:
         return None
-    if state.outlook is not None:
-        return dict(state.outlook.shares.parts)
+    if state.prediction is not None:
+        return dict(state.prediction.shares.parts)
     raw = {node.name: node.share if node.share is not None else 1.0 for node in state.config.nodes}
     return {name: share / sum(raw.values()) for name, share in raw.items()}
 
 
 def speed_up(state: DeckState) -> float | None:
-    """What the shown run really does, over the fastest node alone; None where that was not measured."""
+    """The shown run's rate over the fastest node's alone; None where that was not measured."""
     if state.snapshot is None or state.snapshot.division is None:
         return None
-    told, now = state.snapshot.division, state.snapshot.record.tokens_per_second
-    if now is None or not told.tokens_per_s or not told.speed_up:
+    predicted, now = state.snapshot.division, state.snapshot.record.tokens_per_second
+    if now is None or not predicted.tokens_per_s or not predicted.speed_up:
         return None
-    return now / (told.tokens_per_s / told.speed_up)
+    return now / (predicted.tokens_per_s / predicted.speed_up)
 
 
 def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
@@ -84,7 +82,7 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
         return [Content.styled("no nodes: there is no configuration", MUTED)]
     if state.calibrating is not None:
         return _measuring(state, width, full=full)
-    taken = state.outlook.calibration if state.outlook is not None else None
+    taken = state.prediction.calibration if state.prediction is not None else None
     lines = _shared(state, width, full=full) if taken is None else _measured(state, taken, width, full=full)
     return lines + _notes(state, taken, width) if full else lines
 
@@ -108,8 +106,8 @@ def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
 
 
 def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -> list[Content]:
-    assert state.outlook is not None
-    none, parts, batches = state.glyphs.none, state.outlook.shares.parts, state.outlook.micro_batches or {}
+    assert state.prediction is not None
+    none, parts, batches = state.glyphs.none, state.prediction.shares.parts, state.prediction.micro_batches or {}
     batch = sum(batches.values())
     fastest = max((measure.examples_per_s or 0.0 for measure in taken.nodes), default=0.0)
     nodes = [measure.node for measure in taken.nodes]
@@ -175,8 +173,8 @@ def _share(state: DeckState, part: float | None) -> Content | str:
 
 def _worst(taken: Calibration) -> str:
     """Over all ranks, else the slowest link; or why that is not known."""
-    if taken.everyone is not None:
-        return _link(taken.everyone)
+    if taken.all_ranks is not None:
+        return _link(taken.all_ranks)
     return "one node: there is none"
 
 
@@ -187,26 +185,28 @@ def _link(link: LinkMeasure) -> str:
 
 
 def _speed_up(state: DeckState) -> list[Content | tuple[str, str]]:
-    assert state.outlook is not None
-    told, real = state.outlook.prediction.speed_up, speed_up(state)
-    said: list[Content | tuple[str, str]] = [("speed-up  ", MUTED)]
-    said.append(Content("not predicted" if told is None else f"{told:.2f} predicted"))
+    assert state.prediction is not None
+    predicted, real = state.prediction.throughput.speed_up, speed_up(state)
+    parts: list[Content | tuple[str, str]] = [("speed-up  ", MUTED)]
+    parts.append(Content("not predicted" if predicted is None else f"{predicted:.2f} predicted"))
     if real is not None:
-        said.append(Content(f", {real:.2f} measured"))
-    return said
+        parts.append(Content(f", {real:.2f} measured"))
+    return parts
 
 
 def _link_of_preflight(state: DeckState) -> str | None:
-    """What preflight's real all_sum saw of the ring, in its own words."""
+    """The summary of preflight's real all_sum over the ring."""
     passed = (check.summary for check in state.shown_checks if check.name == ALL_SUM and check.status == "pass")
     return next(passed, None)
 
 
 def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Content]:
-    """What the full view says besides."""
+    """The notes of the full view."""
     notes = [("shares", why(state))]
-    if state.outlook is not None:
-        notes += [("warning", text) for text in state.outlook.shares.warnings if text != state.outlook.shares.reason]
+    if state.prediction is not None:
+        notes += [
+            ("warning", text) for text in state.prediction.shares.warnings if text != state.prediction.shares.reason
+        ]
     if taken is None:
         notes.append(("not measured", "examples/s with its spread, each link by itself, predicted speed-up"))
         return [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
@@ -223,19 +223,19 @@ def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Cont
 
 
 def _predicted(state: DeckState) -> str:
-    assert state.outlook is not None
-    told = state.outlook.prediction
-    if told.speed_up is None or told.efficiency is None or told.examples_per_s is None:
-        return f"nothing: {told.why_not}"
+    assert state.prediction is not None
+    found = state.prediction.throughput
+    if found.speed_up is None or found.efficiency is None or found.examples_per_s is None:
+        return f"nothing: {found.why_not}"
     return (
-        f"{throughput(told.examples_per_s)}, {rate(told.tokens_per_s)}, efficiency {told.efficiency:.0%}, "
-        f"{latency(told.communicate_s)} of each {latency(told.step_s)} for the sum"
+        f"{throughput(found.examples_per_s)}, {rate(found.tokens_per_s)}, efficiency {found.efficiency:.0%}, "
+        f"{latency(found.communicate_s)} of each {latency(found.step_s)} for the sum"
     )
 
 
 def why(state: DeckState) -> str:
-    """Why the shares are as they are, in a line."""
-    if state.outlook is not None:
-        return state.outlook.shares.reason
+    """The reason of the shares, one line."""
+    if state.prediction is not None:
+        return state.prediction.shares.reason
     fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
     return "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 RANK, UPDATE, PART = (os.environ.get("CORRUPT") or "-1 0 trained").split()
-MODULE = "worker.optimizer"
+MODULE = "engine.trainer.optimizer"
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
-from engine.config.models import FlightConfig
+from engine.config.models import Config
 from engine.errors import ConfigError, ConfigFault
 
 NODES = '[[node]]\nname = "a"\n[[node]]\nname = "b"\n'
 JOB = '[job]\nmodel = "models/tiny-4B"\ndata = "data"\n'
 
 
-def load(directory: Path, text: str | bytes) -> FlightConfig:
+def load(directory: Path, text: str | bytes) -> Config:
     file = directory / "flightdeck.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return load_config(file)

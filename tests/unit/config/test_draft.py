@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.draft import DraftJob, DraftNode, draft, unique_names, write_draft
-from engine.config.draft_job import find_job
+from engine.config.draft import DraftJob, DraftNode, draft, find_job, unique_names, write_draft
 from engine.config.load import load_config
 from engine.errors import InputError, StateError
 from engine.security.identifiers import is_identifier

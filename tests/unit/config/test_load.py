@@ -59,7 +59,7 @@ def test_an_empty_yaml_is_no_fault(tmp_path: Path) -> None:
     assert load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm["iters"] == 1000
 
 
-def test_home_is_expanded_and_relative_paths_are_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded_and_relative_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ana")
     monkeypatch.chdir("/")
     config = load(
@@ -129,7 +129,7 @@ ips = ["10.0.0.3"]
 """
 
 
-def test_paths_of_another_machine_stay_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_on_another_machine_are_not_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/head")
     here, ultra, there = load(tmp_path, REMOTE + '[job]\nmodel = "~/models/m"\ndata = "data/d"\n').nodes
     assert (here.python, here.workdir) == ("/home/head/mlx/bin/python", str(tmp_path))

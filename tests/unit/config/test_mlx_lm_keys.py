@@ -1,4 +1,4 @@
-"""The copied keys are those of the installed mlx-lm."""
+"""The copied keys match the installed mlx-lm."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DIFFERENT = {"model", "data", "train", "adapter_path"}
 @pytest.fixture(scope="module")
 def installed() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
 def test_defaults_are_mlx_lms_but_for_those_that_differ_on_purpose(installed: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def test_defaults_are_mlx_lms_but_for_those_that_differ_on_purpose(installed: di
 
 
 def test_every_default_but_none_is_accepted() -> None:
-    assert [key for key, value in DEFAULTS.items() if value is not None and not KEYS[key].check(value)] == []
+    assert [key for key, value in DEFAULTS.items() if value is not None and not KEYS[key].form.check(value)] == []
 
 
 def test_optimizers_take_the_arguments_that_are_accepted(installed: dict[str, Any]) -> None:

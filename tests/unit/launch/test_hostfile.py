@@ -1,24 +1,37 @@
-"""What we write as a hostfile is what MLX's own parser reads, and mlx.launch accepts, for every backend."""
+"""The hostfile, the ports that are counted from it, and fresh blocks of them."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cluster.host_connection import describe_port_holder
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import NodeConfig
+from engine.errors import LaunchError
+from engine.launch import hostfile
 from engine.launch.hostfile import port_count, ports_of, write_hostfile
-from engine.planning.wiring import LaunchHost, Wiring
+from engine.node.probes.network import bindable
+from engine.plan.network import LaunchHost, NetworkPlan
+from tests.unit.launch.host_layouts import configured_network, ring_ports
 
 ADDRESSES = st.ip_addresses(v=4).map(str)
 DEVICES = st.from_regex(r"rdma_en[0-9]", fullmatch=True)
 
 
 @st.composite
-def wirings(draw: st.DrawFn) -> Wiring:
+def wirings(draw: st.DrawFn) -> NetworkPlan:
     """What mlx.launch takes: addresses for the ring, for jaccl a device towards each other rank."""
     backend = draw(st.sampled_from(["ring", "jaccl", "jaccl-ring", "nccl"]))
     size = draw(st.integers(1, 8))
@@ -33,7 +46,7 @@ def wirings(draw: st.DrawFn) -> Wiring:
                 for peer in range(size)
             )
         hosts.append(LaunchHost(ssh=draw(st.text(min_size=1, max_size=20)), ips=tuple(ips), rdma=rdma))
-    return Wiring(backend=backend, hosts=tuple(hosts))
+    return NetworkPlan(backend=backend, hosts=tuple(hosts))
 
 
 ASK_MLX = """
@@ -54,31 +67,87 @@ for path in sys.argv[1:]:
 
 
 def test_whatever_is_written_mlx_launch_reads_and_accepts(tmp_path: Path) -> None:
-    written: list[Wiring] = []
+    written: list[NetworkPlan] = []
 
-    @settings(max_examples=80, database=None)
+    @settings(database=None)
     @given(wirings())
-    def write(wiring: Wiring) -> None:
-        write_hostfile(tmp_path / f"{len(written)}.json", wiring)
-        written.append(wiring)
+    def write(network: NetworkPlan) -> None:
+        write_hostfile(tmp_path / f"{len(written)}.json", network)
+        written.append(network)
 
     write()
-    assert {wiring.backend for wiring in written} == {"ring", "jaccl", "jaccl-ring", "nccl"}
+    assert {network.backend for network in written} == {"ring", "jaccl", "jaccl-ring", "nccl"}
     paths = [str(tmp_path / f"{number}.json") for number in range(len(written))]
     done = subprocess.run([sys.executable, "-c", ASK_MLX, *paths], capture_output=True, text=True, check=True)
-    for wiring, line in zip(written, done.stdout.splitlines(), strict=True):
-        hosts = [[rank, host.ssh, list(host.ips), list(host.rdma or ())] for rank, host in enumerate(wiring.hosts)]
-        assert json.loads(line) == [wiring.backend, [host.ssh for host in wiring.hosts], hosts]
+    for network, line in zip(written, done.stdout.splitlines(), strict=True):
+        hosts = [[rank, host.ssh, list(host.ips), list(host.rdma or ())] for rank, host in enumerate(network.hosts)]
+        assert json.loads(line) == [network.backend, [host.ssh for host in network.hosts], hosts]
 
 
 @given(wirings(), st.integers(1024, 60_000))
-def test_every_port_is_counted_once_and_without_a_gap(wiring: Wiring, first: int) -> None:
-    counted = [port for rank in range(len(wiring.hosts)) for port in ports_of(rank, wiring, first)]
-    assert counted == list(range(first, first + port_count(wiring)))
+def test_every_port_is_counted_once_and_without_a_gap(network: NetworkPlan, first: int) -> None:
+    counted = [port for rank in range(len(network.hosts)) for port in ports_of(rank, network, first)]
+    assert counted == list(range(first, first + port_count(network)))
 
 
 @given(wirings(), st.integers(1024, 60_000))
-def test_the_ring_listens_on_every_address_and_the_others_on_rank_0_alone(wiring: Wiring, first: int) -> None:
-    ports = [len(ports_of(rank, wiring, first)) for rank in range(len(wiring.hosts))]
-    ring = [len(host.ips) for host in wiring.hosts]
-    assert ports == (ring if wiring.backend == "ring" else [1] + [0] * (len(wiring.hosts) - 1))
+def test_the_ring_listens_on_every_address_and_the_others_on_rank_0_alone(network: NetworkPlan, first: int) -> None:
+    ports = [len(ports_of(rank, network, first)) for rank in range(len(network.hosts))]
+    ring = [len(host.ips) for host in network.hosts]
+    assert ports == (ring if network.backend == "ring" else [1] + [0] * (len(network.hosts) - 1))
+
+
+@contextmanager
+def listening(ip: str, port: int = 0) -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+NODES = [NodeConfig(name=f"n{rank}", python=sys.executable, workdir="/") for rank in range(4)]
+FLEET = Fleet((), Path("/"))
+
+
+async def chosen(*, starting_port: int | None = None, seed: int | None = None) -> int:
+    rng = random.Random(seed) if seed is not None else None
+    return await hostfile.fresh_ports(FLEET, NODES, configured_network(NODES), starting_port, rng=rng)
+
+
+async def test_the_whole_block_can_be_bound() -> None:
+    first = await chosen()
+    assert all(hostfile.LOWEST <= port < hostfile.HIGHEST for port in (first, first + 3))
+    assert all(bindable("127.0.0.1", port) for port in range(first, first + 4))
+
+
+async def test_a_block_with_a_busy_port_is_passed_over() -> None:
+    first = await chosen(seed=7)
+    with listening("127.0.0.1", first + 2):
+        another = await chosen(seed=7)
+    assert first + 2 not in range(another, another + 4)
+
+
+async def test_a_configured_port_is_taken_as_it_is() -> None:
+    with listening("127.0.0.1") as busy:
+        assert await chosen(starting_port=busy) == busy
+
+
+async def test_no_free_block_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostfile, "bindable", lambda _ip, _port: False)
+    with pytest.raises(LaunchError, match="no 4 consecutive ports are free"):
+        await chosen()
+
+
+async def test_attempts_do_not_share_their_first_port() -> None:
+    assert len({await chosen() for _ in range(20)}) > 1
+
+
+def test_the_holder_of_a_port_is_named_by_pid_and_command() -> None:
+    with listening("127.0.0.1") as busy:
+        holder = describe_port_holder(busy)
+    assert holder is not None and holder.startswith(f"pid {os.getpid()} (") and "py" in holder
+
+
+def test_nobody_holds_a_free_port() -> None:
+    assert describe_port_holder(ring_ports(1)) is None

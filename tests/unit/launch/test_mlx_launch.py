@@ -1,9 +1,10 @@
-"""mlx.launch's arguments and process; the launcher is the real one."""
+"""mlx.launch: its arguments, its process and its output."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +16,11 @@ from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import mlx_launch
 from engine.launch.hostfile import write_hostfile
-from tests.unit.launch.places import as_configured, ring_ports
-from tests.unit.worker.waiting import wait_until
+from engine.launch.mlx_launch import LauncherWatch
+from engine.node import processes
+from engine.protocol.events import tail
+from tests.unit.launch.host_layouts import configured_network, ring_ports
+from tests.waiting import wait_until
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -63,7 +67,7 @@ def test_rank_ends_are_read_through_the_launchers_colours() -> None:
 
 def launch(directory: Path, script: str, ranks: int = 2) -> mlx_launch.Launcher:
     nodes = [NodeConfig(name=f"n{k}", python=sys.executable, workdir="/") for k in range(ranks)]
-    write_hostfile(directory / "hostfile.json", as_configured(nodes))
+    write_hostfile(directory / "hostfile.json", configured_network(nodes))
     argv = mlx_launch.arguments(
         hostfile=directory / "hostfile.json",
         starting_port=ring_ports(ranks),
@@ -89,13 +93,13 @@ def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) ->
     launcher = launch(tmp_path, 'echo "rank $MLX_RANK says $GREETING"; exit $MLX_RANK')
     assert os.getpgid(launcher.pid) == launcher.pid
     assert launcher.process.wait(30) == 0
-    said = (tmp_path / "launcher.log").read_text()
-    assert said.startswith("before\n")
-    assert "rank 0 says it's $HOME" in said
-    assert mlx_launch.rank_ends(said) == [(1, 1)]
+    output = (tmp_path / "launcher.log").read_text()
+    assert output.startswith("before\n")
+    assert "rank 0 says it's $HOME" in output
+    assert mlx_launch.rank_ends(output) == [(1, 1)]
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads CPU time from /proc")
+@pytest.mark.needs("linux")
 def test_a_newline_frees_the_core_once_the_ranks_have_left_the_pipes(tmp_path: Path) -> None:
     launcher = launch(tmp_path, 'exec </dev/null >/dev/null 2>/dev/null; : > "up$MLX_RANK"; exec sleep 60')
     try:
@@ -127,3 +131,48 @@ def test_dropping_pipes_of_a_launcher_that_is_gone_is_nothing(tmp_path: Path) ->
     os.mkfifo(tmp_path / "in")
     mlx_launch.drop_pipes(tmp_path / "in")
     mlx_launch.drop_pipes(tmp_path / "never")
+
+
+def watch(log: Path, pid: int = 2**22 + 5, start: str = "1", offset: int = 0) -> LauncherWatch:
+    return LauncherWatch(pid, start, log.with_name("in"), log, offset)
+
+
+def test_each_end_is_reported_once_also_when_its_line_comes_in_pieces(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    log.write_text("[WARN] Node with rank 7 exited with code 1\n")
+    launcher = watch(log, offset=log.stat().st_size)
+    reported = []
+    for piece in ("noise\n[WARN] Node with ra", "nk 1 exited with code 127 \x1b[0m", "\nmore"):
+        with log.open("a") as file:
+            file.write(piece)
+        reported.append(launcher.rank_ends())
+    assert reported == [[], [], [(1, 127)]]
+    assert launcher.tail() == "noise\n[WARN] Node with rank 1 exited with code 127 \x1b[0m\nmore"
+
+
+def test_no_log_yet_is_no_word(tmp_path: Path) -> None:
+    assert watch(tmp_path / "launcher.log").rank_ends() == []
+    assert watch(tmp_path / "launcher.log").tail() == ""
+
+
+def test_a_tail_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x" * 10_000 + b"\xff end")
+    assert tail(tmp_path / "log", size=5) == "\ufffd end"
+
+
+def test_a_later_process_with_its_pid_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        other = watch(tmp_path / "log", sleeper.pid, "another start")
+        assert not other.alive()
+        sent: list[int] = []
+        monkeypatch.setattr(processes, "kill_group", lambda pgid, _number: sent.append(pgid))
+        other.signal_group(signal.SIGKILL)
+        assert sent == []
+        own = watch(tmp_path / "log", sleeper.pid, processes.start_time(sleeper.pid) or "")
+        assert own.alive() and own.alive(thorough=False)
+        own.signal_group(signal.SIGKILL)
+        assert sent == [sleeper.pid]
+    finally:
+        os.killpg(sleeper.pid, signal.SIGKILL)
+        sleeper.wait()

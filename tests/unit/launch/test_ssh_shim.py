@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import LaunchError
-from engine.launch.ssh_shim import program, words_of, write_shim
+from engine.launch.ssh_shim import program, ssh_log_path, write_shim
 
 # The stand-in: says how it was called, and runs the command as a node's login shell would.
 REAL = """#!/bin/sh
@@ -54,16 +54,16 @@ def call(shim: Path, command: str, rank: int = 2) -> subprocess.CompletedProcess
 def test_the_real_ssh_gets_our_settings_and_no_terminal(shim: Path, tmp_path: Path) -> None:
     assert call(shim, "echo hello").stdout == "hello\n"
     config = shim.parent.parent / "ssh_config"
-    words = (tmp_path / "calls").read_text().splitlines()
+    argv = (tmp_path / "calls").read_text().splitlines()
     settings = ["-o", "LogLevel=ERROR", "-o", "RemoteCommand=none", "-F", str(config)]
-    assert words[:10] == ["-n", "-T", *settings, "--", "ssh://ana@h:2222"]
+    assert argv[:10] == ["-n", "-T", *settings, "--", "ssh://ana@h:2222"]
 
 
 def test_the_temporary_files_of_mlx_launch_go_below_the_attempt(shim: Path, tmp_path: Path) -> None:
     done = call(shim, 'echo "$TMPDIR [$FLIGHTDECK_TMPDIR]"; file=$(mktemp); echo "$file"')
     temporary = tmp_path / "node/runs/run-1/attempts/3/tmp"
-    said, file = done.stdout.splitlines()
-    assert said == f"{temporary} []"
+    output, file = done.stdout.splitlines()
+    assert output == f"{temporary} []"
     assert Path(file).parent == temporary
 
 
@@ -79,22 +79,22 @@ def test_a_kill_of_the_launcher_is_answered_and_goes_nowhere(shim: Path, tmp_pat
     assert not (tmp_path / "calls").exists()
 
 
-def test_why_ssh_failed_is_kept_for_its_rank_and_said(shim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_ssh_failed_is_kept_for_its_rank_and_printed(shim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SSH_FAILS", "yes")
     done = call(shim, "echo hello", rank=11)
     # The launcher takes the first line for the name of a file.
     assert (done.returncode, done.stdout, done.stderr) == (255, "\n", "ssh: no route to host\n")
-    assert words_of(shim.parent.parent, 11).read_text() == "ssh: no route to host\n"
+    assert ssh_log_path(shim.parent.parent, 11).read_text() == "ssh: no route to host\n"
 
 
-SHELLS = [shell for name in ("sh", "bash", "zsh", "fish") if (shell := shutil.which(name))]
+SHELLS = ["sh", "bash", *(pytest.param(shell, marks=pytest.mark.needs(shell)) for shell in ("zsh", "fish"))]
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_command_arrives_whole_in_a_bash_whatever_the_login_shell_is(
     shell: str, shim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_LOGIN_SHELL", shell)
+    monkeypatch.setenv("FAKE_LOGIN_SHELL", shutil.which(shell) or shell)
 
     @settings(max_examples=25, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=30))
@@ -105,7 +105,8 @@ def test_a_command_arrives_whole_in_a_bash_whatever_the_login_shell_is(
     arrives()
 
 
-def test_a_folder_that_path_cannot_hold_and_a_missing_ssh_are_said(
+@pytest.mark.usefixtures("shim")
+def test_a_folder_that_path_cannot_hold_and_a_missing_ssh_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a:b").mkdir()

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.launch.bundle import stage_bundle
 from engine.launch.start_script import start_script
-from engine.worker.wire import AttemptSpec, NodeFiles, RankSpec, read_exit, read_identity, write_atomic
-from tests.unit.worker.waiting import wait_until
+from engine.protocol.attempt import AttemptSpec, NodeFiles, RankSpec, read_exit, read_identity, write_atomic
+from tests.bundles import stage_bundle
+from tests.waiting import wait_until
 
 
 def prepared(directory: Path, *pythons: str, command: list[str] | None = None, **options: Any) -> NodeFiles:
-    files = NodeFiles.of(directory, "run", 1)
+    files = NodeFiles.for_attempt(directory, "run", 1)
     files.directory.mkdir(parents=True)
     ranks = [RankSpec(k, f"n{k}", "127.0.0.1", python, str(directory)) for k, python in enumerate(pythons)]
     spec = AttemptSpec("run", 1, "nonce", "ring", len(ranks), ranks, command=command or ["python", "-c", "print(1)"])

@@ -36,7 +36,7 @@ def test_a_secret_of_the_environment_is_taken_out_wherever_its_value_stands() ->
 @pytest.mark.parametrize(
     "text", ["trained_tokens: 1234567", "tokens_per_second=1234.567", "the tokenizer.json is missing"]
 )
-def test_ordinary_words_stay(text: str) -> None:
+def test_ordinary_text_stays(text: str) -> None:
     assert redact(text, {}) == text
 
 

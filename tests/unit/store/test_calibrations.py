@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.measured import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
+from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import NodeFacts
-from engine.store.atomic import decode, encode
+from engine.store.storage import decode, encode
 from engine.store.store import CALIBRATIONS_LIMIT, Store
 from tests.unit.store.records import record
 
@@ -25,7 +25,7 @@ def test_it_comes_back_as_it_was_and_the_other_tables_stay(home: Path) -> None:
     probes = (MemoryProbe(batch=1, peak_bytes=5), MemoryProbe(batch=2, peak_bytes=9))
     node = NodeMeasure(node="a", host="a.local", examples_per_s=0.0, spread=0.02, probes=probes, qos="not on macOS")
     link = LinkMeasure(nodes=("a", "b"), latency_s=4.8e-5, bandwidth_bytes_per_s=8.1e9)
-    whole = taken("f", nodes=(node,), links=(link,), everyone=link, gradient_bytes=7, notes=("a note",))
+    whole = taken("f", nodes=(node,), links=(link,), all_ranks=link, gradient_bytes=7, notes=("a note",))
     store = Store(home)
     store.put_run(record(1))
     store.put_facts("studio", [NodeFacts(node="a", host="a.local", probed_at=NOW)])
@@ -49,7 +49,7 @@ def test_the_file_does_not_grow_without_end(home: Path) -> None:
     assert [found[0].fingerprint, found[-1].fingerprint] == [f"f{CALIBRATIONS_LIMIT + 2}", "f3"]
 
 
-def test_one_that_cannot_be_read_is_left_out_and_it_is_said(home: Path) -> None:
+def test_one_that_cannot_be_read_is_left_out_with_a_notice(home: Path) -> None:
     Store(home).put_calibration(taken("f"))
     Store(home).put_calibration(taken("g"))
     path = home / "state.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models import Interface, NodeFacts
-from engine.store.atomic import decode, encode
+from engine.store.storage import decode, encode
 from engine.store.store import FACTS_LIMIT, Store
 from tests.unit.store.records import record
 
@@ -55,7 +55,7 @@ def test_the_file_does_not_grow_without_end(home: Path) -> None:
     assert len(store.last_facts("c1")) == len(store.last_facts("c2")) == FACTS_LIMIT // 2
 
 
-def test_facts_that_cannot_be_read_are_left_out_and_it_is_said(home: Path) -> None:
+def test_facts_that_cannot_be_read_are_left_out_with_a_notice(home: Path) -> None:
     Store(home).put_facts("studio", [facts("a"), facts("b")])
     path = home / "state.json"
     tables = decode(path.read_bytes())

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from engine.errors import StateError
 from engine.models import RunState
-from engine.store.atomic import Unreadable, decode, encode
-from engine.store.lock import WriteLock
+from engine.store.storage import Unreadable, WriteLock, decode, encode
 from engine.store.store import Store
+from tests.needs import mounted_disk
 from tests.unit.store.records import record
 
 
@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_is_no_loss(home: Path) -> None:
     ids=["empty", "truncated", "torn by one byte", "altered", "zeroed", "extended", "not text", "of no known form"],
 )
 class TestDamaged:
-    def test_the_copy_before_is_loaded_it_is_said_and_the_damaged_file_kept(
+    def test_the_copy_before_is_loaded_with_a_notice_and_the_damaged_file_kept(
         self, home: Path, damage: Callable[[bytes], bytes]
     ) -> None:
         for number in (1, 2, 3):
@@ -103,7 +103,7 @@ class TestDamaged:
         later.runs()
         assert later.notices == []
 
-    def test_with_both_lost_it_is_said_and_the_runs_can_be_put_back(
+    def test_with_both_lost_there_is_a_notice_and_the_runs_can_be_put_back(
         self, home: Path, damage: Callable[[bytes], bytes]
     ) -> None:
         for number in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_a_second_writer_waits_for_the_first(home: Path) -> None:
     assert ids(Store(home)) == ["run-00002"]
 
 
-def test_a_writer_that_may_not_wait_is_told_who_holds_the_state_and_readers_are_not_held_up(home: Path) -> None:
+def test_a_writer_that_may_not_wait_learns_who_holds_the_state_and_readers_are_not_held_up(home: Path) -> None:
     Store(home).put_run(record(1))
     with WriteLock(home / "state.lock"):
         with pytest.raises(StateError, match=f"pid {os.getpid()} "):
@@ -190,39 +190,29 @@ def test_four_writing_processes_lose_nothing(home: Path) -> None:
     assert ids(Store(home)) == [f"run-{100 * who + number:05d}" for who in range(4) for number in range(15)]
 
 
+@pytest.mark.needs("tmpfs")
 class TestFullDisk:
     @pytest.fixture
-    def small_disk(self, tmp_path: Path) -> Path:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        if sys.platform != "linux" or os.geteuid() != 0:
-            pytest.skip("a full disk needs root and a tmpfs to mount")
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, check=False
-        )
-        if mounted.returncode != 0:
-            pytest.skip("a full disk needs a tmpfs, which may not be mounted here")
-        return disk
+    def small_disk(self, tmp_path: Path) -> Iterator[Path]:
+        with mounted_disk(tmp_path / "disk", "256k") as disk:
+            yield disk
 
-    def test_it_loses_nothing_says_so_and_goes_on_when_there_is_room(self, small_disk: Path) -> None:
-        try:
-            store = Store(small_disk)
-            store.put_run(record(1))
-            store.put_run(record(2))
-            filler = small_disk / "filler"
-            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-                while True:
-                    file.write(b"x" * 512)
-            with pytest.raises(StateError, match="make room"):
-                store.put_run(record(3))
-            assert ids(Store(small_disk)) == ["run-00001", "run-00002"]
-            assert store.notices == []
-            assert list(small_disk.glob(".state*")) == []
-            filler.unlink()
+    def test_it_loses_nothing_reports_it_and_continues_when_there_is_room(self, small_disk: Path) -> None:
+        store = Store(small_disk)
+        store.put_run(record(1))
+        store.put_run(record(2))
+        filler = small_disk / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(b"x" * 512)
+        with pytest.raises(StateError, match="make room"):
             store.put_run(record(3))
-            assert ids(Store(small_disk)) == ["run-00001", "run-00002", "run-00003"]
-        finally:
-            subprocess.run(["umount", str(small_disk)], check=True)
+        assert ids(Store(small_disk)) == ["run-00001", "run-00002"]
+        assert store.notices == []
+        assert list(small_disk.glob(".state*")) == []
+        filler.unlink()
+        store.put_run(record(3))
+        assert ids(Store(small_disk)) == ["run-00001", "run-00002", "run-00003"]
 
 
 KILLED = (

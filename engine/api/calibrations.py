@@ -1,0 +1,102 @@
+"""Calibrations: measured, stored, and what the newest one means for a launch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from datetime import UTC, datetime
+
+from engine.api.nodes import NodesApi
+from engine.api.runs import RunsApi
+from engine.api.session import Session, stream
+from engine.calibration.calibrate import calibrate, is_complete
+from engine.checks.context import CheckContext
+from engine.cluster.host_locks import exclusive_hosts, host_key
+from engine.config.models import Config, select_nodes
+from engine.errors import InputError, NodesInUse, StateError
+from engine.measurements import Calibration, CalibrationProgress, Division
+from engine.plan.fingerprint import latest_matching
+from engine.plan.prediction import Prediction, division_of, predict
+from engine.run.run_plan import read_plan
+from engine.security.paths import make_home
+
+
+class CalibrationsApi:
+    """The throughput of a configuration's nodes and links with its own job."""
+
+    def __init__(self, session: Session, nodes: NodesApi, runs: RunsApi) -> None:
+        self._session = session
+        self._nodes = nodes
+        self._runs = runs
+
+    async def measure(
+        self, config: Config, *, quick: bool = False
+    ) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
+        """Measure the job's step on every node and the links between them: progress, and at last the calibration,
+        stored when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse while a run
+        or another calibration uses them, StateError, and the first node's error when none can be reached."""
+        home = self._session.home
+        make_home(home)
+        with exclusive_hosts(home, [node.ssh for node in config.nodes], f"a calibration of {config.job.name}"):
+            await asyncio.to_thread(self.check_idle, config)
+            async with contextlib.aclosing(self._measuring(config, quick=quick)) as steps:
+                async for step in steps:
+                    yield step
+
+    def _measuring(self, config: Config, *, quick: bool) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
+        """The calibration itself, once the nodes are reserved."""
+
+        async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:
+            before = await asyncio.to_thread(self._nodes.last_facts, config)
+            context = CheckContext(config, self._session.fleet(config))
+            try:
+                taken = await calibrate(context, quick=quick, known=before, on_progress=report)
+            finally:
+                await context.close()
+            if is_complete(taken):
+                facts = (await context.facts()).values()
+                await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, facts)
+                await asyncio.to_thread(self._session.store.put_calibration, taken)
+            report(taken)
+
+        return stream(work, name="calibration")
+
+    def latest(self, config: Config) -> Calibration | None:
+        """The newest calibration of this job on these nodes as last probed, however old: see `taken_at`.
+        Raises StateError."""
+        facts, store = self._nodes.last_facts(config), self._session.store
+        found = latest_matching(config, facts, store.calibrations(config.cluster.name))
+        self._session.report_damage(store)
+        return found
+
+    def predict(self, config: Config, calibration: Calibration | None) -> Prediction:
+        """The next launch as the `latest` calibration predicts it. Raises InputError when by it no node has any
+        throughput."""
+        try:
+            return predict(config, calibration, datetime.now(UTC))
+        except ValueError as error:
+            raise InputError("nothing can be shared out", why=str(error), todo="flightdeck calibrate again") from error
+
+    def divide(self, config: Config) -> tuple[Config, Division, Calibration | None]:
+        """The configuration without the nodes that the newest calibration leaves out, the division of the batch, and
+        that calibration. Raises InputError when no node is left, StateError."""
+        calibration = self.latest(config)
+        found = self.predict(config, calibration)
+        kept = select_nodes(config, found.shares.parts) if found.shares.left_out else config
+        return kept, division_of(found), calibration
+
+    def check_idle(self, config: Config) -> None:
+        """Raises NodesInUse while a run on one of the nodes' machines has not ended: each would slow the other."""
+        machines = {host_key(node.ssh) for node in config.nodes}
+        for record in self._runs.all():
+            if not record.state.ended:
+                with contextlib.suppress(StateError):
+                    ranks = read_plan(self._runs.directory(record.id).plan).ranks
+                    used = [rank.host for rank in ranks if host_key(rank.host) in machines]
+                    if used:
+                        raise NodesInUse(
+                            f"run {record.id} is going on there",
+                            where=used[0],
+                            todo=f"wait for its end, or `flightdeck abort {record.id}`",
+                        )

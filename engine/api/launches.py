@@ -1,0 +1,93 @@
+"""Launch and resume: a run's directory with its plan, and a supervisor for it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from engine.api.calibrations import CalibrationsApi
+from engine.api.runs import RunsApi
+from engine.api.session import Session
+from engine.checks.runner import validate_skip
+from engine.cluster.host_locks import shared_hosts
+from engine.config.models import Config
+from engine.errors import StateError
+from engine.models import RunRecord
+from engine.run.run_plan import RunPlan, read_plan, write_plan
+from engine.run.supervisor_process import resume_run, start_supervisor
+from engine.run.watch import RunWatch
+from engine.security.audit import audit_log
+from engine.security.identifiers import validate_identifier
+from engine.security.paths import make_home
+from engine.store.layout import RunDir
+
+
+class LaunchesApi:
+    """Starts runs, their batch divided by the newest calibration."""
+
+    def __init__(self, session: Session, runs: RunsApi, calibrations: CalibrationsApi) -> None:
+        self._session = session
+        self._runs = runs
+        self._calibrations = calibrations
+
+    async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
+        """Make the run, start its supervisor, and return once that is in charge (state planned or later).
+        Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a
+        calibration uses them."""
+        directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
+        await asyncio.to_thread(start_supervisor, directory)
+        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+
+    async def resume(self, run: str) -> RunRecord:
+        """Resume a run that has ended from the state that it saved; return once a supervisor is in charge. Raises
+        RunNotFound, InputError, LaunchError, StateError, and NodesInUse while a calibration is going on there."""
+        directory = await asyncio.to_thread(self._runs.find, run)
+        await asyncio.to_thread(self._resume, directory)
+        audit_log("resume", "started", {"run": directory.id}, home=self._session.home)
+        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+
+    def _resume(self, directory: RunDir) -> None:
+        with shared_hosts(self._session.home, [node.ssh for node in read_plan(directory.plan).config.nodes]):
+            resume_run(directory)
+
+    def _prepare(self, config: Config, skip: tuple[str, ...]) -> RunDir:
+        """The run's directory with its plan, and its record in the store: the intent, before anything starts."""
+        validate_skip([*config.preflight.skip, *skip])
+        make_home(self._session.home)
+        # A calibration under way keeps the launch out; a later one sees the run in the store.
+        with shared_hosts(self._session.home, [node.ssh for node in config.nodes]):
+            return self._make(config, skip)
+
+    def _make(self, config: Config, skip: tuple[str, ...]) -> RunDir:
+        config, division, calibration = self._calibrations.divide(config)
+        created = datetime.now(UTC)
+        directory = self._runs.directory(run_id(config.job.name, created))
+        try:
+            directory.path.parent.mkdir(mode=0o700, exist_ok=True)
+            directory.path.mkdir(mode=0o700)
+            directory.requests.mkdir(mode=0o700)
+            plan = RunPlan.of(
+                config,
+                run_id=directory.id,
+                created_at=created,
+                skip=skip,
+                division=division,
+                calibration=calibration,
+            )
+            write_plan(directory.plan, plan)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
+        self._session.store.put_run(plan.record())
+        overridden = list(plan.skip)
+        context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden, "shares": division.source}
+        audit_log("launch", "planned", context, home=self._session.home)
+        return directory
+
+
+def run_id(name: str, created: datetime) -> str:
+    """`YYYYmmdd-HHMMSS-<name>-<4 hex>`, UTC. Raises InputError for a name that could be anything but a name."""
+    validate_identifier(name, "job name")
+    return f"{created:%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"

@@ -1,0 +1,121 @@
+"""The nodes of a configuration: their facts and telemetry, their cabling, and single commands on one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from engine.api.session import Session
+from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pythons
+from engine.cluster.facts import probe_as_completed
+from engine.cluster.telemetry import telemetry
+from engine.cluster.topology import topology
+from engine.cluster.transport.base import Completed
+from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
+from engine.config.models import Config, NodeConfig
+from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
+from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
+from engine.plan.network import NetworkPlan, plan_network
+from engine.security.audit import audit_log
+from engine.security.identifiers import SshTarget
+from engine.security.paths import make_home
+
+_FIX_LIMIT_S = 600.0
+"""A fix command's time limit: it may install packages."""
+
+
+class NodesApi:
+    """The configuration's nodes, and hosts that could be nodes."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._home = session.home
+
+    async def probe(self, config: Config) -> list[NodeFacts]:
+        """Probe every node once, concurrently, and store the facts; in the configuration's order."""
+        found = {facts.node: facts async for facts in self.probe_each(config)}
+        return [found[node.name] for node in config.nodes]
+
+    async def probe_each(self, config: Config) -> AsyncIterator[NodeFacts]:
+        """As `probe`, each node's facts when it answers. Closing the iterator ends the probes."""
+        seen: list[NodeFacts] = []
+        try:
+            async with contextlib.aclosing(probe_as_completed(config, self._session.fleet(config))) as answers:
+                async for facts in answers:
+                    seen.append(facts)
+                    yield facts
+        finally:
+            # A state that cannot be written is no reason to withhold the facts.
+            with contextlib.suppress(StateError):
+                await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
+
+    def last_facts(self, config: Config) -> list[NodeFacts]:
+        """The stored facts of the configuration's nodes, as old as `probed_at`; nodes without any are left out.
+        Raises StateError."""
+        store = self._session.store
+        known = {(facts.node, facts.host): facts for facts in store.last_facts(config.cluster.name)}
+        self._session.report_damage(store)
+        return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
+
+    def topology(self, facts: Sequence[NodeFacts]) -> Topology:
+        """The Thunderbolt cables between the nodes."""
+        return topology(facts)
+
+    def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
+        """The backend and each rank's addresses and RDMA devices. Raises LaunchError, naming each node in the way."""
+        return plan_network(config, facts, topology(facts))
+
+    def telemetry(self, config: Config) -> AsyncIterator[NodeTelemetry]:
+        """Resource use of every node, as it arrives, without end; closing the iterator stops it on the nodes."""
+        return telemetry(config, self._session.fleet(config))
+
+    async def discover(self, *, ssh_config: bool = True, bonjour: bool = True) -> list[FoundHost]:
+        """This machine, and hosts that could be nodes (about 3 s with Bonjour)."""
+        return await discover(ssh_config=ssh_config, bonjour=bonjour)
+
+    async def find_pythons(self, hosts: Sequence[str]) -> list[FoundPython]:
+        """On each `[user@]host[:port]` a python with mlx and mlx-lm, or why there is none."""
+        return await find_pythons(hosts, self._home)
+
+    async def accept_host_key(self, offer: HostKeyOffer) -> None:
+        """Accept the host key that a person has compared. Raises HostKeyChanged when the node shows another one by now,
+        NodeUnreachable, OSError."""
+        context = {"host": offer.target, "fingerprint": offer.fingerprint}
+        try:
+            async with Fleet((), self._home) as fleet:
+                await fleet.accept(offer.target, offer.fingerprint)
+        except HostKeyChanged as changed:
+            audit_log("host_key", "refused", context | {"found": changed.found}, home=self._home)
+            raise
+        audit_log("host_key", "accepted", context, home=self._home)
+
+    async def run_on(self, config: Config, node: str, command: str, *, timeout_s: float = _FIX_LIMIT_S) -> Completed:
+        """Run a command line on a node as its user would type it: through a login shell, in their home.
+        Raises InputError for a node that is none, NodeUnreachable."""
+        found = _node(config, node)
+        audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
+        argv = ["/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}" -lc "$1"', "flightdeck", command]
+        fleet = self._session.fleet(config)
+        try:
+            return await fleet.agent(found).run(argv, timeout_s=timeout_s)
+        except LaunchError:
+            # An agent needs the node's python, and the command may be the one that installs it.
+            return await fleet.to(found).run(argv, timeout_s=timeout_s)
+
+    def shell_argv(self, config: Config, node: str) -> list[str]:
+        """The program of an interactive shell on a node. Raises InputError, OSError."""
+        target = SshTarget.parse(_node(config, node).ssh)
+        file = self._home / "ssh_config"
+        if not target.local:
+            make_home(self._home)
+            write_openssh_config(file, self._home, unattended=False)
+        return shell_argv(target, file)
+
+
+def _node(config: Config, name: str) -> NodeConfig:
+    found = next((node for node in config.nodes if node.name == name), None)
+    if found is None:
+        raise InputError(f"no node {name!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")
+    return found

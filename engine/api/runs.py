@@ -1,0 +1,168 @@
+"""The runs in the state directory: their records, metrics and logs, and abort. A run's files are written by its
+supervisor alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.api.session import Session
+from engine.errors import LaunchError, RunNotFound, StateError
+from engine.models import RunRecord
+from engine.run.diagnosis import diagnose
+from engine.run.events import ABORT
+from engine.run.json_lines import JsonLinesTail
+from engine.run.logs.reader import LogReader
+from engine.run.requests import place_request
+from engine.run.supervisor_process import adopt_orphans, start_supervisor
+from engine.run.watch import RunWatch
+from engine.security.audit import audit_log
+from engine.security.identifiers import safe_repr
+from engine.snapshots import RunSnapshot, StopProgress
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+
+_REPORT_ONLY = frozenset({"kind", "attempt", "at"})
+"""Keys that the head adds to mlx-lm's report dicts."""
+_POLL_S = 0.05
+_SUPERVISOR_STARTS = 3
+"""How often an abort starts another supervisor for a run before it gives up."""
+
+
+class RunsApi:
+    """Every run of the state directory."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._watches: dict[str, RunWatch] = {}
+
+    def all(self) -> list[RunRecord]:
+        """Every run, newest first; running ones with their live figures."""
+        return [record if record.state.ended else self._live(record) for record in self._stored()]
+
+    def find(self, run: str) -> RunDir:
+        """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
+        records = self._stored()
+        if not records:
+            raise RunNotFound(
+                "there are no runs yet", where=str(self._session.home), todo="`flightdeck demo` makes one"
+            )
+        if run == "last":
+            return self.directory(records[0].id)
+        named = next((record for record in records if run in (record.id, record.name)), None)
+        if named is not None:
+            return self.directory(named.id)
+        matching = [record.id for record in records if run and record.id.startswith(run)]
+        if len(matching) == 1:
+            return self.directory(matching[0])
+        if matching:
+            why = f"{len(matching)} ids begin with it: {', '.join(matching[:4])}{', …' if len(matching) > 4 else ''}"
+            raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
+        raise RunNotFound(
+            f"no run {safe_repr(run)}", why="no id, id prefix or name is that", todo="see `flightdeck runs`"
+        )
+
+    def record(self, run: str) -> RunRecord:
+        """One run as it is now. Raises RunNotFound."""
+        return self.watch(self.find(run).id).poll().record
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """mlx-lm's report dicts in order."""
+        rows = JsonLinesTail(self.find(run).metrics).objects()
+        return [{key: value for key, value in row.items() if key not in _REPORT_ONLY} for row in rows]
+
+    def watch(self, run: str) -> RunWatch:
+        """A new watch of a run, for one reader. Raises RunNotFound, StateError."""
+        return RunWatch(self.find(run), diagnose=diagnose)
+
+    def evidence(self, run: str, snapshot: RunSnapshot, *, limit: int = 8) -> list[str]:
+        """The log lines that prove why a run failed, sanitised, at most `limit`: around the diagnosed line, else the
+        last ones of the rank that failed first. Raises RunNotFound."""
+        record, found = snapshot.record, snapshot.diagnosis
+        source = found.source if found is not None and found.source is not None else record.rank
+        if not record.state.ended or record.reason is None or (source is None and found is None):
+            return []
+        reader = LogReader(self.find(run), LAUNCHER_SOURCE if source is None else source)
+        try:
+            reader.refresh()
+            number = None
+            if found is not None and found.offset is not None and source is not None:
+                number = reader.number_of(source, found.offset)
+            start = max(0, reader.line_count - limit) if number is None else max(0, number - limit // 2)
+            return [line.text for line in reader.lines(start, start + limit)]
+        finally:
+            reader.close()
+
+    def adopt_orphans(self) -> list[str]:
+        """Start a supervisor for every run that has lost its own, which adopts or fences it; the ids."""
+        return adopt_orphans(self._session.home)
+
+    async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
+        """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative
+        stop. Ends at once, with no progress, when the run has ended. Idempotent. Raises RunNotFound, and LaunchError
+        when no supervisor can be kept alive for it."""
+        directory = await asyncio.to_thread(self.find, run)
+        watch = RunWatch(directory)
+        snapshot = await asyncio.to_thread(watch.poll)
+        if snapshot.record.state.ended:
+            return
+        await asyncio.to_thread(place_request, directory, ABORT, now=now, by="flightdeck")
+        audit_log("abort", "asked", {"run": directory.id, "now": now}, home=self._session.home)
+        reported = StopProgress("asked", datetime.now(UTC))
+        yield reported
+        # Only the caller gives up: the supervisor retries a stop that cannot be proved.
+        starts = 0
+        while not snapshot.record.state.ended:
+            if not snapshot.supervised:
+                starts += 1
+                if starts > _SUPERVISOR_STARTS:
+                    raise LaunchError(
+                        "no supervisor stays with the run", where=directory.id, todo=f"see {directory.supervisor_log}"
+                    )
+                # Another one may be faster than we are, and is as good.
+                with contextlib.suppress(LaunchError):
+                    await asyncio.to_thread(start_supervisor, directory, adopt=True)
+            await asyncio.sleep(_POLL_S)
+            snapshot = await asyncio.to_thread(watch.poll)
+            if snapshot.stop is not None and snapshot.stop != reported:
+                reported = snapshot.stop
+                yield reported
+
+    def _stored(self) -> list[RunRecord]:
+        """The store's records, newest first, and those of run directories that it does not know."""
+        store = self._session.store
+        records = {record.id: record for record in store.runs()}
+        known = len(records)
+        for directory in self._directories():
+            if directory.id not in records and directory.plan.exists():
+                with contextlib.suppress(StateError):
+                    records[directory.id] = RunWatch(directory).poll().record
+        if store.notices and len(records) > known:
+            # What was lost from the state is in the runs' own journals.
+            store.rebuild(records.values())
+        self._session.report_damage(store)
+        return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
+
+    def _directories(self) -> list[RunDir]:
+        try:
+            return [RunDir(path) for path in (self._session.home / "runs").iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def directory(self, run: str) -> RunDir:
+        """The directory of the run with this id."""
+        return RunDir(self._session.home / "runs" / run)
+
+    def _live(self, record: RunRecord) -> RunRecord:
+        """The journal is the truth: the store's record only knows the last change of state."""
+        try:
+            watch = self._watches.setdefault(record.id, RunWatch(self.directory(record.id)))
+            live = watch.poll().record
+        except StateError:
+            return record
+        if live.state.ended:
+            self._watches.pop(record.id, None)
+        return live

@@ -1,0 +1,85 @@
+"""calibrate_node: measures one node with the caller's own benchmark program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from engine.measurements import HardwareMetrics
+from engine.node.processes import kill_group
+from engine.security.paths import default_roots, validate_path
+from engine.security.sanitise import plain
+
+_ALLOWANCE_S = 10.0
+"""For the benchmark's start and end."""
+_STDERR_LENGTH = 2_000
+_FIGURES = ("throughput", "memory_gb", "latency_ms")
+
+
+def calibrate_node(
+    node_config: Mapping[str, Any], benchmark_path: str | PathLike[str], *, duration_s: float = 120
+) -> HardwareMetrics:
+    """Run a benchmark on this machine, which prints one JSON object with `throughput` (examples per second),
+    `memory_gb` and `latency_ms`. An executable is run itself, anything else by this python, with the arguments
+    `--node-id`, `--model-name` and `--duration` (seconds).
+
+    Raises ValueError for a `node_id` or `model_name` in `node_config` that is missing or empty, for an invalid path, an
+    output that is no such object, and figures below 0; TimeoutError when it runs for more than `duration_s` + 10 s;
+    RuntimeError with its exit code and stderr when it fails. A throughput of 0 is an offline node.
+    """
+    node_id, model_name = (_text(node_config, name) for name in ("node_id", "model_name"))
+    if not duration_s > 0:
+        raise ValueError(f"duration_s must be above 0: {duration_s!r}")
+    # It may be anywhere, but a symlink may not lead out of its folder.
+    path = validate_path(fspath(benchmark_path), "benchmark", roots=(*default_roots(), Path(benchmark_path).parent))
+    argv = [*_program(path), "--node-id", node_id, "--model-name", model_name, "--duration", f"{duration_s:g}"]
+    code, output, errors = _run(argv, str(path), duration_s + _ALLOWANCE_S)
+    if code != 0:
+        raise RuntimeError(f"{path} ended with {code}: {plain(errors.decode(errors='replace'), _STDERR_LENGTH)}")
+    figures = _figures(output, str(path))
+    return HardwareMetrics(node_id, model_name, **figures, timestamp=datetime.now(UTC))
+
+
+def _program(path: Path) -> list[str]:
+    return [str(path)] if path.suffix != ".py" and os.access(path, os.X_OK) else [sys.executable, str(path)]
+
+
+def _run(argv: list[str], where: str, limit_s: float) -> tuple[int, bytes, bytes]:
+    """Exit code, stdout, stderr. Raises TimeoutError, after ending all that it has started."""
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{where}: no end after {limit_s:g} s") from None
+        finally:
+            kill_group(process.pid, signal.SIGKILL)
+    return process.returncode, output, errors
+
+
+def _text(node_config: Mapping[str, Any], name: str) -> str:
+    value = node_config.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"node_config needs {name}, a text that is not empty: {value!r}")
+    return value
+
+
+def _figures(output: bytes, where: str) -> dict[str, float]:
+    try:
+        figures = json.loads(output)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} printed no JSON object: {error}") from error
+    if not isinstance(figures, dict):
+        raise ValueError(f"{where} printed no JSON object but {type(figures).__name__}")
+    if missing := [name for name in _FIGURES if name not in figures]:
+        raise ValueError(f"{where} printed no {', '.join(missing)}")
+    return {name: figures[name] for name in _FIGURES}

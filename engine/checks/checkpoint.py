@@ -1,0 +1,227 @@
+"""checkpoint_layer: the checkpoint directory is allowed, writable and large enough, existing checkpoints are intact,
+and the adapter to resume from matches the job.
+
+Allowed are the node's home, its workdir, ~/.flightdeck and [preflight] roots. A missing directory is created by the
+trainer; the check only tests that it could be.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checks import connectivity, sync
+from engine.checks.check import Check, Findings, skip_for_command
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import AdapterWeights, CheckpointStorage, ModelConfiguration
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, InputError
+from engine.models import CheckResult
+from engine.plan.memory.estimate import RankWorkload, estimate
+from engine.plan.memory.shape import ModelShape
+
+NAME = "checkpoint_layer"
+_STATE_BYTES = 12
+"""Per trained parameter, at most: float32 weights and two moments."""
+_LIMIT_S = 45.0
+_ADAPTER_BYTES = 4
+"""Per parameter: adapters are trained and saved in float32."""
+
+
+@dataclass(frozen=True)
+class SaveSize:
+    """The size of one save, and how often the job saves."""
+
+    saved_bytes: int | None
+    """None when it is not known, for the reason in `unknown`."""
+    saves: int
+    layers: int | None
+    """The model's; None when it is not known."""
+    unknown: str | None = None
+    states_bytes: int = 0
+    """All states that are kept at a time."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """All numbered adapters, which are kept, and the states."""
+        return (self.saved_bytes or 0) * (self.saves + 2) + self.states_bytes
+
+
+async def run(context: CheckContext) -> CheckResult:
+    config = context.config
+    state = await save_size(context)
+
+    async def ask(node: NodeConfig) -> CheckpointStorage:
+        return await context.probe(
+            node,
+            "storage",
+            json.dumps(await _request(context, node, state)),
+            result_type=CheckpointStorage,
+            timeout_s=_LIMIT_S,
+        )
+
+    answers = await context.on_all_nodes(ask)
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        storage = answers[node.name]
+        if isinstance(storage, FlightDeckError):
+            found.fault(node, str(storage))
+        else:
+            found.evidence[node.name] = _describe(storage, state)
+            evaluate(found, node, storage, state, config)
+    size = f"{state.saved_bytes / 1e6:,.1f} MB a save" if state.saved_bytes is not None else "size of a save not known"
+    return found.verdict(f"every node can save, {size}")
+
+
+def evaluate(found: Findings, node: NodeConfig, storage: CheckpointStorage, state: SaveSize, config: Config) -> None:
+    """Add one node's faults to `found`, the gravest first, each with its fix."""
+    faults: list[str] = []
+    fixes: list[str] = []
+    if storage.fault is not None:
+        faults.append(storage.fault)
+        fixes += filter(None, [_fix(storage)])
+        if "outside of the allowed" in storage.fault:
+            faults.append("choose another adapter_path, or name its folder in [preflight] roots")
+    elif storage.free is not None and storage.free < state.needed_bytes:
+        faults.append(_short_of(storage, state))
+        fixes.append(f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
+    for file, why in storage.damaged:
+        faults.append(f"{file} is damaged: {why}")
+        # Kept, but no longer found by a search for the newest.
+        fixes.append(f"mv {quoted(file)} {quoted(file + '.damaged')}")
+    if storage.resume_fault is not None:
+        faults.append(f"resume_adapter_file: {storage.resume_fault}")
+    elif storage.resume is not None:
+        faults += [f"resume_adapter_file {why}" for why in resume_mismatches(storage.resume, config, state.layers)]
+    if faults:
+        found.fault(node, "; ".join(faults), " && ".join(fixes) or None)
+
+
+def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None) -> list[str]:
+    """How saved weights differ from those that the job trains: MLX silently ignores what fits nowhere."""
+    wanted = config.job.fine_tune_type
+    if resume.kind != wanted:
+        return [f"holds weights of {resume.kind}, and the job trains {wanted}: set fine_tune_type, or leave it out"]
+    found = []
+    settings = config.job.mlx_lm
+    lora = settings.get("lora_parameters") or {}
+    rank = int(lora.get("rank", 8))
+    if resume.ranks and resume.ranks != [rank]:
+        theirs = ", ".join(map(str, resume.ranks))
+        found.append(f"has rank {theirs}, and lora_parameters say {rank}: set rank = {theirs}, or leave it out")
+    keys = lora.get("keys")
+    if keys is not None and resume.modules and sorted(set(keys)) != resume.modules:
+        found.append(f"adapts {_first(resume.modules)}, and lora_parameters.keys say {_first(sorted(set(keys)))}")
+    if layers is not None and resume.layers:
+        trained = _trained_layers(config, layers)
+        if resume.layers != trained:
+            ours = f"{trained[0]} to {trained[-1]}" if trained else "none"
+            theirs = f"{resume.layers[0]} to {resume.layers[-1]}"
+            found.append(f"has layers {theirs}, and num_layers trains {ours} of {layers}")
+    return found
+
+
+async def save_size(context: CheckContext) -> SaveSize:
+    """Estimated from the model's config.json on the first node."""
+    config, first = context.config, context.config.nodes[0]
+    settings = config.job.mlx_lm
+    saves = int(settings.get("iters", 1000)) // max(1, int(settings.get("save_every", 100)))
+    try:
+        model = context.path(first, first.model or config.job.model or "")
+        storage = await context.probe(first, "configuration", model, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
+        if storage.configuration is None:
+            return SaveSize(None, saves, None, storage.problem)
+        shape = ModelShape.from_config(storage.configuration)
+        trained = estimate(shape, _workload(config, shape.layers)).trainable_parameters
+    except (FlightDeckError, InputError) as error:
+        return SaveSize(None, saves, None, str(error))
+    size = shape.dtype_bytes if config.job.fine_tune_type == "full" else _ADAPTER_BYTES
+    return SaveSize(trained * size, saves, shape.layers, states_bytes=trained * _STATE_BYTES * state_count(config))
+
+
+def state_count(config: Config) -> int:
+    """States to make room for: twice those that are kept; one, for an emergency checkpoint, where none are kept or
+    they are saved elsewhere."""
+    checkpoint = config.checkpoint
+    elsewhere = checkpoint.destination is not None and "://" not in checkpoint.destination
+    return 2 * checkpoint.keep if checkpoint.enabled and not elsewhere else 1
+
+
+def _workload(config: Config, layers: int) -> RankWorkload:
+    lora = config.job.mlx_lm.get("lora_parameters") or {}
+    keys = lora.get("keys")
+    return RankWorkload(
+        fine_tune_type=config.job.fine_tune_type,
+        num_layers=len(_trained_layers(config, layers)) or -1,
+        lora_rank=int(lora.get("rank", 8)),
+        lora_keys=tuple(keys) if keys is not None else None,
+    )
+
+
+def _trained_layers(config: Config, layers: int) -> list[int]:
+    """As in engine.protocol.job: the last `num_layers`; by default all for "full"."""
+    wanted = config.job.mlx_lm.get("num_layers")
+    if wanted is None:
+        wanted = -1 if config.job.fine_tune_type == "full" else 16
+    count = layers if int(wanted) < 0 else min(int(wanted), layers)
+    return list(range(layers - count, layers))
+
+
+async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> dict[str, Any]:
+    layout = await context.layout_of(node)
+    settings = context.config.job.mlx_lm
+    named = {key: settings.get(key) for key in ("adapter_path", "resume_adapter_file")}
+    paths = {key: layout.expanded(context.path(node, str(path))) if path else None for key, path in named.items()}
+    roots = [layout.home, layout.root, layout.expanded(node.workdir), *context.config.preflight.roots]
+    return {
+        "directory": paths["adapter_path"] or f"{layout.root}/runs",
+        "roots": roots,
+        "runs": f"{layout.root}/runs",
+        "resume": paths["resume_adapter_file"],
+        "needed": state.needed_bytes,
+    }
+
+
+def _fix(storage: CheckpointStorage) -> str | None:
+    if storage.make is not None:
+        return f"mkdir -p {quoted(storage.make)}"
+    if storage.permit is not None:
+        return f"chmod u+rwx {quoted(storage.permit)}"
+    return f'sudo chown "$USER" {quoted(storage.own)}' if storage.own is not None else None
+
+
+def _short_of(storage: CheckpointStorage, state: SaveSize) -> str:
+    free = f"{(storage.free or 0) / 1e6:,.1f} MB"
+    message = f"{free} are free for {storage.directory}, and {state.needed_bytes / 1e6:,.1f} MB are needed"
+    largest = ", ".join(f"{folder} {size / 1e6:,.1f} MB" for folder, size in storage.largest)
+    return f"{message}: make room" + (f", the largest of earlier runs are {largest}" if largest else "")
+
+
+def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
+    if storage.fault is not None:
+        return storage.fault
+    free = f", {storage.free / 1e9:,.1f} GB free" if storage.free is not None else ""
+    needed = (
+        f", {state.needed_bytes / 1e6:,.1f} MB needed"
+        if state.saved_bytes is not None
+        else f", the size needed is not known: {state.unknown}"
+    )
+    resumed = f", resumes {storage.resume.kind} of {len(storage.resume.layers)} layers" if storage.resume else ""
+    return f"{storage.directory}{free}{needed}{resumed}"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+CHECK = Check(
+    NAME,
+    "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact",
+    run,
+    time_limit_s=2 * _LIMIT_S,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+    not_applicable=skip_for_command,
+)

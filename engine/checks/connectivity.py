@@ -1,0 +1,65 @@
+"""ssh_connectivity: every node answers with the accepted host key, as the intended user, and the agent can be staged
+there.
+
+Checks that depend on this one do not run when it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.checks.check import THIS_MACHINE, Check, Findings, plural
+from engine.checks.context import CheckContext
+from engine.checks.fixes import FLIGHTDECK
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, HostKeyUnknown, LaunchError, NodeUnreachable
+from engine.models import CheckResult
+
+NAME = "ssh_connectivity"
+TRUST_COMMAND = f"{FLIGHTDECK}nodes --trust"
+"""Shows the host keys that are not known yet, and accepts them after a confirmation."""
+_LIMIT_S = 45.0
+_ANSWER_S = 10.0
+"""As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
+
+
+def _all_local(config: Config) -> str | None:
+    return "every node is this machine" if all(node.local for node in config.nodes) else None
+
+
+async def run(context: CheckContext) -> CheckResult:
+    reached = await context.on_all_nodes(lambda node: _reach(context, node))
+    found = Findings(NAME, context.config)
+    for node in context.config.nodes:
+        answer = reached[node.name]
+        if isinstance(answer, FlightDeckError):
+            found.fault(node, str(answer), TRUST_COMMAND if isinstance(answer, HostKeyUnknown) else None)
+        else:
+            found.evidence[node.name] = answer
+    return found.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
+
+
+async def round_trip_s(context: CheckContext, node: NodeConfig) -> float | None:
+    """Seconds of one exchange with a node now; None for this machine. Raises NodeUnreachable."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await context.transport(node).round_trip_s()
+    except TimeoutError:
+        why = f"no answer within {_ANSWER_S:g} s"
+        raise NodeUnreachable("does not answer", where=node.ssh, why=why, todo="is it on and awake?") from None
+
+
+async def _reach(context: CheckContext, node: NodeConfig) -> str:
+    taken = await round_trip_s(context, node)
+    try:
+        await context.layout_of(node)
+    except LaunchError:
+        # A missing interpreter is reported by versions_match, which has a fix for it.
+        if (await context.interpreters())[node.name].python is not None:
+            raise
+    if node.local:
+        return THIS_MACHINE
+    return "answers" if taken is None else f"answers in {taken * 1e3:.1f} ms"
+
+
+CHECK = Check(NAME, "every node answers over SSH", run, time_limit_s=_LIMIT_S, not_applicable=_all_local)

@@ -1,0 +1,318 @@
+"""worker_consistency: script, trainer bundle, job, tokenizer and model index are the same on every worker and on the
+head.
+
+The reference is what this machine has; for what it does not have (a model that only the nodes hold), it is what most
+workers have. For an mlx-lm job the trainer bundle counts as the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import posixpath
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.checks import connectivity, sync
+from engine.checks.check import THIS_MACHINE, Check, Findings
+from engine.checks.context import CheckContext
+from engine.checks.fixes import copy_file, copy_folder, move_aside
+from engine.cluster.probe_results import FileHashes
+from engine.cluster.replies import probe_here
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, LaunchError
+from engine.models import CheckResult, WorkerConsistency
+from engine.outcomes import NoValue
+from engine.plan.preflight import command_files, comparison_not_applicable, comparison_switched_off
+from engine.security.identifiers import LOCAL
+
+NAME = "worker_consistency"
+_LIMIT_S = 60.0
+_MODEL = "model "
+"""Prefix of the names of the model's files."""
+_SHOWN = 12
+"""Characters of a hash in a message."""
+_NAMED = 3
+
+ItemHashes = Mapping[str, str | None]
+"""Item → its SHA-256; None where it does not exist. An item that is not in the mapping is not known."""
+
+
+class Decision(Enum):
+    """The consequence for a launch."""
+
+    AGREE = "agree"
+    TOLERATE = "tolerate"
+    """Some differ, within the threshold: a warning."""
+    EXCLUDE = "exclude"
+    """The divergent are left out and the plan is made again."""
+    BLOCK = "block"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the workers agree."""
+
+    reference: dict[str, str | None] | None
+    """None when no value is more frequent than every other."""
+    source: Literal["head", "plurality"] | None
+    agreeing: tuple[str, ...]
+    divergent: tuple[str, ...]
+
+    @property
+    def workers(self) -> int:
+        return len(self.agreeing) + len(self.divergent)
+
+    @property
+    def ratio(self) -> float:
+        """Agreeing over all, 0 to 1."""
+        return len(self.agreeing) / self.workers
+
+
+def agreement(workers: Mapping[str, ItemHashes], head: ItemHashes) -> Agreement:
+    """Compare the workers with the head, and in the items the head does not know with the plurality of the workers.
+    Raises ValueError when there are no workers."""
+    if not workers:
+        raise ValueError("there are no workers to compare")
+    items = sorted({item for hashes in (*workers.values(), head) for item in hashes})
+    unknown = [item for item in items if item not in head]
+    reference = {item: head[item] for item in items if item in head}
+    if unknown:
+        most = _plurality([tuple(hashes.get(item) for item in unknown) for hashes in workers.values()])
+        if most is None:
+            return Agreement(None, None, (), tuple(workers))
+        reference |= dict(zip(unknown, most, strict=True))
+    agreeing = tuple(
+        name for name, hashes in workers.items() if all(hashes.get(item) == reference[item] for item in items)
+    )
+    divergent = tuple(name for name in workers if name not in agreeing)
+    return Agreement(reference, "plurality" if unknown else "head", agreeing, divergent)
+
+
+def decide(found: Agreement, threshold: float, *, exclude_divergent: bool) -> Decision:
+    """`threshold` is inclusive. More than half divergent always blocks, as does a missing reference."""
+    if not found.divergent:
+        return Decision.AGREE
+    if found.reference is None or 2 * len(found.divergent) > found.workers:
+        return Decision.BLOCK
+    if exclude_divergent:
+        return Decision.EXCLUDE
+    return Decision.TOLERATE if found.ratio >= threshold else Decision.BLOCK
+
+
+def _plurality(values: list[tuple[str | None, ...]]) -> tuple[str | None, ...] | None:
+    """The most frequent value; None when two are."""
+    (most, count), *others = Counter(values).most_common(2)
+    return None if others and others[0][1] == count else most
+
+
+async def run(context: CheckContext) -> CheckResult:
+    config = context.config
+    models = {node.name: _model(context, node) for node in config.nodes}
+    answers = await _hashes(context, models)
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, FlightDeckError)}
+    if failed:
+        found = Findings(NAME, config)
+        for node in config.nodes:
+            if node.name in failed:
+                found.fault(node, str(failed[node.name]))
+        return found.verdict("")
+    workers = {name: answer for name, answer in answers.items() if not isinstance(answer, FlightDeckError)}
+    local = next((node for node in config.nodes if node.local), None)
+    head = head_reference(workers[local.name] if local is not None else await _head_hashes(config), workers)
+    return evaluate(config, workers, head, models)
+
+
+def hashes_request(config: Config, node: NodeConfig, model: str | None) -> dict[str, Any]:
+    """The request of the `hashes` probe."""
+    files = {word: _path(node, word) for word in command_files(config)}
+    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
+    job = None if config.job.command else {**config.job.mlx_lm, **own}
+    return {"files": files, "model": model, "job": job}
+
+
+def head_reference(head: ItemHashes, workers: Mapping[str, ItemHashes]) -> dict[str, str | None]:
+    """The items that this machine is the reference for: those it has, and, where it has the model, the model's files
+    that it does not have."""
+    has = {name: value for name, value in head.items() if value is not None}
+    if not any(name.startswith(_MODEL) for name in has):
+        return {**has}
+    lacks = {name for hashes in workers.values() for name in hashes if name.startswith(_MODEL)} - set(has)
+    return {**has, **dict.fromkeys(lacks)}
+
+
+def evaluate(
+    config: Config, workers: Mapping[str, ItemHashes], head: ItemHashes, models: Mapping[str, str | None]
+) -> CheckResult:
+    """A divergent minority is left out when the configuration allows it, and blocks otherwise. `models` is each node's
+    path of the model."""
+    settings = config.preflight
+    compared = agreement(workers, head)
+    decision = decide(compared, settings.consistency_threshold, exclude_divergent=settings.exclude_divergent)
+    excluded = compared.divergent if decision is Decision.EXCLUDE else ()
+    found = Findings(NAME, config)
+    against = THIS_MACHINE if compared.source == "head" else "most workers"
+    for node in config.nodes:
+        found.evidence[node.name] = _list_hashes(workers[node.name])
+        if node.name in compared.divergent:
+            message = f"{node.name}: {_describe_difference(workers[node.name], compared.reference, against)}"
+            (found.fault if decision is Decision.BLOCK else found.warning)(node, message)
+            found.evidence[node.name] = message
+    detail = WorkerConsistency(
+        enabled=True,
+        threshold=settings.consistency_threshold,
+        agreement=compared.ratio if compared.reference is not None else None,
+        reference=compared.source,
+        divergent=compared.divergent,
+        excluded=excluded,
+    )
+    result = found.verdict(
+        f"{compared.workers} workers agree with {against} on {len(compared.reference or {})} items",
+        advice=_advice(compared, decision, settings.consistency_threshold),
+        fix_command=_fix(config, compared, workers, models),
+    )
+    return result.model_copy(update={"detail": detail, "excludes": excluded})
+
+
+def _advice(compared: Agreement, decision: Decision, threshold: float) -> str:
+    if compared.reference is None:
+        return (
+            f"{THIS_MACHINE} has none of them, and there is no majority among the workers: make them the same by hand"
+        )
+    ratio = f"{len(compared.agreeing)} of {compared.workers} agree, {compared.ratio:.2f} against {threshold:g}"
+    if decision is Decision.EXCLUDE:
+        return f"{ratio}; left out of the launch: {', '.join(compared.divergent)}"
+    if 2 * len(compared.divergent) > compared.workers:
+        return f"{ratio}; more than half differ"
+    return ratio
+
+
+def _differing_items(hashes: ItemHashes, reference: ItemHashes) -> list[str]:
+    return sorted(name for name in {*hashes, *reference} if hashes.get(name) != reference.get(name))
+
+
+def _describe_difference(hashes: ItemHashes, reference: ItemHashes | None, against: str) -> str:
+    if reference is None:
+        return _list_hashes(hashes)
+    names = _differing_items(hashes, reference)
+    shown = [f"{name} is {_short(hashes.get(name))}, {_short(reference.get(name))} on {against}" for name in names]
+    return "; ".join(shown[:_NAMED]) + (f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else "")
+
+
+def _list_hashes(hashes: ItemHashes) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in hashes.items())
+
+
+def _short(value: str | None) -> str:
+    return value[:_SHOWN] if value is not None else "missing"
+
+
+def _fix(
+    config: Config, compared: Agreement, workers: Mapping[str, ItemHashes], models: Mapping[str, str | None]
+) -> str | None:
+    """A line for this machine's shell that copies the reference to the divergent nodes; None where there is none."""
+    reference, source = compared.reference, _source(config, compared)
+    if reference is None or source is None:
+        return None
+    lines: list[str | None] = []
+    for node in config.nodes:
+        if node.name not in compared.divergent:
+            continue
+        differing = _differing_items(workers[node.name], reference)
+        wanted = [name for name in differing if reference.get(name) is not None]
+        for word in command_files(config):
+            if word in wanted:
+                lines.append(
+                    copy_file(source, [node], {each.name: _path(each, word) for each in (*config.nodes, source)})
+                )
+        if any(name.startswith(_MODEL) for name in wanted):
+            folders = {**models, source.name: models.get(source.name) or _head_model(config)}
+            known = {name: folder for name, folder in folders.items() if folder is not None}
+            if {source.name, node.name} <= set(known):
+                lines.append(copy_folder(source, [node], known))
+        unwanted = (_file(config, node, models[node.name], name) for name in differing if name not in wanted)
+        lines += [move_aside(node, file) for file in unwanted if file is not None]
+    return " && ".join(dict.fromkeys(filter(None, lines))) or None
+
+
+def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:
+    """The path of an item on a node; None for an item that is not a file of the user's."""
+    if name.startswith(_MODEL):
+        return posixpath.join(model, name.removeprefix(_MODEL)) if model is not None else None
+    return _path(node, name) if name in command_files(config) else None
+
+
+def _source(config: Config, compared: Agreement) -> NodeConfig | None:
+    """Who has the reference: this machine, else the first that agrees; None where nobody has all of it."""
+    if compared.source == "head":
+        return next((node for node in config.nodes if node.local), None) or _head(config)
+    return next((node for node in config.nodes if node.name in compared.agreeing), None)
+
+
+async def _hashes(context: CheckContext, models: Mapping[str, str | None]) -> dict[str, ItemHashes | FlightDeckError]:
+    """Node name → its hashes; nodes of one host with the same request are probed once."""
+    requests = {
+        node.name: (node.ssh, json.dumps(hashes_request(context.config, node, models[node.name])))
+        for node in context.config.nodes
+    }
+    first = {requests[node.name]: node for node in reversed(context.config.nodes)}
+
+    async def probe(node: NodeConfig) -> ItemHashes | FlightDeckError:
+        try:
+            request = requests[node.name][1]
+            return (await context.probe(node, "hashes", request, result_type=FileHashes, timeout_s=_LIMIT_S)).hashes
+        except FlightDeckError as error:
+            return error
+
+    answers = dict(zip(first, await asyncio.gather(*(probe(node) for node in first.values())), strict=True))
+    return {name: answers[request] for name, request in requests.items()}
+
+
+async def _head_hashes(config: Config) -> dict[str, str | None]:
+    """This machine's hashes where it is no node."""
+    request = hashes_request(config, _head(config), _head_model(config))
+    outcome = await probe_here("hashes", json.dumps(request), result_type=FileHashes, timeout_s=_LIMIT_S)
+    if isinstance(outcome, NoValue):
+        raise LaunchError("this machine's own files could not be read", where=THIS_MACHINE, why=str(outcome))
+    return outcome.hashes
+
+
+def _head(config: Config) -> NodeConfig:
+    """This machine where it is no node."""
+    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=str(_base(config)))
+
+
+def _base(config: Config) -> Path:
+    return config.file.parent if config.file is not None else Path("/")
+
+
+def _head_model(config: Config) -> str | None:
+    return str(_base(config) / Path(config.job.model).expanduser()) if config.job.model else None
+
+
+def _model(context: CheckContext, node: NodeConfig) -> str | None:
+    named = node.model or context.config.job.model
+    return context.path(node, named) if named and not context.config.job.command else None
+
+
+def _path(node: NodeConfig, word: str) -> str:
+    """A word of the job's command as a path on the node, expanded as its keeper does."""
+    word = word.replace("{workdir}", node.workdir)
+    return word if word.startswith(("/", "~/")) else posixpath.join(node.workdir, word)
+
+
+CHECK = Check(
+    NAME,
+    "script, trainer bundle, job, tokenizer and model index are the same as on this machine",
+    run,
+    time_limit_s=_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+    not_applicable=comparison_not_applicable,
+    switched_off=comparison_switched_off,
+)

@@ -1,0 +1,189 @@
+"""data_matches: the JSONL files of the job exist, mlx-lm can read every line, and they are the same on all nodes.
+
+mlx-lm reports a bad line only after every rank has loaded its model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath, PurePosixPath
+
+from engine.checks import connectivity, sync
+from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
+from engine.checks.context import CheckContext
+from engine.checks.fixes import copy_folder
+from engine.checks.plan_inputs import load_data_report
+from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError
+from engine.models import CheckResult, CheckStatus
+from engine.plan.data_report import DataReport
+
+NAME = "data_matches"
+_CLEAN = "the data quality report has no objection"
+_READ_LIMIT_S = 110.0
+_DEFAULT_KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
+_VALIDATION_SHARE = 20
+"""For a missing valid.jsonl the fix takes every 20th part of train.jsonl, the last lines."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One JSONL file as one node would read it."""
+
+    path: PurePath
+    lines: int = 0
+    examples: int = 0
+    sha256: str = ""
+    form: str | None = None
+    fault: str | None = None
+    fix: str | None = None
+    absent: bool = False
+    """Missing, or without an example."""
+
+    def describe(self) -> str:
+        return self.fault or f"{self.path.name} {self.examples:,} examples, {self.form}, sha256 {self.sha256[:12]}"
+
+
+async def run(context: CheckContext) -> CheckResult:
+    config = context.config
+    report, problem = await asyncio.to_thread(load_data_report, config)
+    result = await _check_files(context) if config.job.command is None else Findings(NAME, config).verdict(_CLEAN)
+    return with_report(result, report, problem)
+
+
+def with_report(result: CheckResult, report: DataReport | None, problem: str | None) -> CheckResult:
+    """`result` with what the data quality report objects to, or why it could not be read."""
+    blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
+    message, status = warns, CheckStatus.WARN
+    if blocks is not None:
+        message, status = f"{blocks}: clean the data, then make a new report", CheckStatus.FAIL
+    if message is None:
+        return result
+    worst = CheckStatus.FAIL if CheckStatus.FAIL in (status, result.status) else status
+    messages = [message, *([] if result.status is CheckStatus.PASS else [result.summary])]
+    # The fix of a warning does not fix the failure beside it.
+    fix = result.fix_command if result.status is worst else None
+    return result.model_copy(update={"status": worst, "summary": "; ".join(messages), "fix_command": fix})
+
+
+async def _check_files(context: CheckContext) -> CheckResult:
+    config = context.config
+    settings = config.job.mlx_lm
+    folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
+    names = ["train", *(["test"] if settings.get("test") else [])]
+    if int(settings.get("val_batches", 25)) != 0:
+        names.insert(1, "valid")
+    keys = json.dumps({name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()})
+
+    async def read(node: NodeConfig) -> list[DataFile]:
+        files = [f"{folders[node.name]}/{name}.jsonl" for name in names]
+        read = await context.probe(node, "jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
+        mask_prompt = bool(settings.get("mask_prompt"))
+        return [
+            interpret_file(PurePosixPath(path), file, mask_prompt=mask_prompt)
+            for path, file in zip(files, read.files, strict=True)
+        ]
+
+    return evaluate(config, folders, await context.on_all_nodes(read))
+
+
+def evaluate(
+    config: Config, folders: Mapping[str, str], answers: Mapping[str, list[DataFile] | FlightDeckError]
+) -> CheckResult:
+    """A missing valid.jsonl only warns: mlx-lm then trains without validation."""
+    found = Findings(NAME, config)
+    complete: dict[str, list[DataFile]] = {}
+    for node in config.nodes:
+        files = answers[node.name]
+        if isinstance(files, FlightDeckError):
+            found.evidence[node.name] = f"{folders[node.name]}: {files}"
+            found.fault(node, str(files))
+            continue
+        findings = _check_node(files, int(config.job.mlx_lm.get("batch_size", 1)))
+        findings.add_to(found, node)
+        found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
+        if not findings.faults:
+            complete[node.name] = files
+    if not complete:
+        return found.verdict("")
+    first = next(node for node in config.nodes if node.name in complete)
+    ours = complete[first.name]
+    for node in config.nodes:
+        theirs = complete.get(node.name, ours)
+        if [file.sha256 for file in theirs] != [file.sha256 for file in ours]:
+            found.fixes.pop(node.name, None)
+            found.fault(node, f"the data on {node.name} differs from {first.name}: {_differing(ours, theirs)}")
+    lacking = [node for node in config.nodes if node.name in found.faults and isinstance(answers[node.name], list)]
+    summary = ", ".join(f"{file.path.stem} {file.examples:,}" for file in ours)
+    return found.verdict(f"{summary} examples, {ours[0].form}", fix_command=copy_folder(first, lacking, folders))
+
+
+def _check_node(files: list[DataFile], batch_size: int) -> NodeFindings:
+    """`files` are train, valid and test, as far as they are used."""
+    findings = NodeFindings()
+    train = files[0]
+    for file in files:
+        if file.fault is None:
+            continue
+        missing_validation = file.path.stem == "valid" and file.absent
+        fix = file.fix
+        if missing_validation and not train.fault and train.lines > 1:
+            fix = _split_off(train, file.path)
+        (findings.warn if missing_validation else findings.fault)(file.fault, fix)
+    if train.fault is None and train.examples < batch_size:
+        findings.fault(f"{train.path} has fewer examples ({train.examples}) than batch_size = {batch_size}")
+    return findings
+
+
+def _split_off(train: DataFile, valid: PurePath) -> str:
+    """A command that moves the last lines of train.jsonl into valid.jsonl."""
+    count = max(1, train.lines // _VALIDATION_SHARE)
+    source, target = quoted(train.path), quoted(valid)
+    return f"tail -n {count} {source} > {target} && sed -i.bak '{train.lines - count + 1},$d' {source}"
+
+
+def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
+    pairs = [(one, other) for one, other in zip(first, theirs, strict=True) if one.sha256 != other.sha256]
+    return ", ".join(f"{other.path.name} {other.lines:,} lines against {one.lines:,}" for one, other in pairs)
+
+
+def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) -> DataFile:
+    """The file with its fault as a message, and a command that takes bad lines out."""
+    if summary.problem is not None:
+        return DataFile(path, fault=summary.problem, absent=summary.absent)
+    fault = fix = None
+    if summary.examples == 0:
+        fault = f"{path} is empty"
+    elif summary.faults:
+        number, why = summary.faults[0]
+        more = summary.fault_count - 1
+        fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
+        if summary.form is not None and summary.fault_count == len(summary.faults) < summary.examples:
+            deletions = ";".join(f"{number}d" for number, _ in summary.faults)
+            fix = f"sed -i.bak {shlex.quote(deletions)} {quoted(path)}"
+    elif mask_prompt and summary.form == "text":
+        fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
+    counted = (summary.lines, summary.examples, summary.sha256, summary.form)
+    return DataFile(path, *counted, fault, fix, absent=summary.examples == 0)
+
+
+def _not_applicable(config: Config) -> str | None:
+    """A command brings its own data, but a data quality report still applies."""
+    return skip_for_command(config) if config.job.data_quality_report is None else None
+
+
+CHECK = Check(
+    NAME,
+    "train, valid and test JSONL: there, readable by mlx-lm, the same on all nodes",
+    run,
+    time_limit_s=_READ_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+    not_applicable=_not_applicable,
+)

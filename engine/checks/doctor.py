@@ -1,0 +1,92 @@
+"""`flightdeck doctor`: what this machine has and lacks for a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from engine.checks.check import verdict
+from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
+from engine.checks.versions import MLX_MINIMUM, dotted, install_command, new_enough
+from engine.cluster.probe_results import MlxLmReport, MlxReport
+from engine.cluster.replies import probe_here
+from engine.cluster.transport.local import LocalTransport
+from engine.errors import LaunchError
+from engine.launch.mlx_launch import executable
+from engine.models import CheckResult, CheckStatus
+
+_FREE_BYTES = 1_000_000_000
+"""For logs and checkpoints."""
+_LIMIT_S = 30.0
+_LIST_BACKENDS = """
+import mlx.core as mx
+names = ("ring", "jaccl", "nccl", "mpi")
+print(mx.default_device().type.name, *(name for name in names if mx.distributed.is_available(name)))
+"""
+
+
+async def examine_machine(home: Path) -> list[CheckResult]:
+    """All results, collected concurrently. FAIL is what a local run needs; WARN is what some clusters need."""
+    return list(await asyncio.gather(_mlx(), _backends(), _launcher(), _ssh(), _rdma(), _disk(home)))
+
+
+async def _mlx() -> CheckResult:
+    report = await probe_here("mlx", result_type=MlxReport, timeout_s=IMPORT_LIMIT_S)
+    seen = as_interpreter(report, sys.executable)
+    if seen.python is not None:
+        mlx_lm = await probe_here("mlx_lm", "import", result_type=MlxLmReport, timeout_s=IMPORT_LIMIT_S)
+        seen = with_mlx_lm(seen, mlx_lm)
+    if seen.problem or not new_enough(seen.mlx, MLX_MINIMUM):
+        summary = seen.problem or f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}"
+        fix = install_command(sys.executable, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})
+        return verdict("mlx", CheckStatus.FAIL, summary, fix_command=fix)
+    return verdict("mlx", CheckStatus.PASS, f"{seen.describe()}, {platform.system()} {platform.machine()}")
+
+
+async def _backends() -> CheckResult:
+    finished = await LocalTransport().run([sys.executable, "-c", _LIST_BACKENDS], timeout_s=_LIMIT_S)
+    if finished.code != 0:
+        return verdict("backends", CheckStatus.FAIL, finished.exit_output or "MLX did not answer")
+    device, *backends = finished.stdout.decode().split()
+    summary = f"default device {device}, distributed: {', '.join(backends) or 'none'}"
+    return verdict("backends", CheckStatus.PASS if "ring" in backends else CheckStatus.FAIL, summary)
+
+
+async def _launcher() -> CheckResult:
+    try:
+        return verdict("mlx.launch", CheckStatus.PASS, str(executable()))
+    except LaunchError as error:
+        return verdict("mlx.launch", CheckStatus.FAIL, str(error))
+
+
+async def _ssh() -> CheckResult:
+    client = shutil.which("ssh")
+    if client is None:
+        return verdict("ssh", CheckStatus.WARN, "no ssh client: only this machine's own ranks can be run")
+    return verdict("ssh", CheckStatus.PASS, client)
+
+
+async def _rdma() -> CheckResult:
+    tool = shutil.which("ibv_devices")
+    if tool is None:
+        why = "no ibv_devices: RDMA over Thunderbolt needs macOS 26.2 or later on a Thunderbolt 5 Mac"
+        return verdict("rdma", CheckStatus.SKIP, why)
+    finished = await LocalTransport().run([tool], timeout_s=_LIMIT_S)
+    devices = [line.split()[0] for line in finished.stdout.decode(errors="replace").splitlines()[2:] if line.split()]
+    if not devices:
+        return verdict("rdma", CheckStatus.WARN, "no devices: RDMA is switched on in Recovery OS by `rdma_ctl enable`")
+    return verdict("rdma", CheckStatus.PASS, ", ".join(devices))
+
+
+async def _disk(home: Path) -> CheckResult:
+    folder = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        why = f"{folder} cannot be written; set FLIGHTDECK_HOME to a folder that can"
+        return verdict("disk", CheckStatus.FAIL, why)
+    summary = f"{free / 1e9:,.1f} GB free for {home}"
+    return verdict("disk", CheckStatus.PASS if free > _FREE_BYTES else CheckStatus.WARN, summary)

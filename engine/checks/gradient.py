@@ -1,0 +1,321 @@
+"""gradient_layer: a real all_sum over all ranks, started the way an attempt starts them, with its own nonce and
+ports.
+
+Without the right environment MLX silently makes a group of size 1 and every rank would train alone. So the group size
+is compared with the configuration, and every sum must be exact. Everything it starts is held by leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.checks import connectivity, hostfile, sync, versions
+from engine.checks.check import Check, ranks_of, verdict
+from engine.checks.context import CheckContext
+from engine.checks.leases import Leases
+from engine.checks.local_process import LocalProgram
+from engine.checks.ports import fresh_block
+from engine.cluster.staging import HostLayout, gather_all
+from engine.cluster.transport.base import Completed, Transport
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.launch import ssh_shim
+from engine.launch.hostfile import write_hostfile
+from engine.launch.mlx_launch import arguments, rank_ends
+from engine.launch.rank_environment import (
+    RankEnvironment,
+    file_name,
+    network_environment,
+    rank_environment,
+    rank_variables,
+    ranks_per_host,
+)
+from engine.launch.ssh_shim import launcher_environment
+from engine.launch.start_script import RankProgram, ranks_script
+from engine.models import CheckResult, CheckStatus
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.measurements import AllSumResult
+from engine.security.paths import make_private
+from engine.security.sanitise import plain
+from engine.store.layout import node_root
+
+START_ALLOWANCE_S = 55.0
+"""For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
+_ATTEMPT = 1
+_READ_BYTES = 1 << 20
+_OUTPUT_BYTES = 4096
+_RESULT = TypeAdapter(AllSumResult)
+
+
+@dataclass(frozen=True)
+class AllSumOutcome:
+    """How each rank ended."""
+
+    results: Mapping[int, AllSumResult | None]
+    """None for one that wrote no result."""
+    messages: Mapping[int, str]
+    """The last line of its output, else what was reported about it."""
+    codes: Mapping[int, int]
+    """Exit codes other than 0, as far as they are known."""
+    leftovers: str
+    """Processes that could not be ended, as a message; "" for none."""
+
+
+async def run_all_sum(context: CheckContext) -> AllSumOutcome:
+    """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
+    not be started."""
+    nonce = secrets.token_hex(16)
+    # A folder like an attempt's, so that what starts an attempt's ranks starts these.
+    check_id = f"{CHECK_PREFIX}{nonce[:12]}"
+    make_private(node_root())
+    leases = Leases(context, nonce)
+    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
+        try:
+            network, layouts = await context.network_plan(), await context.layouts()
+            all_sum = _AllSum(context, check_id, nonce, Path(here), network, layouts)
+            starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire(check_id, Path(here))])
+            assert starting_port is not None
+            codes, ssh_output = await all_sum.run(starting_port)
+            found = await context.on_all_nodes(all_sum.read)
+        finally:
+            leftovers = await asyncio.shield(leases.release())
+    results: dict[int, AllSumResult | None] = {}
+    messages: dict[int, str] = {}
+    for rank, node in ranks_of(context.config):
+        answer = found[node.name]
+        if isinstance(answer, FlightDeckError):
+            results[rank], messages[rank] = None, str(answer)
+        else:
+            results[rank], messages[rank] = answer[rank][0], answer[rank][1] or ssh_output.get(rank, "")
+    return AllSumOutcome(results, messages, codes, leftovers)
+
+
+@dataclass(frozen=True)
+class _AllSum:
+    """One run of the ranks."""
+
+    context: CheckContext
+    check_id: str
+    nonce: str
+    here: Path
+    """A folder on this machine."""
+    network: NetworkPlan
+    layouts: tuple[HostLayout, ...]
+
+    async def run(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
+        """Write the files and run all ranks to their end: their exit codes, and what ssh or the launcher reported."""
+        direct = self.context.config.cluster.launcher == "direct"
+        environment = rank_environment(self.network, starting_port, os.environ)
+        await gather_all(self._put(layout, environment if direct else None) for layout in self.layouts)
+        if direct:
+            return await self._run_direct(environment)
+        return await self._with_launcher(starting_port)
+
+    async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
+        """Rank → its result and the last line of its output."""
+        layout, transport = await self.context.layout_of(node), self.context.transport(node)
+        found = {}
+        for rank in layout.ranks:
+            if self.context.config.nodes[rank].name == node.name:
+                result = parse_result(await _content(transport, self._folder(layout) / f"rank{rank}.json"))
+                output = await _content(transport, self._folder(layout) / f"rank{rank}.log")
+                found[rank] = result, _last_line(output)
+        return found
+
+    async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
+        """Write start.sh, and without mlx.launch the files that it would have written."""
+        node, folder = self.context.config.nodes[layout.ranks[0]], self._folder(layout)
+        launcher_here = node.local and environment is None
+        script = ranks_script(
+            {rank: self._program(rank, layout) for rank in layout.ranks},
+            PurePosixPath(layout.bundle),
+            backend=self.network.backend,
+            world_size=len(self.context.config.nodes),
+            environment={
+                **network_environment(self.network, self.context.config.job.env),
+                **({"PATH": os.environ.get("PATH")} if launcher_here else {}),
+            },
+        )
+        files = {"start.sh": script}
+        if environment is not None:
+            files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
+        try:
+            await self.context.transport(node).put_tree(folder, {name: text.encode() for name, text in files.items()})
+        except OSError as error:
+            why, where = error.strerror or str(error), f"{node.name}:{folder}"
+            raise LaunchError("the check's files could not be written", where=where, why=why) from error
+
+    def _program(self, rank: int, layout: HostLayout) -> RankProgram:
+        config, folder = self.context.config, self._folder(layout)
+        argv = [layout.expanded(config.nodes[rank].python), "-m", "engine.trainer.allreduce_check"]
+        argv += ["--seconds", str(config.preflight.all_sum_s), "--world-size", str(len(config.nodes))]
+        argv += ["--backend", self.network.backend, "--out", str(folder / "rank{rank}.json")]
+        return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
+
+    async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
+        write_hostfile(self.here / "hostfile.json", self.network)
+        argv = arguments(
+            hostfile=self.here / "hostfile.json",
+            starting_port=starting_port,
+            program=ssh_shim.program(self.check_id, _ATTEMPT),
+            environment={NONCE_ENV: self.nonce},
+            backend=self.network.backend,
+            ranks_per_host=ranks_per_host(self.network),
+        )
+        home, nodes = self.context.fleet.home, self.context.config.nodes
+        launcher_variables = launcher_environment(
+            self.here, nodes, self.layouts, home=home, run_id=self.check_id, attempt=_ATTEMPT
+        )
+        environment = {NONCE_ENV: self.nonce, **launcher_variables}
+        finished = await LocalProgram(argv, environment=environment, newlines=True).run(self._limit_s)
+        last = _last_line(finished.stderr.encode())
+        messages = {rank: _ssh_output(self.here, rank) or last for rank, _ in ranks_of(self.context.config)}
+        return dict(rank_ends(finished.stderr + finished.stdout)), messages
+
+    async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
+        ranks = ranks_of(self.context.config)
+        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in ranks))
+        codes = {rank: end.code for (rank, _), end in zip(ranks, ended, strict=True) if end.code}
+        messages = {rank: plain(end.exit_output) for (rank, _), end in zip(ranks, ended, strict=True)}
+        return codes, messages
+
+    async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
+        folder = self._folder(await self.context.layout_of(node))
+        variables = {NONCE_ENV: self.nonce, **rank_variables(environment, self.network, rank)}
+        variables |= {name: str(folder / file_name(name)) for name in environment.files}
+        assignments = [f"{name}={value}" for name, value in variables.items()]
+        argv = ["/usr/bin/env", *assignments, "/bin/sh", str(folder / "start.sh")]
+        try:
+            return await self.context.transport(node).run(argv, timeout_s=self._limit_s)
+        except NodeUnreachable as error:
+            return Completed(None, b"", str(error).encode())
+
+    @property
+    def _limit_s(self) -> float:
+        return START_ALLOWANCE_S + 5 * self.context.config.preflight.all_sum_s
+
+    def _folder(self, layout: HostLayout) -> PurePosixPath:
+        return PurePosixPath(layout.root) / "runs" / self.check_id / "attempts" / str(_ATTEMPT)
+
+
+def parse_result(content: bytes) -> AllSumResult | None:
+    """None when the rank wrote no result."""
+    try:
+        return _RESULT.validate_json(content)
+    except ValidationError:
+        return None
+
+
+async def _content(transport: Transport, path: PurePosixPath) -> bytes:
+    try:
+        return await transport.read_from(path, 0, _READ_BYTES)
+    except OSError:
+        return b""
+
+
+def _last_line(output: bytes) -> str:
+    return plain(Completed(None, output[-_OUTPUT_BYTES:], b"").exit_output)
+
+
+def _ssh_output(here: Path, rank: int) -> str:
+    """The last line that ssh itself printed for a rank."""
+    try:
+        return _last_line(ssh_shim.ssh_log_path(here, rank).read_bytes())
+    except OSError:
+        return ""
+
+
+NAME = "gradient_layer"
+_LIMIT_S = START_ALLOWANCE_S + 5 * 60 + 30
+"""For the longest all_sum that a configuration allows."""
+
+_CONSEQUENCES = re.compile(r"connection to a peer|Couldn't connect|peer does not answer|ended with -15\b")
+"""Messages of ranks that only lost a peer. -15 is the launcher's TERM, once another rank has ended."""
+ADVICE = (
+    (r"Couldn't bind|error: (98|48)\b", "the port was taken a moment ago: run the check again"),
+    (r"error: 65\b", "allow your terminal the Local Network in System Settings, Privacy & Security"),
+    (r"Couldn't connect|does not answer", "check that the nodes reach each other on `ips`, and their firewall"),
+)
+"""(pattern of a rank's message, what to do about it), the first that matches."""
+
+
+async def run(context: CheckContext) -> CheckResult:
+    # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
+    seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
+    if unfit := versions.without_mlx(seen, backend):
+        first = next((rank, node.name) for rank, node in ranks_of(context.config) if node.name in unfit)
+        why = seen[first[1]].problem or f"no {backend} there"
+        summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
+        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=first)
+    return evaluate(context.config, await run_all_sum(context))
+
+
+def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
+    """A rank that only lost its peers is not blamed while another has a cause of its own."""
+    result = _evaluate(config, found)
+    if found.leftovers:
+        return result.model_copy(update={"status": CheckStatus.FAIL, "summary": f"{result.summary}; {found.leftovers}"})
+    return result
+
+
+def _evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
+    world_size, results = len(config.nodes), found.results
+    faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
+    evidence = {
+        node.name: f"rank {rank}: {faults[rank] or _describe(results[rank])}" for rank, node in ranks_of(config)
+    }
+    failed = {rank: fault for rank, fault in faults.items() if fault is not None}
+    if failed:
+        first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
+        node = config.nodes[first].name
+        advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
+        summary = f"rank {first} on {node}: {failed[first]}" + (f"; {advice}" if advice else "")
+        result = verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence)
+        return result.model_copy(update={"blames": (first, node)})
+    if world_size == 1:
+        summary = "one rank, a group of 1 as planned: nothing is exchanged"
+        return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
+    measured = [result for result in results.values() if result is not None]
+    slowest = max(result.latency_s or 0.0 for result in measured)
+    narrowest = min(result.bandwidth_bytes_per_s or 0.0 for result in measured)
+    summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {narrowest / 1e9:.2f} GB/s"
+    return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
+
+
+def _fault(result: AllSumResult | None, world_size: int, message: str, code: int | None) -> str | None:
+    if result is None:
+        ended = f"ended with {code}" if code is not None else "wrote no result"
+        return f"{ended}: {message}" if message else ended
+    if result.error is not None:
+        return plain(result.error, 300)
+    if result.size != world_size:
+        return f"MLX made a group of {result.size} where {world_size} are planned"
+    return None if result.exact else "the sum is not exact"
+
+
+def _describe(result: AllSumResult | None) -> str:
+    if result is None or result.latency_s is None or result.bandwidth_bytes_per_s is None:
+        return "not measured"
+    if result.size == 1:
+        return "one rank"
+    return f"exact, {result.latency_s * 1e3:.2f} ms, {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
+
+
+CHECK = Check(
+    NAME,
+    "a real all_sum over the real ring",
+    run,
+    time_limit_s=_LIMIT_S,
+    needs=(connectivity.NAME, hostfile.NAME, sync.NAME),
+)

@@ -1,0 +1,151 @@
+"""hardware_layer: each node's GPU, memory against what the job needs, macOS and RDMA where required, power,
+temperature, and the ports of the ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from engine.checks import connectivity, ports, sync
+from engine.checks.check import Check, Findings, NodeFindings, plural
+from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import MemoryNeed, memory_needs, shared_plan
+from engine.checks.ports import HeldPorts
+from engine.cluster.probe_results import PortHolder
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, LaunchError
+from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.plan.document import PlanIssue
+from engine.plan.network import node_obstacles
+
+NAME = "hardware_layer"
+_LIMIT_S = 60.0
+_NETWORK = "distributed_config"
+"""The plan's refusal that hostfile_valid reports."""
+_MEMORY = "memory"
+"""The plan's refusal that is reported node by node here."""
+_JACCL = ("jaccl", "jaccl-ring")
+
+
+async def run(context: CheckContext) -> CheckResult:
+    facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), _held_ports(context))
+    refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
+    return evaluate(context.config, facts, needed, held, refusals)
+
+
+async def _held_ports(context: CheckContext) -> HeldPorts:
+    first = context.config.cluster.starting_port
+    if first is None:
+        # Each attempt takes ports that are free then.
+        return {}
+    try:
+        return await ports.held_ports(context, await context.network_plan(), first)
+    except LaunchError:
+        # There is no network plan, which hostfile_valid reports.
+        return {}
+
+
+def evaluate(
+    config: Config,
+    facts: Mapping[str, NodeFacts],
+    needed: Mapping[str, MemoryNeed],
+    held: HeldPorts,
+    refusals: Sequence[PlanIssue] = (),
+) -> CheckResult:
+    """`refusals` are the plan's."""
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        findings = NodeFindings()
+        seen = facts[node.name]
+        if seen.problem is not None:
+            findings.warn(f"its hardware is not known: {seen.problem}")
+        else:
+            _check_gpu(node, seen, findings)
+            _check_memory(needed[node.name], findings)
+            _check_rdma(config, seen, findings)
+            _check_power(seen, findings)
+        _check_ports(node, held.get(node.name, {}), findings)
+        findings.add_to(found, node)
+    result = found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
+    reported = any(need.fits is False for need in needed.values())
+    refused = [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
+    if not refused:
+        return result
+    # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
+    summary = "; ".join([*refused, *([result.summary] if result.status is not CheckStatus.PASS else [])])
+    return result.model_copy(update={"status": CheckStatus.FAIL, "summary": summary})
+
+
+def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:
+    name = " ".join(filter(None, (facts.chip, f"{facts.gpu_cores} GPU cores" if facts.gpu_cores else None)))
+    if facts.mlx_problem is not None:
+        findings.passed.append(f"{name or 'its chip'}, GPU not known: mlx cannot be imported")
+    elif facts.gpu is None:
+        findings.warn(f"it is not known whether MLX uses the GPU{f' of the {name}' if name else ''}")
+    elif facts.system == "Darwin" and facts.gpu != "gpu":
+        version = f"=={facts.mlx}" if facts.mlx else ""
+        install = f"uv pip install --python {quoted(node.python)} --reinstall {quoted(f'mlx{version}')}"
+        findings.fault(f"MLX there uses the {facts.gpu} and not the GPU (Metal)", install)
+    else:
+        findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
+
+
+def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
+    if need.fits is False:
+        findings.fault(f"{need.describe()}: lower batch_size or max_seq_length, or set grad_checkpoint = true in [job]")
+    elif need.fits is None and need.applicable:
+        findings.warn(need.describe())
+    else:
+        findings.passed.append(need.describe())
+
+
+def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> None:
+    """An obstacle is a fault where jaccl is required, a warning where "auto" falls back to TCP."""
+    if facts.os:
+        findings.passed.append(facts.os)
+    backend = config.cluster.backend
+    required = backend in _JACCL
+    several = len({node.ssh for node in config.nodes}) > 1
+    if not required and not (backend == "auto" and several and facts.system == "Darwin"):
+        return
+    obstacles = node_obstacles(facts)
+    if not obstacles and not facts.rdma_devices:
+        obstacles = ["ibv_devices shows no RDMA device"]
+    for obstacle in obstacles:
+        # No fix: rdma_ctl is run by hand in Recovery OS.
+        if required:
+            findings.fault(f"no RDMA, which {backend} needs: {obstacle}")
+        else:
+            findings.warn(f"no RDMA: {obstacle}")
+    if not obstacles:
+        findings.passed.append(f"RDMA {', '.join(device.name for device in facts.rdma_devices)}")
+
+
+def _check_power(facts: NodeFacts, findings: NodeFindings) -> None:
+    if facts.power_source is not None and facts.power_source.startswith("battery"):
+        findings.warn(f"runs on {facts.power_source}: plug it in")
+    elif facts.power_source is not None:
+        findings.passed.append(f"power {facts.power_source}")
+    if facts.thermal not in (None, "nominal"):
+        findings.warn(f"is throttled by heat: {facts.thermal}")
+    elif facts.thermal is not None:
+        findings.passed.append("heat nominal")
+
+
+def _check_ports(node: NodeConfig, held: Mapping[str, PortHolder] | FlightDeckError, findings: NodeFindings) -> None:
+    if isinstance(held, FlightDeckError):
+        findings.warn(f"its ports are not known: {held}")
+    elif held:
+        findings.fault(ports.describe_held(node, held), ports.held_fix(held))
+
+
+CHECK = Check(
+    NAME,
+    "GPU, memory against the need, macOS, RDMA, power, heat, the ring's ports",
+    run,
+    time_limit_s=_LIMIT_S,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+)

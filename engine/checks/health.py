@@ -1,0 +1,158 @@
+"""health_check: every node answers now, has free disk and memory, is not busy with other work, and will not go to
+sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+
+from engine.checks import connectivity
+from engine.checks.check import THIS_MACHINE, Check, Findings, NodeFindings, plural
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import BusyProcess, SystemLoad
+from engine.cluster.sensors import mac_gpu_use
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError
+from engine.models import CheckResult, NodeFacts
+
+NAME = "health_check"
+DISK_WARN_BYTES = 1_000_000_000
+"""Logs grow by some hundred megabytes a day; checkpoints are checkpoint_layer's subject."""
+DISK_FAIL_BYTES = 50_000_000
+"""A launch writes its files there, and its logs would be cut off."""
+SWAP_SHARE = 0.05
+"""Share of all memory. macOS always swaps a little; a rank whose pages come from the disk is a hundred times slower."""
+GPU_SHARE = 0.20
+"""Share of the GPU's time, before any rank has started."""
+_PROBE_LIMIT_S = 20.0
+_PREVENTED = re.compile(r"^\s*(?:PreventUserIdleSystemSleep|PreventSystemSleep)\s+1\s*$", re.MULTILINE)
+_NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
+
+
+HeartbeatResult = tuple[float | None, float] | FlightDeckError
+"""A node's round trip in seconds (None for this machine), and when that was, by the monotonic clock."""
+LoadResult = SystemLoad | FlightDeckError
+
+
+async def run(context: CheckContext) -> CheckResult:
+    async def heartbeat(node: NodeConfig) -> tuple[float | None, float]:
+        return await connectivity.round_trip_s(context, node), time.monotonic()
+
+    async def load(node: NodeConfig) -> SystemLoad:
+        return await context.probe(node, "load", result_type=SystemLoad, timeout_s=_PROBE_LIMIT_S)
+
+    loads, facts = await asyncio.gather(context.on_all_nodes(load), context.facts())
+    # Last, so that a node that goes away meanwhile is noticed.
+    heartbeats = await context.on_all_nodes(heartbeat)
+    return evaluate(context.config, facts, heartbeats, loads)
+
+
+def evaluate(
+    config: Config,
+    facts: Mapping[str, NodeFacts],
+    heartbeats: Mapping[str, HeartbeatResult],
+    loads: Mapping[str, LoadResult],
+) -> CheckResult:
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        findings = NodeFindings()
+        _check_heartbeat(node, heartbeats[node.name], findings)
+        _check_disk(node, facts[node.name], findings)
+        _check_swap(facts[node.name], findings)
+        _check_power(facts[node.name], findings)
+        _check_load(facts[node.name], loads[node.name], findings)
+        findings.add_to(found, node)
+    return found.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
+
+
+def _check_heartbeat(node: NodeConfig, heartbeat: HeartbeatResult, findings: NodeFindings) -> None:
+    if isinstance(heartbeat, FlightDeckError):
+        findings.fault(f"no heartbeat: {heartbeat}")
+        return
+    taken, at = heartbeat
+    what = THIS_MACHINE if node.local else "heartbeat" if taken is None else f"heartbeat in {taken * 1e3:.1f} ms"
+    findings.passed.append(f"{what}, {time.monotonic() - at:.1f} s ago")
+
+
+def _check_disk(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:
+    free = facts.disk_free_bytes
+    if free is None:
+        findings.warn(f"its disk is not known{f': {facts.problem}' if facts.problem else ''}")
+        return
+    space = f"{free / 1e9:,.1f} GB free on the disk of {node.workdir}"
+    message = f"{space}: make room, the command lists the largest folders"
+    largest = f"du -xak {quoted(node.workdir)} 2>/dev/null | sort -rn | head -n 20"
+    if free < DISK_FAIL_BYTES:
+        findings.fault(message, largest)
+    elif free < DISK_WARN_BYTES:
+        findings.warn(message, largest)
+    else:
+        findings.passed.append(space)
+
+
+def _check_swap(facts: NodeFacts, findings: NodeFindings) -> None:
+    swap, memory = facts.swap_used_bytes, facts.memory_total_bytes
+    if swap is None or memory is None:
+        findings.passed.append("swap not known")
+    elif swap > SWAP_SHARE * memory:
+        findings.warn(f"{swap / 1e9:,.1f} GB of its memory are in swap: end what fills it, or restart it")
+    else:
+        findings.passed.append(f"swap {swap / 1e9:,.1f} GB")
+
+
+def _check_power(facts: NodeFacts, findings: NodeFindings) -> None:
+    if facts.low_power_mode:
+        mac = "sudo pmset -a lowpowermode 0"
+        linux = "echo balanced | sudo tee /sys/firmware/acpi/platform_profile"
+        findings.warn("Low Power Mode is on", mac if facts.system == "Darwin" else linux)
+    elif facts.low_power_mode is False:
+        findings.passed.append("Low Power Mode off")
+
+
+def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> None:
+    if isinstance(load, FlightDeckError):
+        findings.warn(f"its load is not known: {load}")
+        return
+    for process in load.processes:
+        # No fix: it may be somebody's work, or a training of ours.
+        findings.warn(describe_busy(process, load.memory_bytes))
+    for pid, megabytes, name in _NVIDIA.findall(load.nvidia):
+        findings.warn(f"pid {pid} ({name[:80]}) holds {int(megabytes) / 1e3:,.1f} GB of the GPU's memory")
+    if (use := mac_gpu_use(load.ioreg)) is not None:
+        if use > GPU_SHARE:
+            findings.warn(f"its GPU is {use:.0%} busy already; macOS reports only to root by which process")
+        else:
+            findings.passed.append(f"GPU {use:.0%} busy")
+    if not findings.warnings:
+        findings.passed.append("no other process is busy")
+    if facts.system != "Darwin":
+        return
+    if load.caffeinate is False:
+        findings.warn("it has no caffeinate: a run would not keep it awake")
+    else:
+        now = "is prevented now" if sleep_prevented(load.assertions) else "may come now"
+        findings.passed.append(f"sleep {now}, a run holds caffeinate")
+
+
+def describe_busy(process: BusyProcess, memory_bytes: int) -> str:
+    share = f", {process.rss_bytes / 1e9:,.1f} GB" + (f" of {memory_bytes / 1e9:,.0f}" if memory_bytes else "")
+    rank = ", a rank of a Flight Deck run" if process.run else ""
+    return f"pid {process.pid} ({process.command[:80]}{rank}) keeps {process.cores:.1f} cores busy{share}"
+
+
+def sleep_prevented(assertions: str) -> bool:
+    """`assertions` is the output of `pmset -g assertions`."""
+    return _PREVENTED.search(assertions) is not None
+
+
+CHECK = Check(
+    NAME,
+    "heartbeat, disk, swap, other load, Low Power Mode, sleep",
+    run,
+    time_limit_s=_PROBE_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+)

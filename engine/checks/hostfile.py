@@ -1,0 +1,173 @@
+"""hostfile_valid: MLX's own parser accepts the hostfile, each node owns its addresses, and the ranks reach each
+other on them.
+
+The parser runs in a separate process: the head never imports MLX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from engine.checks import connectivity
+from engine.checks.check import Check, Findings, plural, ranks_of, verdict
+from engine.checks.context import CheckContext, value_of
+from engine.cluster.agent_client import AgentRequest
+from engine.cluster.probe_results import AddressProblems, ListeningPorts
+from engine.cluster.transport.local import LocalTransport
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError
+from engine.launch.hostfile import RING, write_hostfile
+from engine.models import CheckResult, CheckStatus
+from engine.plan.network import NetworkPlan
+
+NAME = "hostfile_valid"
+_PARSE_LIMIT_S = 20.0
+_LIMIT_S = 20.0
+_LISTEN_S = 10.0
+T = TypeVar("T")
+
+_PARSE_HOSTFILE = """
+import json, sys
+from mlx._distributed_utils.common import Hostfile
+parsed = Hostfile.from_file(sys.argv[1])
+print(json.dumps([[host.rank, host.ssh_hostname, host.ips, host.rdma] for host in parsed.hosts]))
+"""
+
+
+async def run(context: CheckContext) -> CheckResult:
+    network = await context.network_plan()
+    problem, result = await asyncio.gather(_parse_problem(network), _check_addresses(context, network))
+    return result if problem is None else verdict(NAME, CheckStatus.FAIL, problem)
+
+
+async def _parse_problem(network: NetworkPlan) -> str | None:
+    """How MLX's reading of the hostfile differs from the plan; None when it does not."""
+    with tempfile.TemporaryDirectory(prefix="flightdeck-") as directory:
+        path = Path(directory) / "hostfile.json"
+        write_hostfile(path, network)
+        finished = await LocalTransport().run(
+            [sys.executable, "-c", _PARSE_HOSTFILE, str(path)], timeout_s=_PARSE_LIMIT_S
+        )
+    if finished.code != 0:
+        why = "MLX's parser did not answer" if finished.code is None else finished.exit_output
+        return f"MLX does not accept the hostfile: {why}"
+    parsed = json.loads(finished.stdout)
+    planned = [[rank, host.ssh, host.ips, host.rdma or ()] for rank, host in enumerate(network.hosts)]
+    # As JSON: a pair with several cables has a list of devices.
+    expected = json.loads(json.dumps(planned))
+    return None if parsed == expected else f"MLX reads the hostfile as {parsed}, expected {expected}"
+
+
+async def _check_addresses(context: CheckContext, network: NetworkPlan) -> CheckResult:
+    ips = {node.name: list(network.hosts[rank].ips) for rank, node in ranks_of(context.config)}
+    found = Findings(NAME, context.config)
+    for rank, node in ranks_of(context.config):
+        if (fault := _form_problem(ips[node.name])) is not None:
+            found.fault(node, fault)
+        else:
+            found.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
+    if not found.faults:
+        await _check_ownership(context, ips, found)
+    if found.faults:
+        return found.verdict("", advice="give the node's own address as `ips` in its [[node]]")
+    if context.remote:
+        await _check_connections(context, neighbours(network), ips, found)
+    ranks = plural(len(context.config.nodes), "rank")
+    return found.verdict(
+        f"MLX reads {ranks}, {network.backend}", advice="check the cable and the firewall between them"
+    )
+
+
+def _form_problem(ips: list[str]) -> str | None:
+    """Why an address cannot be in a hostfile at all."""
+    for ip in ips:
+        try:
+            version = ipaddress.ip_address(ip).version
+        except ValueError:
+            return f"{ip} is not an IP address: the ring takes no names"
+        if version != 4:
+            return f"{ip} is IPv6: MLX's ring splits an address at its first colon"
+    return None
+
+
+def neighbours(network: NetworkPlan) -> dict[int, int]:
+    """Rank → the rank it connects to: the next one of the ring; with other backends rank 0."""
+    ranks = len(network.hosts)
+    if network.backend == RING:
+        return {rank: (rank + 1) % ranks for rank in range(ranks) if ranks > 1}
+    return dict.fromkeys(range(1, ranks), 0)
+
+
+async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], found: Findings) -> None:
+    async def probe(node: NodeConfig) -> list[str | None]:
+        if not ips[node.name]:
+            return []
+        answer = await context.probe(
+            node, "addresses", *ips[node.name], result_type=AddressProblems, timeout_s=_LIMIT_S
+        )
+        return answer.problems
+
+    for node, problems in _by_node(context, await context.on_all_nodes(probe)):
+        problem = str(problems) if isinstance(problems, FlightDeckError) else next(filter(None, problems), None)
+        if problem is not None:
+            found.evidence[node.name] += f", but {problem}"
+            found.fault(node, problem)
+
+
+async def _check_connections(
+    context: CheckContext, targets: Mapping[int, int], ips: Mapping[str, list[str]], found: Findings
+) -> None:
+    """Connect each rank to its target in `targets`, on ephemeral ports."""
+    nodes = context.config.nodes
+    listening: dict[str, list[str]] = {}
+    requests: list[AgentRequest] = []
+
+    async def listen(node: NodeConfig) -> None:
+        if nodes.index(node) not in targets.values():
+            return
+        request = await context.agent(node).start_probe("listen", str(_LISTEN_S), *ips[node.name])
+        requests.append(request)
+        ports = value_of(await request.next_result("listen", ListeningPorts, _LIMIT_S), node).listening
+        listening[node.name] = [f"{ip}:{port}" for ip, port in zip(ips[node.name], ports, strict=True)]
+
+    async def reach(node: NodeConfig) -> str | None:
+        if (rank := nodes.index(node)) not in targets:
+            return None
+        target = nodes[targets[rank]].name
+        answer = await context.probe(node, "reach", *listening[target], result_type=AddressProblems, timeout_s=_LIMIT_S)
+        bad = [f"{ip} ({why})" for ip, why in zip(ips[target], answer.problems, strict=True) if why]
+        return f"does not reach {target} on {', '.join(bad)}" if bad else None
+
+    try:
+        answers: Mapping[str, str | FlightDeckError | None] = await context.on_all_nodes(listen)
+        if not any(answers.values()):
+            answers = await context.on_all_nodes(reach)
+    finally:
+        for request in requests:
+            request.close()
+    for node, problem in _by_node(context, answers):
+        if problem is not None:
+            found.evidence[node.name] += f", {problem}"
+            found.fault(node, f"{node.name} {problem}" if isinstance(problem, str) else str(problem))
+        elif nodes.index(node) in targets:
+            found.evidence[node.name] += f", reaches {nodes[targets[nodes.index(node)]].name}"
+
+
+def _by_node(context: CheckContext, answers: Mapping[str, T]) -> list[tuple[NodeConfig, T]]:
+    return [(node, answers[node.name]) for node in context.config.nodes]
+
+
+CHECK = Check(
+    NAME,
+    "the hostfile in MLX's own parser, its addresses, and connections from rank to rank",
+    run,
+    time_limit_s=60.0,
+    needs=(connectivity.NAME,),
+)

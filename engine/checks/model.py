@@ -1,0 +1,74 @@
+"""model_present: config.json, the tokenizer and all safetensors shards exist on each node and are the same."""
+
+from __future__ import annotations
+
+import posixpath
+
+from engine.checks import connectivity, sync
+from engine.checks.check import Check, Findings, skip_for_command
+from engine.checks.context import CheckContext
+from engine.checks.fixes import copy_folder, move_aside
+from engine.cluster.probe_results import ModelFiles
+from engine.cluster.transport.base import quoted
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError
+from engine.models import CheckResult
+
+NAME = "model_present"
+_LIMIT_S = 60.0
+_NAMED = 4
+_SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
+
+
+async def run(context: CheckContext) -> CheckResult:
+    nodes = context.config.nodes
+    folders = {node.name: context.path(node, node.model or context.config.job.model or "") for node in nodes}
+
+    async def read(node: NodeConfig) -> ModelFiles:
+        return await context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
+
+    answers = await context.on_all_nodes(read)
+    found = Findings(NAME, context.config)
+    complete: dict[str, ModelFiles] = {}
+    for node in nodes:
+        answer, folder = answers[node.name], folders[node.name]
+        description = str(answer) if isinstance(answer, FlightDeckError) else answer.describe()
+        found.evidence[node.name] = f"{folder}: {description}"
+        if isinstance(answer, FlightDeckError):
+            found.fault(node, description)
+        elif answer.faults:
+            fix = f"hf download {answer.repository} --local-dir {quoted(folder)}" if answer.repository else None
+            found.fault(node, f"{folder}: {description}", fix)
+        else:
+            complete[node.name] = answer
+    if not complete:
+        return found.verdict("", advice="" if found.fixes else _SET_ANOTHER)
+    first = next(node for node in nodes if node.name in complete)
+    reference = complete[first.name].hashes
+    lacking = [
+        node
+        for node in nodes
+        if isinstance(answer := answers[node.name], ModelFiles) and (answer.faults or answer.hashes != reference)
+    ]
+    lines = [copy_folder(first, lacking, folders)]
+    for node in nodes:
+        hashes = complete[node.name].hashes if node.name in complete else reference
+        differing = sorted(name for name in {*reference, *hashes} if reference.get(name) != hashes.get(name))
+        if differing:
+            names = ", ".join(differing[:_NAMED])
+            found.fault(node, f"the model on {node.name} differs from {first.name}: {names}")
+        extra = sorted(set(hashes) - set(reference))
+        lines += [move_aside(node, posixpath.join(folders[node.name], name)) for name in extra]
+    fix = " && ".join(dict.fromkeys(filter(None, lines)))
+    return found.verdict(complete[first.name].describe(), fix_command=fix or None)
+
+
+CHECK = Check(
+    NAME,
+    "config.json, tokenizer and all safetensors shards, the same on all nodes",
+    run,
+    time_limit_s=_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+    not_applicable=skip_for_command,
+)

@@ -1,0 +1,218 @@
+"""performance_layer: there is a recent calibration of this job on these nodes, and the performance it predicts is
+acceptable.
+
+A calibration counts only if its fingerprint matches. Without one all nodes are assumed equal, with a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from engine.checks import connectivity, sync, versions
+from engine.checks.check import Check, Findings, NodeFindings
+from engine.checks.context import CheckContext
+from engine.checks.fixes import flightdeck_command
+from engine.checks.plan_inputs import MemoryNeed, memory_needs
+from engine.config.models import Config
+from engine.errors import StateError
+from engine.measurements import Calibration, Division
+from engine.models import CheckResult, CheckStatus
+from engine.plan.fingerprint import age_days, changed_nodes, is_stale, latest_matching
+from engine.plan.prediction import Prediction, predict, step_s
+from engine.plan.shares import MISSING
+from engine.protocol.batches import share_counts
+from engine.store.store import Store
+
+NAME = "performance_layer"
+LATENCY_S = 0.5
+"""Limit of one small all_sum: each step waits for at least one."""
+MEMORY_SHARE = 0.90
+"""Share of the node's limit: the peak grows a little with the longest sequences, and macOS needs some itself."""
+SLOW_WARNS, SLOW_FAILS = 0.10, 0.20
+"""A node's step time over the one the plan assumes, minus 1: all ranks wait for the slowest."""
+_LIMIT_S = 60.0
+_FIX_LINKS = "check the cables and the network between them"
+
+
+def _switched_off(config: Config) -> str | None:
+    return None if config.calibration.enabled else "switched off: [calibration] enabled = false"
+
+
+@dataclass(frozen=True)
+class CalibrationStatus:
+    """The calibration that counts for a launch."""
+
+    calibration: Calibration | None
+    division: Division | None = None
+    """The launch's, where one is being checked."""
+    changed: tuple[str, ...] = ()
+    """Nodes that have changed since they were measured."""
+    missing: str = MISSING
+    """Why there is no calibration."""
+
+
+async def run(context: CheckContext) -> CheckResult:
+    needed, facts = await asyncio.gather(memory_needs(context), context.facts())
+    calibration, missing = None, MISSING
+    try:
+        calibration = await _find_calibration(context)
+    except StateError as error:
+        missing = f"{MISSING}: {error}"
+    changed = changed_nodes(context.config, facts.values(), calibration) if calibration is not None else ()
+    status = CalibrationStatus(calibration, context.division, changed, missing)
+    return evaluate(context.config, status, needed, datetime.now(UTC))
+
+
+async def _find_calibration(context: CheckContext) -> Calibration | None:
+    """The launch's own; else the newest of this job on these nodes as they are now. Raises StateError."""
+    if not context.config.calibration.enabled:
+        return None
+    if context.division is not None:
+        return context.calibration
+    known = await asyncio.to_thread(Store(context.fleet.home).calibrations, context.config.cluster.name)
+    return latest_matching(context.config, (await context.facts()).values(), known)
+
+
+def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
+    """`needed` is each node's memory, which is checked without a calibration too."""
+    fix = flightdeck_command(config, "calibrate")
+    overall = NodeFindings()
+    nodes = {node.name: NodeFindings() for node in config.nodes}
+    passed = ""
+    if (calibration := status.calibration) is None:
+        overall.warn(status.missing, fix)
+    else:
+        try:
+            predicted = predict(config, calibration, now, status.division)
+        except ValueError as error:
+            overall.fault(str(error), fix)
+        else:
+            _check_overall(calibration, status.division, predicted, overall, fix)
+            slowness = _slowness(calibration, predicted)
+            stale = is_stale(config, calibration, now)
+            for name, findings in nodes.items():
+                if stale:
+                    age, limit = age_days(calibration, now), config.calibration.max_age_days
+                    findings.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
+                if name in status.changed:
+                    findings.warn("it has changed since it was measured: chip, python, mlx, mlx-lm or address", fix)
+                _check_throughput(calibration, name, findings, fix)
+                _check_links(calibration, name, findings)
+                _check_pace(slowness.get(name, 0.0), predicted, findings, fix)
+            passed = _passed(predicted, age_days(calibration, now))
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        _check_memory(needed[node.name], nodes[node.name])
+        nodes[node.name].add_to(found, node)
+    return _with_overall(found.verdict(passed), overall)
+
+
+def _with_overall(result: CheckResult, overall: NodeFindings) -> CheckResult:
+    """The nodes' result, preceded by the findings on all of them together."""
+    messages = [*overall.faults, *overall.warnings]
+    if not messages:
+        return result
+    failed = bool(overall.faults) or result.status is CheckStatus.FAIL
+    status = CheckStatus.FAIL if failed else CheckStatus.WARN
+    fixes = overall.fixes if failed else overall.warning_fixes
+    if result.status is status and result.fix_command is not None:
+        fixes = [*fixes, result.fix_command]
+    summary = "; ".join([*messages, *([] if result.status is CheckStatus.PASS else [result.summary])])
+    fix_command = " && ".join(dict.fromkeys(fixes)) or None
+    return result.model_copy(update={"status": status, "summary": summary, "fix_command": fix_command})
+
+
+def _check_overall(
+    calibration: Calibration, division: Division | None, predicted: Prediction, findings: NodeFindings, fix: str
+) -> None:
+    for name in predicted.shares.left_out:
+        findings.warn(f"{name} completed no step during calibration: it counts as offline and is left out", fix)
+    if (why_not := predicted.throughput.why_not) is not None:
+        excluded = division is not None and bool(division.excluded)
+        # With a synthetic model, fewer nodes or too small a batch another calibration would predict no more.
+        useless = calibration.synthetic_model or excluded or predicted.micro_batches is None
+        findings.warn(f"no throughput is predicted: {why_not}", None if useless else fix)
+    latency_s = calibration.all_ranks.latency_s if calibration.all_ranks is not None else None
+    if latency_s is not None and latency_s >= LATENCY_S:
+        message = f"an all_sum over all ranks takes {latency_s * 1e3:,.0f} ms, the limit is {LATENCY_S * 1e3:.0f}"
+        findings.fault(f"{message}: {_FIX_LINKS}, then measure again with `{fix}`")
+
+
+def _check_throughput(calibration: Calibration, node: str, findings: NodeFindings, fix: str) -> None:
+    measure = calibration.measure_of(node)
+    speed = measure.examples_per_s if measure is not None else None
+    if speed is None:
+        why = measure.problem if measure is not None else "it was not in the cluster"
+        findings.warn(f"its throughput was not measured: {why or 'the reason is not known'}", fix)
+    elif speed == 0:
+        findings.passed.append("completed no step during calibration")
+    else:
+        findings.passed.append(f"{speed:.3g} examples/s")
+
+
+def _check_links(calibration: Calibration, node: str, findings: NodeFindings) -> None:
+    """Reported on the first node of a link."""
+    for link in calibration.links:
+        if link.nodes and link.nodes[0] == node and link.latency_s is not None and link.latency_s >= LATENCY_S:
+            others = " and ".join(link.nodes[1:])
+            findings.fault(f"an all_sum with {others} takes {link.latency_s * 1e3:,.0f} ms: {_FIX_LINKS}")
+
+
+def _slowness(calibration: Calibration, predicted: Prediction) -> dict[str, float]:
+    """Node → its step time over the slowest node's when the same batch is divided by the measured speeds, minus 1.
+    Micro-batches are whole sequences in both, so rounding does not count as slowness."""
+    compute = predicted.throughput.compute_s
+    if len(compute) < 2 or predicted.micro_batches is None:
+        return {}
+    measures = [measure for name in compute if (measure := calibration.measure_of(name)) is not None]
+    speeds = [measure.examples_per_s for measure in measures if measure.examples_per_s]
+    if len(speeds) != len(compute):
+        return {}
+    batch = sum(predicted.micro_batches.values())
+    balanced = max(step_s(measure, count) for measure, count in zip(measures, share_counts(batch, speeds), strict=True))
+    return {name: seconds / balanced - 1 for name, seconds in compute.items()}
+
+
+def _check_pace(slowness: float, predicted: Prediction, findings: NodeFindings, fix: str) -> None:
+    if slowness <= SLOW_WARNS:
+        return
+    message = f"its part of a step takes {slowness:.0%} longer than"
+    if predicted.shares.source == "equal" and not predicted.stale:
+        # The plan chose equal shares because the measured speeds are too uncertain for others.
+        findings.warn(f"{message} the mean speeds would allow; the shares are equal")
+    elif slowness <= SLOW_FAILS:
+        findings.warn(f"{message} the plan assumes", fix if predicted.stale else None)
+    elif predicted.shares.source == "fixed":
+        findings.fault(f"{message} the plan assumes: take `share` out of its [[node]]")
+    else:
+        findings.fault(f"{message} the plan assumes: calibrate again", fix)
+
+
+def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
+    if need.share is not None and need.share >= MEMORY_SHARE:
+        advice = "lower batch_size, or set grad_checkpoint = true"
+        findings.fault(f"{need.describe()}: {need.share:.0%}, the limit is {MEMORY_SHARE:.0%}: {advice}")
+    else:
+        findings.passed.append(need.describe())
+
+
+def _passed(predicted: Prediction, age_days: float) -> str:
+    throughput, speed_up = predicted.throughput.examples_per_s, predicted.throughput.speed_up
+    known = f"{throughput:.3g} examples/s" if throughput is not None else "not predicted"
+    gain = f", speed-up {speed_up:.2f}" if speed_up is not None else ""
+    age = f"{age_days:.0f} days" if age_days >= 1 else f"{age_days * 24:.0f} h"
+    return f"{known} predicted{gain}, calibrated {age} ago"
+
+
+CHECK = Check(
+    NAME,
+    "calibration, predicted throughput, latency, memory, the slowest node",
+    run,
+    time_limit_s=_LIMIT_S,
+    needs=(connectivity.NAME, versions.NAME),
+    after=(sync.NAME,),
+    switched_off=_switched_off,
+)

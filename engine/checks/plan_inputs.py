@@ -1,0 +1,360 @@
+"""Collects the inputs of the training plan from the nodes and the store, and makes the plan that the checks inspect.
+
+A node that does not answer does not fail the plan: its last known facts are used, and what remains unknown is
+reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import ExampleCount, ModelConfiguration, ProbeResult
+from engine.cluster.topology import topology
+from engine.config.formats import resolved
+from engine.config.models import Config, NodeConfig, Strategy, select_nodes
+from engine.errors import FlightDeckError, InputError, LaunchError, StateError
+from engine.launch.hostfile import hostfile_document, write_hostfile
+from engine.launch.manual_launch import manual_launch
+from engine.launch.rank_environment import common_environment
+from engine.measurements import Calibration
+from engine.models import NodeFacts
+from engine.plan.context import Launching, PlanInputs, Tools
+from engine.plan.data_report import DataReport, read_data_report
+from engine.plan.document import Disabled, RankMemory, TrainingPlan
+from engine.plan.fingerprint import latest_matching
+from engine.plan.memory.shape import ModelShape
+from engine.plan.network import NetworkPlan, plan_network
+from engine.plan.planner import make_plan
+from engine.plan.shares import divide_batch
+from engine.security.paths import default_roots, make_home, validate_path
+from engine.security.redact import REDACTED, is_secret
+from engine.store.store import Store
+
+
+def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
+    """(report, why it could not be read), both None where the job names none. Blocking."""
+    named = config.job.data_quality_report
+    if named is None:
+        return None, None
+    base = config.file.parent if config.file is not None else Path("/")
+    try:
+        roots = (*default_roots(), base, *(Path(root) for root in config.preflight.roots))
+        return read_data_report(validate_path(resolved(named, base), "data_quality_report", roots=roots)), None
+    except InputError as error:
+        return None, str(error)
+
+
+_LIMIT_S = 20.0
+_COUNT_LIMIT_S = 60.0
+"""For millions of examples from a slow disk."""
+_NOT_COUNTED = "not counted yet"
+Result = TypeVar("Result", bound=ProbeResult)
+
+
+@dataclass(frozen=True)
+class ClusterHistory:
+    """The cluster's last known facts and calibrations, from the store."""
+
+    facts: tuple[NodeFacts, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, store: Store, cluster: str) -> ClusterHistory:
+        """Blocking. Empty when the state cannot be read, for the reason in `problem`."""
+        try:
+            return cls(tuple(store.last_facts(cluster)), tuple(store.calibrations(cluster)))
+        except StateError as error:
+            return cls(problem=str(error))
+
+
+async def collect_plan_inputs(
+    context: CheckContext,
+    fresh: Mapping[str, NodeFacts],
+    history: ClusterHistory,
+    *,
+    strategy: Strategy | None = None,
+) -> PlanInputs:
+    """Without a count of the examples. `fresh` are the facts of a probe just made, `strategy` replaces the job's. The
+    hostfile of the manual launch is written below the fleet's home."""
+    config, now = context.config, datetime.now(UTC)
+    problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
+    known = _last_known_facts(config, fresh, history.facts)
+    if context.division is not None:
+        # The run's own: its calibration may be of more nodes than it has left.
+        calibration, planned, left_out = context.calibration, config, context.division.left_out
+    else:
+        calibration = latest_matching(config, known.values(), history.calibrations)
+        planned, left_out = _participants(config, calibration, now)
+    cabling = topology([known[node.name] for node in planned.nodes if node.name in known])
+    network, unwired = _network(planned, known, context)
+    report, report_problem = await asyncio.to_thread(load_data_report, config)
+    model, model_source = await _model(context, [node for node in planned.nodes if node.name not in problems])
+    examples, examples_source = _known_examples(config, report)
+    gradient = calibration.gradient_bytes if calibration is not None else None
+    return PlanInputs(
+        config=planned,
+        strategy=strategy or config.job.strategy,
+        now=now,
+        topology=cabling,
+        tools=_tools(),
+        facts={name: facts for name, facts in known.items() if name not in left_out},
+        problems=problems,
+        network=network,
+        network_problem=unwired,
+        model=model,
+        model_source=model_source,
+        examples=examples,
+        examples_source=examples_source,
+        report=report,
+        report_problem=report_problem,
+        calibration=calibration,
+        division=context.division,
+        left_out=left_out,
+        launching=await asyncio.to_thread(_launching, planned, network, context.fleet.home, model, gradient),
+        rank_environment=common_environment(network, _redacted(config.job.env), gradient_bytes=gradient),
+    )
+
+
+async def shared_plan_inputs(context: CheckContext) -> PlanInputs:
+    """Collected once for all checks."""
+
+    async def collect() -> PlanInputs:
+        history = await asyncio.to_thread(ClusterHistory.of, Store(context.fleet.home), context.config.cluster.name)
+        return await collect_plan_inputs(context, await context.facts(), history)
+
+    return await context.shared("plan inputs", collect)
+
+
+def needs_example_count(inputs: PlanInputs) -> bool:
+    return inputs.examples is None and inputs.config.job.command is None
+
+
+async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanInputs:
+    """`inputs` with the number of examples, counted where necessary; no check waits for that."""
+    if not needs_example_count(inputs):
+        return inputs
+    answering = [node for node in inputs.config.nodes if node.name not in inputs.problems]
+    examples, examples_source = await _examples(context, answering)
+    return replace(inputs, examples=examples, examples_source=examples_source)
+
+
+def _last_known_facts(
+    config: Config, fresh: Mapping[str, NodeFacts], history: Iterable[NodeFacts]
+) -> dict[str, NodeFacts]:
+    """Without nodes that never answered."""
+    last = {(facts.node, facts.host): facts for facts in history}
+    found = {}
+    for node in config.nodes:
+        seen = fresh.get(node.name)
+        if seen is None or seen.problem is not None:
+            seen = last.get((node.name, node.ssh))
+        if seen is not None and seen.problem is None:
+            found[node.name] = seen
+    return found
+
+
+def _participants(config: Config, calibration: Calibration | None, now: datetime) -> tuple[Config, tuple[str, ...]]:
+    """The configuration without the nodes that the calibration leaves out; and those."""
+    try:
+        left_out = divide_batch(config, calibration, now=now).left_out
+    except ValueError:
+        return config, ()
+    return select_nodes(config, [node.name for node in config.nodes if node.name not in left_out]), left_out
+
+
+def _network(
+    config: Config, known: Mapping[str, NodeFacts], context: CheckContext
+) -> tuple[NetworkPlan | None, str | None]:
+    facts = list(known.values())
+    try:
+        return plan_network(
+            config, facts, topology([known[node.name] for node in config.nodes if node.name in known])
+        ), None
+    except LaunchError as error:
+        return None, str(error)
+
+
+async def _first_result(
+    paths: Mapping[tuple[str, str], NodeConfig], probe: Callable[[NodeConfig, str], Awaitable[Result]]
+) -> tuple[NodeConfig | None, Result | None, str]:
+    """The node that answers first, of all probed concurrently, and its answer; else the first one's error."""
+    tasks = {asyncio.ensure_future(probe(node, path)): node for (_, path), node in paths.items()}
+    why: dict[str, str] = {}
+    pending = set(tasks)
+    try:
+        while pending:
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in (task for task in tasks if task in ended):
+                try:
+                    return tasks[task], task.result(), ""
+                except FlightDeckError as error:
+                    why[tasks[task].name] = str(error)
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    return None, None, next((why[node.name] for node in paths.values()), "no node answers")
+
+
+def _distinct_paths(
+    context: CheckContext, nodes: Iterable[NodeConfig], named: Callable[[NodeConfig], str]
+) -> dict[tuple[str, str], NodeConfig]:
+    """(host, path) → the first node that has it."""
+    found: dict[tuple[str, str], NodeConfig] = {}
+    for node in nodes:
+        found.setdefault((node.ssh, context.path(node, named(node))), node)
+    return found
+
+
+async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
+    """config.json, and where it was read, or why it was not."""
+    job = context.config.job
+    if job.command is not None:
+        return None, "the job runs a command of its own, with a model of its own"
+
+    async def probe(node: NodeConfig, path: str) -> ModelConfiguration:
+        result = await context.probe(node, "configuration", path, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
+        if result.configuration is None:
+            raise InputError(result.problem or "no model configuration", where=node.name)
+        return result
+
+    node, result, why = await _first_result(
+        _distinct_paths(context, nodes, lambda node: node.model or job.model or ""), probe
+    )
+    if node is None or result is None:
+        return None, why
+    return result.configuration, f"config.json of {context.path(node, node.model or job.model or '')} on {node.name}"
+
+
+def _known_examples(config: Config, report: DataReport | None) -> tuple[int | None, str]:
+    """The number of training examples where it need not be counted, and its source."""
+    if config.job.command is not None:
+        return None, "the job runs a command of its own, with data of its own"
+    if report is not None and report.ifd_score.total_examples is not None:
+        return report.ifd_score.total_examples, "the data quality report"
+    return None, _NOT_COUNTED
+
+
+async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int | None, str]:
+    """The number of lines of train.jsonl, and where they were counted, or why they were not."""
+    job = context.config.job
+
+    async def probe(node: NodeConfig, folder: str) -> ExampleCount:
+        result = await context.probe(
+            node, "examples", f"{folder}/train.jsonl", result_type=ExampleCount, timeout_s=_COUNT_LIMIT_S
+        )
+        if result.examples is None:
+            raise InputError(result.problem or "not counted", where=node.name)
+        return result
+
+    node, result, why = await _first_result(
+        _distinct_paths(context, nodes, lambda node: node.data or job.data or ""), probe
+    )
+    if node is None or result is None:
+        return None, f"not counted: {why}"
+    return result.examples, f"counted in train.jsonl on {node.name}"
+
+
+def _redacted(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: REDACTED if is_secret(name) else text for name, text in environment.items()}
+
+
+def _launching(
+    config: Config, network: NetworkPlan | None, home: Path, model: Mapping[str, Any] | None, gradient: int | None
+) -> Launching:
+    if network is None:
+        return Launching()
+    hosts = hostfile_document(network)
+    path = home / "plans" / f"{config.cluster.name}-{config.job.name}.hostfile.json"
+    try:
+        make_home(home)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_hostfile(path, network)
+        line = manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
+    except OSError as error:
+        return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
+    except (LaunchError, ValueError) as error:
+        return Launching(None, (str(error),), hosts, str(path))
+    return Launching(line.command, line.notes, hosts, str(path))
+
+
+def _layers(model: Mapping[str, Any] | None) -> int | None:
+    """None for an unknown kind of model."""
+    try:
+        return ModelShape.from_config(model).layers if model is not None else None
+    except InputError:
+        return None
+
+
+def _tools() -> Tools:
+    beside = Path(sys.executable).with_name("flightdeck")
+    return Tools(python=sys.executable, flightdeck=shlex.quote(str(beside)) if beside.exists() else "flightdeck")
+
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The memory of one node's rank against the node's limit."""
+
+    needed_bytes: int | None = None
+    """MLX's peak plus the reserve of the process."""
+    limit_bytes: int | None = None
+    fits: bool | None = None
+    """None when either is not known."""
+    source: str = ""
+    """Where both come from, or why they are not known."""
+    applicable: bool = True
+    """False for a job with a command of its own, whose memory cannot be estimated."""
+
+    @property
+    def share(self) -> float | None:
+        return self.needed_bytes / self.limit_bytes if self.needed_bytes is not None and self.limit_bytes else None
+
+    def describe(self) -> str:
+        if self.needed_bytes is None or self.limit_bytes is None:
+            return f"memory not compared: {self.source}"
+        return f"needs {self.needed_bytes / _GB:,.1f} of {self.limit_bytes / _GB:,.1f} GB ({self.source})"
+
+
+async def shared_plan(context: CheckContext) -> TrainingPlan:
+    """The plan of what would be launched, without a count of the examples; made once for all checks."""
+
+    async def make() -> TrainingPlan:
+        return await asyncio.to_thread(make_plan, await shared_plan_inputs(context))
+
+    return await context.shared("plan", make)
+
+
+async def memory_needs(context: CheckContext) -> dict[str, MemoryNeed]:
+    """Node name → its memory, in the configuration's order."""
+    plan = await shared_plan(context)
+    if isinstance(plan.memory, Disabled):
+        unknown = MemoryNeed(source=plan.memory.reason, applicable=context.config.job.command is None)
+        return {node.name: unknown for node in context.config.nodes}
+    ranks = {rank.node: memory_need_of(rank) for rank in plan.memory.ranks}
+    left_out = MemoryNeed(source="the plan leaves this node out")
+    return {node.name: ranks.get(node.name, left_out) for node in context.config.nodes}
+
+
+def memory_need_of(rank: RankMemory) -> MemoryNeed:
+    """Including the reserve, as in the plan."""
+    if rank.needed_bytes is None:
+        return MemoryNeed(limit_bytes=rank.limit_bytes, source="what it needs is not known")
+    if rank.limit_bytes is None:
+        return MemoryNeed(
+            rank.needed_bytes, source=f"what the node may use is not known ({rank.limit_from or 'not probed'})"
+        )
+    reserve = f", {rank.reserve_bytes / _GB:,.1f} GB of it in reserve" if rank.reserve_bytes else ""
+    source = f"by {rank.source or 'the plan'}{reserve}, limit by {rank.limit_from or 'the node'}"
+    return MemoryNeed(rank.needed_bytes, rank.limit_bytes, rank.fits, source)

@@ -1,0 +1,97 @@
+"""ports_free: the ports of the ring can be bound; for one that is taken, which process holds it.
+
+A process of an earlier run that still listens on a ring port makes mlx.launch hang without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.checks import connectivity
+from engine.checks.check import Check, Findings, ranks_of, verdict
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import PortHolder, PortHolders
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError, LaunchError
+from engine.launch.hostfile import fresh_ports, port_count, ports_of
+from engine.models import CheckResult, CheckStatus
+from engine.plan.network import NetworkPlan
+
+NAME = "ports_free"
+_LIMIT_S = 20.0
+
+HeldPorts = Mapping[str, Mapping[str, PortHolder] | FlightDeckError]
+"""Node → IP:PORT → who holds it, for those of its ports that are held, or why that is not known."""
+
+
+async def run(context: CheckContext) -> CheckResult:
+    try:
+        network = await context.network_plan()
+    except LaunchError:
+        return verdict(NAME, CheckStatus.SKIP, "there is no network plan to take the ports from: see hostfile_valid")
+    first = context.config.cluster.starting_port
+    if first is None:
+        return await _fresh(context, network)
+    ports = await held_ports(context, network, first)
+    found = Findings(NAME, context.config)
+    for rank, node in ranks_of(context.config):
+        held = ports[node.name]
+        if isinstance(held, FlightDeckError):
+            found.fault(node, str(held))
+        elif held:
+            found.fault(node, describe_held(node, held), held_fix(held))
+        else:
+            endpoints = _endpoints(rank, network, first)
+            found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in endpoints)
+    last = first + port_count(network) - 1
+    advice = "or leave starting_port out of [cluster]: fresh ports are then taken"
+    return found.verdict(f"{first} to {last} are free", advice=advice)
+
+
+async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:
+    """The first of as many consecutive ports as a launch needs, free on all hosts a moment ago; the same for all
+    checks. Raises LaunchError."""
+    return await context.shared("fresh ports", lambda: fresh_ports(context.fleet, context.config.nodes, network))
+
+
+async def held_ports(context: CheckContext, network: NetworkPlan, first: int) -> HeldPorts:
+    """Probed once for all checks."""
+    endpoints = {node.name: _endpoints(rank, network, first) for rank, node in ranks_of(context.config)}
+
+    async def probe(node: NodeConfig) -> dict[str, PortHolder]:
+        wanted = endpoints[node.name]
+        if not wanted:
+            return {}
+        holders = await context.probe(node, "ports", *wanted, result_type=PortHolders, timeout_s=_LIMIT_S)
+        return {endpoint: who for endpoint, who in zip(wanted, holders.ports, strict=True) if who is not None}
+
+    return await context.shared(NAME, lambda: context.on_all_nodes(probe))
+
+
+def held_fix(held: Mapping[str, PortHolder]) -> str | None:
+    pids = dict.fromkeys(str(who.pid) for who in held.values() if who.pid is not None)
+    return f"kill {' '.join(pids)}" if pids else None
+
+
+def _endpoints(rank: int, network: NetworkPlan, first: int) -> list[str]:
+    return [f"{ip}:{port}" for ip, port in zip(network.hosts[rank].ips, ports_of(rank, network, first), strict=False)]
+
+
+def describe_held(node: NodeConfig, held: Mapping[str, PortHolder]) -> str:
+    orphan = ", a rank of a Flight Deck run, perhaps an orphan"
+    return "; ".join(
+        f"{endpoint} on {node.name} is held by {who.holder}{orphan if who.orphan else ''}"
+        for endpoint, who in held.items()
+    )
+
+
+async def _fresh(context: CheckContext, network: NetworkPlan) -> CheckResult:
+    try:
+        first = await fresh_block(context, network)
+    except LaunchError as error:
+        return verdict(NAME, CheckStatus.FAIL, str(error))
+    summary = f"each attempt takes fresh ones; {port_count(network)} from {first} are free now"
+    return verdict(NAME, CheckStatus.PASS, summary)
+
+
+CHECK = Check(NAME, "the ring's ports can be bound", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,))

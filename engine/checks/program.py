@@ -1,0 +1,73 @@
+"""program_present: when the job has its own `command`, its program and script exist on each node."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from engine.checks import connectivity, sync
+from engine.checks.check import Check, Findings
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import ProgramLocation
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, InputError
+from engine.models import CheckResult
+from engine.security.identifiers import safe_repr
+
+NAME = "program_present"
+_LIMIT_S = 30.0
+
+
+def _no_command(config: Config) -> str | None:
+    return None if config.job.command else "the job is an mlx-lm training, not a command"
+
+
+async def run(context: CheckContext) -> CheckResult:
+    command = context.config.job.command or ()
+
+    async def locate(node: NodeConfig) -> ProgramLocation:
+        words = (node.workdir, node.python, *command)
+        return await context.probe(node, "program", *words, result_type=ProgramLocation, timeout_s=_LIMIT_S)
+
+    for word in command:
+        # As for every path from outside: it may not lead out of the workdir.
+        if word.endswith(".py") and ".." in PurePosixPath(word).parts:
+            raise InputError(f"the script {safe_repr(word)}", why="refused", todo="give a path without ..")
+    answers = await context.on_all_nodes(locate)
+    found = Findings(NAME, context.config)
+    for node in context.config.nodes:
+        location = answers[node.name]
+        if isinstance(location, FlightDeckError):
+            found.fault(node, str(location))
+        elif location.fault is not None:
+            found.fault(node, location.fault, _fix(location))
+        elif (why := _outside(context, location)) is not None:
+            found.fault(node, why)
+        else:
+            found.evidence[node.name] = location.program or ""
+    return found.verdict(" ".join(command))
+
+
+def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
+    """Why a script may not be run from where it is; None when it may."""
+    script, allowed = location.script, (*location.roots, *context.config.preflight.roots)
+    if script is None or any(PurePosixPath(script).is_relative_to(root) for root in allowed):
+        return None
+    return f"{script} is outside of the home and the workdir: move it, or name its folder in [preflight] roots"
+
+
+def _fix(location: ProgramLocation) -> str | None:
+    if location.make is not None:
+        return f"mkdir -p {quoted(location.make)}"
+    return f"chmod +x {quoted(location.permit)}" if location.permit is not None else None
+
+
+CHECK = Check(
+    NAME,
+    "the job's own command",
+    run,
+    time_limit_s=_LIMIT_S + 30,
+    needs=(connectivity.NAME,),
+    after=(sync.NAME,),
+    not_applicable=_no_command,
+)

@@ -1,0 +1,203 @@
+"""The registry of checks and their runner, and their part of the training plan.
+
+All checks run concurrently, each within its time limit and after the checks it depends on. A new check is a module
+with NAME, `run` and CHECK beside this one, and a line in CHECKS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from engine.checks import (
+    checkpoint,
+    connectivity,
+    consistency,
+    data,
+    gradient,
+    hardware,
+    health,
+    hostfile,
+    model,
+    performance,
+    ports,
+    program,
+    sync,
+    versions,
+    workers,
+)
+from engine.checks.check import Check, verdict
+from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import ClusterHistory, collect_plan_inputs, with_example_count
+from engine.config.models import Strategy
+from engine.errors import FlightDeckError, InputError
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync, WorkerConsistency
+from engine.plan.context import PlanInputs
+from engine.plan.document import PlannedCheck, TrainingPlan
+from engine.plan.planner import make_plan
+from engine.security.audit import audit_log
+from engine.security.identifiers import safe_repr
+from engine.store.store import Store
+
+CHECKS: dict[str, Check] = {
+    check.name: check
+    for check in (
+        connectivity.CHECK,
+        sync.CHECK,
+        versions.CHECK,
+        hostfile.CHECK,
+        ports.CHECK,
+        model.CHECK,
+        data.CHECK,
+        program.CHECK,
+        checkpoint.CHECK,
+        gradient.CHECK,
+        consistency.CHECK,
+        workers.CHECK,
+        hardware.CHECK,
+        performance.CHECK,
+        health.CHECK,
+    )
+}
+
+OVERRIDDEN = "overridden"
+"""The summary of a check that was skipped by name."""
+
+OnResult = Callable[[CheckResult], None]
+Audit = Callable[[str, str, dict[str, object]], object]
+
+
+def validate_skip(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> list[str]:
+    """The names to skip, each once. Raises InputError for an unknown one."""
+    names = list(dict.fromkeys(skip))
+    for name in names:
+        if name in checks:
+            continue
+        raise InputError(
+            f"cannot skip {safe_repr(name)}", why="there is no such check", todo=f"checks: {', '.join(checks)}"
+        )
+    return names
+
+
+async def run_checks(
+    context: CheckContext,
+    *,
+    skip: Iterable[str] = (),
+    on_result: OnResult,
+    checks: Mapping[str, Check] = CHECKS,
+    audit: Audit = audit_log,
+) -> PreflightReport:
+    """Run every check; `on_result` gets each result as RUNNING, once or more, and again when it ends.
+
+    `skip` adds to the configuration's own list. A check that raises or is late is a failure of that check alone;
+    cancelling ends what the checks started. Raises InputError for an unknown name in `skip`.
+    """
+    overridden = validate_skip([*context.config.preflight.skip, *skip], checks)
+    context.progress = lambda name, message: on_result(verdict(name, CheckStatus.RUNNING, message))
+    ended: dict[str, asyncio.Future[CheckResult]] = {
+        name: asyncio.get_running_loop().create_future() for name in checks
+    }
+
+    async def settle(check: Check) -> None:
+        result = await _run_check(context, check, overridden, ended, on_result)
+        ended[check.name].set_result(result)
+        on_result(result)
+
+    async with asyncio.TaskGroup() as tasks:
+        for check in checks.values():
+            tasks.create_task(settle(check), name=f"check {check.name}")
+    results = [ended[name].result() for name in checks]
+    report = PreflightReport(
+        checks=results, overall_status=overall_status(results), overridden=overridden, finished_at=datetime.now(UTC)
+    )
+    _audit_report(audit, report, [check.name for check in checks.values() if check.not_applicable(context.config)])
+    return report
+
+
+def overall_status(results: Iterable[CheckResult]) -> CheckStatus:
+    """FAIL when any failed, else WARN when any warned, else PASS."""
+    seen = {result.status for result in results}
+    return next((status for status in (CheckStatus.FAIL, CheckStatus.WARN) if status in seen), CheckStatus.PASS)
+
+
+def first_failure(report: PreflightReport) -> CheckResult | None:
+    return next((result for result in report.checks if result.status is CheckStatus.FAIL), None)
+
+
+async def _run_check(
+    context: CheckContext,
+    check: Check,
+    overridden: list[str],
+    ended: Mapping[str, asyncio.Future[CheckResult]],
+    on_result: OnResult,
+) -> CheckResult:
+    if check.name in overridden:
+        return verdict(check.name, CheckStatus.SKIP, OVERRIDDEN)
+    why_not = check.not_applicable(context.config) or check.switched_off(context.config)
+    if why_not:
+        return verdict(check.name, CheckStatus.SKIP, why_not)
+    for needed in check.needs:
+        if (await asyncio.shield(ended[needed])).status is CheckStatus.FAIL:
+            return verdict(check.name, CheckStatus.SKIP, f"not run: {needed} failed")
+    await asyncio.gather(*(asyncio.shield(ended[earlier]) for earlier in check.after if earlier in ended))
+    on_result(verdict(check.name, CheckStatus.RUNNING, check.title))
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(check.time_limit_s):
+            result = await check.run(context)
+    except TimeoutError:
+        result = verdict(check.name, CheckStatus.FAIL, f"no answer within {check.time_limit_s:.0f} s")
+    except FlightDeckError as error:
+        result = verdict(check.name, CheckStatus.FAIL, str(error))
+    except Exception as error:  # a bug in one check must not end the others, or the supervisor
+        result = verdict(check.name, CheckStatus.FAIL, f"the check itself failed: {type(error).__name__}: {error}")
+    return result.model_copy(update={"name": check.name, "duration_s": round(time.monotonic() - started, 3)})
+
+
+def _audit_report(audit: Audit, report: PreflightReport, not_applicable: Collection[str]) -> None:
+    """Record what blocks a launch, and what it is allowed in spite of."""
+    for name in report.overridden:
+        audit("preflight_override", OVERRIDDEN, {"check": name})
+    for result in report.checks:
+        details: dict[str, object] = {"check": result.name, "summary": result.summary}
+        if result.status is CheckStatus.FAIL:
+            audit("preflight_failure", "fail", details)
+        elif result.status is CheckStatus.WARN:
+            audit("preflight_warning", "warn", details)
+        elif result.status is CheckStatus.SKIP and result.name not in (*report.overridden, *not_applicable):
+            audit("preflight_warning", "skip", details)
+
+
+async def make_training_plan(
+    context: CheckContext, store: Store, facts: Iterable[NodeFacts], *, strategy: Strategy | None = None
+) -> TrainingPlan:
+    """The plan of what would be launched now; `facts` are those of a probe just made."""
+    past = await asyncio.to_thread(ClusterHistory.of, store, context.config.cluster.name)
+    inputs = await collect_plan_inputs(context, {fact.node: fact for fact in facts}, past, strategy=strategy)
+    return await asyncio.to_thread(plan_with_checks, await with_example_count(context, inputs))
+
+
+def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> TrainingPlan:
+    """The plan with its list of checks; `skip` adds to the configuration's own list."""
+    skipped = {*inputs.config.preflight.skip, *skip}
+    checks = tuple(
+        PlannedCheck(name=check.name, what=check.title, overridden=check.name in skipped) for check in CHECKS.values()
+    )
+    return make_plan(replace(inputs, checks=checks))
+
+
+def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPlan:
+    """The plan of a launch whose checks have ended, with the results of the sync and of the comparison."""
+    results = {result.name: result for result in report.checks}
+    synced, compared = plan.pre_rdma_sync, plan.worker_consistency
+    if synced.enabled and (result := results.get(sync.NAME)) is not None:
+        detail = result.detail
+        synced = detail if isinstance(detail, PreRdmaSync) else synced.model_copy(update={"reason": result.summary})
+    if compared.enabled and (result := results.get(consistency.NAME)) is not None:
+        detail = result.detail
+        known = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
+        compared = compared.model_copy(update=known)
+    return plan.model_copy(update={"pre_rdma_sync": synced, "worker_consistency": compared})

@@ -1,0 +1,418 @@
+"""pre_rdma_sync: the user's sync script succeeded, and the workdirs of all nodes hold the same files.
+
+Every file of the reference must be the same on each node; files that exist only on a node are reported and are no
+difference. Without a script the workdirs are still compared, and a difference is a warning. A workdir that is a bare
+home directory is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.checks import connectivity
+from engine.checks.check import THIS_MACHINE, Check, Findings, verdict
+from engine.checks.context import CheckContext
+from engine.checks.fixes import as_shell_line, copy_tree
+from engine.checks.local_process import LocalProgram, ProcessResult
+from engine.cluster.probe_results import WorkdirTree
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, InputError
+from engine.models import CheckResult, CheckStatus, PreRdmaSync
+from engine.plan.preflight import sync_not_applicable, sync_switched_off
+from engine.security.paths import state_home, validate_path
+
+NAME = "pre_rdma_sync"
+EXCLUDED = (
+    ".git",
+    ".hg",
+    ".svn",
+    "__pycache__",
+    "*.pyc",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+    ".ipynb_checkpoints",
+    ".tox",
+    ".nox",
+    ".flightdeck",
+    ".DS_Store",
+    "._*",
+)
+"""Histories, caches and environments, which each machine has of its own: never copied and never compared."""
+MAX_FILES = 20_000
+"""More than a project has; the rest of a larger tree is not compared, and the result says so."""
+MAX_HASHED_FILE_BYTES = 64_000_000
+"""A larger file is compared by its size: weights and data have checks of their own, which hash what matters."""
+MAX_HASHED_BYTES = 1_000_000_000
+"""Hashed per node, a second or two; the rest is compared by size."""
+SCRIPT_LIMIT_S = 300.0
+READ_LIMIT_S = 60.0
+_PROGRESS_EVERY_S = 0.25
+"""Each progress message is written to the disk of a run."""
+_NAMED = 4
+_SHELL = "/bin/sh"
+
+
+@dataclass(frozen=True)
+class SyncScript:
+    """The sync script, and why it cannot be run, if so."""
+
+    path: Path
+    absent: bool = False
+    fault: str | None = None
+    fix: str | None = None
+
+
+def find_sync_script(config: Config) -> SyncScript:
+    """The script that the configuration names. Raises InputError for a path that is refused."""
+    # Not below the working directory: a supervisor's is another one than its user's.
+    roots = [Path.home(), state_home(), *(Path(root) for root in config.preflight.roots)]
+    roots += [config.file.parent] if config.file is not None else []
+    roots += [Path(node.workdir) for node in config.nodes if node.local]
+    path = validate_path(config.preflight.sync_script, "sync script", roots=roots)
+    try:
+        if not path.exists():
+            return SyncScript(path, absent=True, fault=f"there is no {path}")
+        if not path.is_file():
+            return SyncScript(path, fault=f"{path} is not a file")
+    except PermissionError:
+        return SyncScript(path, fault=f"{path} cannot be reached: permission denied")
+    if not os.access(path, os.R_OK | os.X_OK):
+        why = "executed" if os.access(path, os.R_OK) else "read"
+        return SyncScript(path, fault=f"{path} may not be {why}", fix=f"chmod u+rx {shlex.quote(str(path))}")
+    return SyncScript(path)
+
+
+@dataclass(frozen=True)
+class TreeDifference:
+    """A node's tree against the reference. Paths are relative to the workdir, in order."""
+
+    missing: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    """Only on the node."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.different)
+
+    @property
+    def blocking(self) -> tuple[str, ...]:
+        """Extra files and links where the reference has a folder, which a copy would replace."""
+        folders = {path[:end] for path in self.missing for end, sign in enumerate(path) if sign == "/"}
+        return tuple(path for path in self.extra if path in folders)
+
+    def describe(self, node: str, reference: str) -> str:
+        """For example "ana is missing 3 files that ultra has: a.py, b.py, c.py"."""
+        parts = []
+        if self.missing:
+            parts.append(f"{node} is missing {_files(self.missing)} that {reference} has: {_first(self.missing)}")
+        if self.different:
+            verb = "differs" if len(self.different) == 1 else "differ"
+            subject = f"{_files(self.different)} on {node} {verb} from {reference}"
+            parts.append(f"{subject}: {_first(self.different)}")
+        return "; ".join(parts)
+
+
+def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
+    """Entries after the cut of a tree that was cut are not compared; a file that either side did not hash is compared
+    by its size."""
+    last = min(
+        (max(each.entries, key=_order) for each in (reference, tree) if each.cut and each.entries),
+        key=_order,
+        default=None,
+    )
+    paths = sorted({*reference.entries, *tree.entries}, key=_order)
+    known = [path for path in paths if last is None or _order(path) <= _order(last)]
+    both = [path for path in known if path in tree.entries and path in reference.entries]
+    return TreeDifference(
+        missing=tuple(path for path in known if path not in tree.entries),
+        different=tuple(path for path in both if not _same(reference.entries[path], tree.entries[path])),
+        extra=tuple(path for path in known if path not in reference.entries),
+    )
+
+
+def distinct_workdirs(config: Config) -> dict[tuple[str, str], NodeConfig]:
+    """(host, workdir) → the first node that has it. The reference comes first: this machine where it is a node, else
+    the first node."""
+    found: dict[tuple[str, str], NodeConfig] = {}
+    for node in sorted(config.nodes, key=lambda node: not node.local):
+        found.setdefault((node.ssh, node.workdir), node)
+    return found
+
+
+async def read_trees(context: CheckContext) -> dict[str, WorkdirTree | FlightDeckError]:
+    """Node name → its workdir's tree, or why it could not be read; each distinct workdir once."""
+    nodes = list(distinct_workdirs(context.config).values())
+    trees = await asyncio.gather(*(_read_tree(context, node) for node in nodes))
+    return {node.name: tree for node, tree in zip(nodes, trees, strict=True)}
+
+
+def tree_request(excluded_paths: Sequence[str]) -> dict[str, object]:
+    """The request of the `tree` probe; `excluded_paths` are absolute."""
+    return {
+        "without": EXCLUDED,
+        "apart": list(excluded_paths),
+        "files": MAX_FILES,
+        "whole_bytes": MAX_HASHED_FILE_BYTES,
+        "all_bytes": MAX_HASHED_BYTES,
+    }
+
+
+async def _read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree | FlightDeckError:
+    adapters = context.config.job.mlx_lm.get("adapter_path")
+    try:
+        layout = await context.layout_of(node)
+        # A training writes its adapters on one node only.
+        excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
+        request = json.dumps(tree_request([*excluded, layout.root]))
+        workdir = context.path(node, node.workdir)
+        return await context.probe(node, "tree", workdir, request, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
+    except FlightDeckError as error:
+        return error
+
+
+def describe_tree(tree: WorkdirTree) -> str:
+    sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
+    description = _files(tree.entries)
+    description += f", {sized:,} of them large: compared by size" if sized else ""
+    return description + (f", no more than {MAX_FILES:,} compared" if tree.cut else "")
+
+
+def _same(here: tuple[int, str | None], there: tuple[int, str | None]) -> bool:
+    return here[0] == there[0] and (here[1] == there[1] or None in (here[1], there[1]))
+
+
+def _files(paths: Sequence[str] | dict[str, tuple[int, str | None]]) -> str:
+    return f"{len(paths):,} file{'s' * (len(paths) != 1)}"
+
+
+def _first(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else "")
+
+
+def _order(path: str) -> tuple[bytes, ...]:
+    """The probe's order: folder by folder."""
+    return tuple(part.encode(errors="replace") for part in path.split("/"))
+
+
+SyncStatus = Literal["success", "failed", "not_found"]
+
+
+@dataclass(frozen=True)
+class SyncScriptOutcome:
+    """How the sync script ended."""
+
+    status: SyncStatus
+    message: str
+    lines: tuple[str, ...] = ()
+    """The last lines of its output."""
+    fix: str | None = None
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class WorkdirComparison:
+    """The trees of all workdirs against the reference."""
+
+    reference: NodeConfig
+    messages: dict[str, str]
+    """Node → what was found there."""
+    differences: dict[str, TreeDifference]
+    problems: dict[str, str]
+    """Node → why it could not be compared, though it should have been."""
+    unreadable: dict[str, str]
+    """Node → the path that may not be read, for some of the problems."""
+    absent: tuple[str, ...]
+    """Nodes that have no such folder, also among the problems."""
+    homes: tuple[str, ...]
+    """Nodes whose workdir is a bare home."""
+    excluded: tuple[str, ...] = ()
+    """Paths in the reference's workdir that were not read."""
+
+
+async def run(context: CheckContext) -> CheckResult:
+    report_line = _Throttled(lambda message: context.progress(NAME, message))
+    scripted = await run_script(context.config, report_line)
+    compared = None
+    if scripted.status != "failed":
+        context.progress(NAME, f"{scripted.message}; comparing the trees")
+        compared = await compare_workdirs(context)
+    return evaluate(context.config, scripted, compared)
+
+
+async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScriptOutcome:
+    """Run the script, if there is one; `on_line` gets each line of its output."""
+    try:
+        script = find_sync_script(config)
+    except InputError as error:
+        return SyncScriptOutcome("failed", f"[preflight] sync_script: {error}")
+    if script.absent:
+        return SyncScriptOutcome("not_found", f"no sync script {config.preflight.sync_script}")
+    if script.fault is not None:
+        return SyncScriptOutcome("failed", script.fault, fix=script.fix)
+    directory = config.file.parent if config.file is not None else Path.home()
+    try:
+        ended = await _run(script, directory, on_line)
+    except OSError as error:
+        return SyncScriptOutcome("failed", f"{script.path} cannot be run: {error.strerror or error}")
+    lines = ended.last_lines
+    if ended.code == 0:
+        return SyncScriptOutcome("success", f"{script.path.name}: success", lines)
+    how = f"ended with {ended.code}" if ended.code is not None else f"did not end within {SCRIPT_LIMIT_S:.0f} s"
+    last = f": {lines[-1]}" if lines else ""
+    again = f"cd {shlex.quote(str(directory))} && {shlex.quote(str(script.path))}"
+    return SyncScriptOutcome("failed", f"{script.path.name} {how}{last}", lines, again, "run it by hand and fix it")
+
+
+async def _run(script: SyncScript, directory: Path, on_line: Callable[[str], None]) -> ProcessResult:
+    try:
+        return await LocalProgram([str(script.path)], directory).run(SCRIPT_LIMIT_S, on_line)
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise
+        # A script without a #! line is read by the shell, as every shell does.
+        return await LocalProgram([_SHELL, str(script.path)], directory).run(SCRIPT_LIMIT_S, on_line)
+
+
+async def compare_workdirs(
+    context: CheckContext, against: tuple[NodeConfig, WorkdirTree] | None = None
+) -> WorkdirComparison:
+    """Compare the workdirs of all nodes with the first of `distinct_workdirs` that can be read, or with `against`, a
+    tree of this machine where it is no node."""
+    found = await read_trees(context)
+    trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
+    homes = tuple(name for name, tree in trees.items() if tree.home)
+    problems = {
+        name: problem
+        for name, tree in found.items()
+        if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
+    }
+    readable = {name: tree for name, tree in trees.items() if name not in homes and name not in problems}
+    nodes = distinct_workdirs(context.config).values()
+    reference = next((node for node in nodes if node.name in readable), next(iter(nodes)))
+    if against is not None:
+        reference, readable[against[0].name] = against
+    differences = {
+        name: compare_trees(readable[reference.name], tree) for name, tree in readable.items() if name != reference.name
+    }
+    messages = {name: _describe(name, tree, reference.name, differences.get(name)) for name, tree in readable.items()}
+    return WorkdirComparison(
+        reference,
+        messages | dict.fromkeys(homes, "its workdir is a bare home: not compared") | problems,
+        differences,
+        problems,
+        unreadable={name: tree.permit for name, tree in trees.items() if tree.permit is not None},
+        absent=tuple(name for name, tree in trees.items() if tree.absent),
+        homes=homes,
+        excluded=tuple(readable[reference.name].left) if reference.name in readable else (),
+    )
+
+
+def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison | None) -> CheckResult:
+    """FAIL when the script failed or the workdirs differ after it; a warning with `block_on_failure = false`, or where
+    there is no script."""
+    blocks = config.preflight.block_on_failure
+    if compared is None:
+        status = CheckStatus.FAIL if blocks else CheckStatus.WARN
+        summary = scripted.message + (f"; {scripted.advice}" if scripted.advice else "")
+        result = verdict(NAME, status, summary, fix_command=scripted.fix)
+    else:
+        result = _evaluate_trees(config, scripted, compared, blocks=blocks and scripted.status == "success")
+    evidence = result.evidence
+    if scripted.lines:
+        # It ran here, whatever it did elsewhere.
+        evidence = {**evidence, THIS_MACHINE: "\n".join(scripted.lines)}
+    detail = PreRdmaSync(
+        enabled=True,
+        sync_script=config.preflight.sync_script,
+        validation_checks=_checks(compared) if compared is not None else (),
+        block_on_failure=blocks,
+        sync_status=scripted.status,
+        sync_output=scripted.lines,
+    )
+    return result.model_copy(update={"detail": detail, "evidence": evidence})
+
+
+def _evaluate_trees(
+    config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison, *, blocks: bool
+) -> CheckResult:
+    found = Findings(NAME, config)
+    found.evidence.update(compared.messages)
+    report = found.fault if blocks else found.warning
+    incomplete = []
+    for node in config.nodes:
+        difference = compared.differences.get(node.name, TreeDifference())
+        if node.name in compared.problems:
+            path = compared.unreadable.get(node.name)
+            report(node, compared.problems[node.name], f"chmod u+rX {quoted(path)}" if path is not None else None)
+        elif difference:
+            report(node, difference.describe(node.name, compared.reference.name))
+        if (node.name in compared.absent or difference) and not difference.blocking:
+            incomplete.append(node)
+    if not found.faults and not found.warnings:
+        proved = compared.differences or not compared.homes
+        status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
+        return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=found.evidence)
+    workdirs = {node.name: node.workdir for node in config.nodes}
+    copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=compared.excluded)
+    fix = " && ".join(filter(None, [as_shell_line(config, found.fixes), copy]))
+    return found.verdict("", fix_command=fix or None, advice=scripted.message)
+
+
+def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
+    checks = []
+    if differences := compared.differences:
+        same = sum(not difference for difference in differences.values())
+        checks.append(f"{same} of {len(differences)} trees are the same as on {compared.reference.name}")
+    if compared.homes:
+        checks.append(f"not compared on {', '.join(compared.homes)}: the workdir is a bare home")
+    if not compared.differences and not compared.homes and not compared.problems:
+        checks.append("one workdir: nothing to compare")
+    return tuple(checks)
+
+
+def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDifference | None) -> str:
+    if difference is None:
+        return describe_tree(tree)
+    description = difference.describe(node, reference) or f"the same, {describe_tree(tree)}"
+    extra = f", {len(difference.extra):,} only there ({_first(difference.extra)})" if difference.extra else ""
+    return description + extra
+
+
+class _Throttled:
+    """Passes on a message at most every quarter of a second."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._reported_at = float("-inf")
+
+    def __call__(self, message: str) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= _PROGRESS_EVERY_S:
+            self._reported_at = now
+            self._report(message)
+
+
+CHECK = Check(
+    NAME,
+    "the sync script ran, and every worker has the same files",
+    run,
+    time_limit_s=SCRIPT_LIMIT_S + READ_LIMIT_S + 60,
+    needs=(connectivity.NAME,),
+    not_applicable=sync_not_applicable,
+    switched_off=sync_switched_off,
+)

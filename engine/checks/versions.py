@@ -1,0 +1,151 @@
+"""versions_match: python, mlx and mlx-lm can be imported on every node, are recent enough, and are the same
+everywhere.
+
+Ranks with different mlx versions may disagree on what an all_sum is; mlx.launch does not check this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from pathlib import PurePosixPath
+
+from engine.checks import connectivity
+from engine.checks.check import Check, Findings
+from engine.checks.context import CheckContext
+from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter, probe_mlx_lm
+from engine.cluster.transport.base import quoted
+from engine.config.models import Config
+from engine.errors import LaunchError
+from engine.models import CheckResult
+
+NAME = "versions_match"
+MLX_MINIMUM = (0, 32, 1)
+MLX_LM_MINIMUM = (0, 32, 0)
+_MLX_NAMES = {"jaccl-ring": "jaccl"}
+"""Backend of a network plan → MLX's name for it, where that differs."""
+_LIMIT_S = 2 * IMPORT_LIMIT_S + 5
+
+
+async def run(context: CheckContext) -> CheckResult:
+    interpreters, backend = await asyncio.gather(node_versions(context), planned_backend(context))
+    return evaluate(context.config, interpreters, backend)
+
+
+async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
+    """Node name → its interpreter, with mlx-lm; probed once for all checks."""
+    return await context.shared(NAME, lambda: _versions(context))
+
+
+async def _versions(context: CheckContext) -> dict[str, Interpreter]:
+    found = await context.interpreters()
+    # Several ranks of a host may share an interpreter.
+    distinct = {(node.ssh, node.python): node for node in context.config.nodes}
+    # A job with a command of its own may never import it.
+    imported = context.config.job.command is None
+    probes = (probe_mlx_lm(context.agent(node), found[node.name], imported=imported) for node in distinct.values())
+    versions = dict(zip(distinct, await asyncio.gather(*probes), strict=True))
+    return {node.name: versions[node.ssh, node.python] for node in context.config.nodes}
+
+
+async def planned_backend(context: CheckContext) -> str:
+    """The network plan's backend; "ring" where there is none, which hostfile_valid reports."""
+    try:
+        return (await context.network_plan()).backend
+    except LaunchError:
+        return "ring"
+
+
+def without_mlx(interpreters: dict[str, Interpreter], backend: str) -> list[str]:
+    """The nodes on which no rank could start, whatever else differs."""
+    return [name for name, each in interpreters.items() if each.mlx is None or mlx_name(backend) not in each.backends]
+
+
+def mlx_name(backend: str) -> str:
+    """MLX's name for the backend of a network plan."""
+    return _MLX_NAMES.get(backend, backend)
+
+
+def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str = "ring") -> CheckResult:
+    """Rank 0's versions are what the others are compared with."""
+    first = interpreters[config.nodes[0].name]
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        interpreter = interpreters[node.name]
+        found.evidence[node.name] = interpreter.describe()
+        if (problem := _problem(interpreter, first, backend)) is not None:
+            fault, wanted = problem
+            found.fault(node, fault, _fix(node.python, interpreter, wanted))
+    return found.verdict(f"the same on all nodes: {first.describe()}")
+
+
+def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, dict[str, str]] | None:
+    """A message, and the packages that would fix it as name → requirement; None when there is no problem."""
+    mlx = f"=={first.mlx}" if new_enough(first.mlx, MLX_MINIMUM) else f">={dotted(MLX_MINIMUM)}"
+    mlx_lm = f"=={first.mlx_lm}" if new_enough(first.mlx_lm, MLX_LM_MINIMUM) else f">={dotted(MLX_LM_MINIMUM)}"
+    both = {"mlx": mlx, "mlx-lm": mlx_lm}
+    needed = mlx_name(backend)
+    problem: tuple[str, dict[str, str]] | None = None
+    if seen.python is None:
+        problem = seen.problem or "the interpreter did not answer", both
+    elif seen.problem:
+        missing = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
+        problem = seen.problem, {name: both[name] for name, version in missing.items() if version is None}
+    elif not new_enough(seen.mlx, MLX_MINIMUM):
+        problem = f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}", {"mlx": mlx}
+    elif not new_enough(seen.mlx_lm, MLX_LM_MINIMUM):
+        problem = f"mlx-lm {seen.mlx_lm} is older than {dotted(MLX_LM_MINIMUM)}", {"mlx-lm": mlx_lm}
+    elif needed not in seen.backends:
+        problem = f"this build of mlx has no {needed} backend", {"mlx": mlx}
+    elif first.mlx not in (None, seen.mlx):
+        problem = f"mlx {seen.mlx}, rank 0 has {first.mlx}", {"mlx": mlx}
+    elif first.mlx_lm not in (None, seen.mlx_lm):
+        problem = f"mlx-lm {seen.mlx_lm}, rank 0 has {first.mlx_lm}", {"mlx-lm": mlx_lm}
+    elif first.python not in (None, seen.python):
+        problem = f"python {seen.python}, rank 0 has {first.python}", {"python": first.python or "", **both}
+    return problem
+
+
+def _fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> str | None:
+    """A command to be pasted on the node; uv makes the interpreter where there is none."""
+    environment = quoted(str(PurePosixPath(python).parent.parent))
+    version = wanted.pop("python", None)
+    install = install_command(python, wanted, linux=seen.linux)
+    if version is not None:
+        # Another interpreter at the same path: only a venv can be made again without touching the system's.
+        return f"uv venv --clear --python {version} {environment} && {install}" if seen.venv else None
+    if seen.python is None:
+        return f"uv venv {environment} && {install}" if seen.absent else None
+    return install
+
+
+def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.platform.startswith("linux")) -> str:
+    """The command that puts `wanted` (package → version condition) into the environment of `python`; on Linux mlx
+    without an extra has no backend at all."""
+    extra = "[cpu]" if linux else ""
+    requirements = (shlex.quote(f"{name}{extra if name == 'mlx' else ''}{need}") for name, need in wanted.items())
+    return f"uv pip install --python {quoted(python)} {' '.join(requirements)}"
+
+
+def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
+    if version is None:
+        return False
+    numbers = []
+    for part in version.split(".")[: len(minimum)]:
+        digits = "".join(character for character in part if character.isdigit())
+        numbers.append(int(digits or 0))
+    return tuple(numbers) >= minimum
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+CHECK = Check(
+    NAME,
+    "python, mlx and mlx-lm: importable, new enough, the same",
+    run,
+    time_limit_s=_LIMIT_S,
+    needs=(connectivity.NAME,),
+)

@@ -1,0 +1,94 @@
+"""worker_layer: on every node, including this machine, the ranks can start and no process of an earlier run is left.
+
+Reachability and versions are the subject of ssh_connectivity and versions_match; their results are reused here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from engine.checks import connectivity, versions
+from engine.checks.check import Check, Findings, NodeFindings, plural
+from engine.checks.context import CheckContext
+from engine.checks.interpreter import Interpreter
+from engine.cluster.probe_results import StaleProcesses
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError
+from engine.models import CheckResult, NodeFacts
+
+NAME = "worker_layer"
+SKEW_LIMIT_S = 2.0
+"""The logs of all ranks are merged by their nodes' clocks: with more skew, the consequence on one node is shown before
+its cause on another."""
+_PROBE_LIMIT_S = 20.0
+_SET_CLOCK_MAC = "sudo sntp -sS time.apple.com"
+_SET_CLOCK_LINUX = "sudo chronyc makestep || sudo systemctl restart systemd-timesyncd"
+
+
+async def run(context: CheckContext) -> CheckResult:
+    async def find_stale(node: NodeConfig) -> StaleProcesses:
+        return await context.probe(node, "stale", result_type=StaleProcesses, timeout_s=_PROBE_LIMIT_S)
+
+    stale, interpreters, facts, backend = await asyncio.gather(
+        context.on_all_nodes(find_stale),
+        versions.node_versions(context),
+        context.facts(),
+        versions.planned_backend(context),
+    )
+    return evaluate(context.config, stale, interpreters, facts, backend)
+
+
+def evaluate(
+    config: Config,
+    stale: Mapping[str, StaleProcesses | FlightDeckError],
+    interpreters: Mapping[str, Interpreter],
+    facts: Mapping[str, NodeFacts],
+    backend: str,
+) -> CheckResult:
+    found = Findings(NAME, config)
+    for node in config.nodes:
+        findings = NodeFindings()
+        findings.passed.append("this machine, without ssh" if node.local else "host key known")
+        interpreter = interpreters[node.name]
+        if description := interpreter.describe():
+            findings.passed.append(description)
+        if versions.mlx_name(backend) in interpreter.backends:
+            findings.passed.append(f"{backend} available")
+        _check_clock(node, facts[node.name], findings)
+        _check_leftovers(stale[node.name], findings)
+        findings.add_to(found, node)
+    workers = plural(len(config.nodes), "worker")
+    return found.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
+
+
+def _check_clock(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:
+    skew = facts.clock_skew_s
+    if skew is None:
+        # This machine has no skew against itself.
+        if not node.local:
+            findings.warn("its clock could not be compared with this machine's")
+    elif abs(skew) > SKEW_LIMIT_S:
+        message = f"its clock is {abs(skew):,.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
+        findings.warn(message, _SET_CLOCK_MAC if facts.system == "Darwin" else _SET_CLOCK_LINUX)
+    else:
+        findings.passed.append(f"clock {skew:+.3f} s")
+
+
+def _check_leftovers(stale: StaleProcesses | FlightDeckError, findings: NodeFindings) -> None:
+    if isinstance(stale, FlightDeckError):
+        findings.fault(f"it is not known whether processes of earlier runs are left: {stale}")
+    elif stale.stale:
+        pids = " ".join(str(pid) for group in stale.stale for pid in group.pids)
+        findings.fault(f"a rank of an earlier run is alive: pid {pids} ({stale.stale[0].command})", f"kill -9 {pids}")
+    else:
+        findings.passed.append("no processes of earlier runs")
+
+
+CHECK = Check(
+    NAME,
+    "hosts, interpreters, backend and clocks; nothing of an earlier run is alive",
+    run,
+    time_limit_s=2 * _PROBE_LIMIT_S + 60,
+    needs=(connectivity.NAME, versions.NAME),
+)

@@ -1,0 +1,367 @@
+"""Discovery for `init`, before there is a configuration: hosts from ~/.ssh/config, Bonjour, a hostfile or the
+command line, and on each host a python that has mlx and mlx-lm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from engine.cluster.transport.base import Completed, Transport
+from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.ssh_config import SshHost, ssh_hosts
+from engine.config.draft import checked_host
+from engine.config.faults import Faults
+from engine.config.formats import host_form
+from engine.config.hostfile import read_hostfile
+from engine.config.models import NodeConfig
+from engine.errors import ConfigError, HostKeyUnknown, InputError, NodeUnreachable
+from engine.models import HostKeyOffer
+from engine.security.identifiers import LOCAL, SshTarget
+from engine.security.paths import path_fault
+from engine.security.sanitise import sanitise
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf.asyncio import AsyncServiceInfo
+
+
+BONJOUR_SERVICE = "_ssh._tcp.local."
+BONJOUR_VARIABLE = "FLIGHTDECK_BONJOUR"
+"""Addresses of the interfaces on which Bonjour asks, with commas; not set: all; "off": none."""
+BONJOUR_S = 3.0
+_HOST_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class FoundHost:
+    """A host that could be a node."""
+
+    name: str
+    """Name for people: an alias, or the first part of its name."""
+    ssh: str
+    """`[user@]host[:port]`, as a configuration has it; 127.0.0.1 for this machine."""
+    sources: tuple[str, ...]
+    """ "given", "ssh config", "Bonjour", "this machine"."""
+    about: str = ""
+    """Other known details, one line, safe to show."""
+    ips: tuple[str, ...] = ()
+    """Where a hostfile gives them; else they are chosen at launch."""
+    rdma: tuple[str | None, ...] | None = None
+
+    @property
+    def here(self) -> bool:
+        return self.ssh == LOCAL
+
+
+def hosts_from_names(hosts: Iterable[str]) -> list[FoundHost]:
+    """Hosts as a person names them, each once. Raises InputError for what is none."""
+    return [FoundHost(_name(checked_host(host)), host, ("given",)) for host in dict.fromkeys(hosts)]
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """A hostfile of MLX's or of another launcher."""
+
+    hosts: list[FoundHost]
+    backend: str | None
+    env: dict[str, str]
+
+
+def hosts_from_hostfile(path: Path) -> Hostfile:
+    """MLX's JSON, or lines of `host:slots`, one host for each rank. Raises ConfigError with all its faults."""
+    faults = Faults()
+    read = read_hostfile(faults, path)
+    hosts = []
+    for table in read.tables:
+        values = table.known
+        if not faults.found and (accepted := host_form(values.get("ssh"))):
+            faults.add(table.location, "ssh", values.get("ssh"), accepted)
+        if faults.found:
+            raise ConfigError(faults.found)
+        rdma = values.get("rdma")
+        hosts.append(
+            FoundHost(
+                name=values["name"],
+                ssh=values["ssh"],
+                sources=("hostfile",),
+                ips=tuple(values.get("ips") or ()),
+                rdma=tuple(rdma) if rdma else None,
+            )
+        )
+    if faults.found:
+        raise ConfigError(faults.found)
+    return Hostfile(hosts, read.backend, read.env)
+
+
+async def discover(
+    timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bonjour: bool = True, here: bool = True
+) -> list[FoundHost]:
+    """This machine, then what ssh's configuration names, then what answers by Bonjour within `timeout_s`; each host
+    once. Names that no ssh may be given are left out."""
+    found = [this_machine()] if here else []
+    known: dict[str, str] = {}
+    if ssh_config:
+        for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
+            if not _own_alias(entry):
+                found.append(_of_alias(entry))
+                known.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
+    if bonjour:
+        for host in await _bonjour(timeout_s):
+            alias = known.get(SshTarget.parse(host.ssh).host.lower())
+            _merge(found, replace(host, ssh=alias) if alias is not None else host)
+    return found
+
+
+def this_machine() -> FoundHost:
+    """The head as a node, without ssh."""
+    return FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))
+
+
+def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
+    """`Host ultra 10.0.0.7` names one host twice: the first name counts."""
+    seen: dict[tuple[str, str | None, str | None], SshHost] = {}
+    for entry in entries:
+        seen.setdefault(((entry.hostname or entry.alias).lower(), entry.user, entry.port), entry)
+    return [entry for entry in seen.values() if not host_form(entry.alias)]
+
+
+def _merge(found: list[FoundHost], host: FoundHost) -> None:
+    for number, known in enumerate(found):
+        if known.ssh.lower() == host.ssh.lower():
+            sources = tuple(dict.fromkeys(known.sources + host.sources))
+            found[number] = replace(known, sources=sources, about=known.about or host.about)
+            return
+    found.append(host)
+
+
+def _of_alias(host: SshHost) -> FoundHost:
+    about = [f"{name} {value}" for name, value in (("user", host.user), ("at", host.hostname)) if value is not None]
+    return FoundHost(_name(SshTarget.parse(host.alias)), host.alias, ("ssh config",), _shown(", ".join(about)))
+
+
+def _own_alias(host: SshHost) -> bool:
+    """An entry for this machine itself; one with another port is a machine inside of it."""
+    return (host.hostname or host.alias).lower() in _own_names() and host.port in (None, "22")
+
+
+def _own_names() -> set[str]:
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return {name, short, f"{short}.local"}
+
+
+def _own_address(address: str) -> bool:
+    """True if the address is one of this machine's: the system would send from it to itself. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.connect((address, 9))
+        return bool(own.getsockname()[0] == address)
+    return False
+
+
+def _name(target: SshTarget) -> str:
+    return target.host if is_address(target.host) else target.host.partition(".")[0]
+
+
+def is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
+
+
+def _shown(text: str) -> str:
+    return sanitise(text.encode(errors="replace"), 80)
+
+
+async def _bonjour(timeout_s: float) -> list[FoundHost]:
+    """Who answers within `timeout_s`; nobody where there is no network to ask on."""
+    interfaces = os.environ.get(BONJOUR_VARIABLE, "")
+    if interfaces == "off":
+        return []
+    # 40 ms, and only `init` needs it.
+    from zeroconf import Error, InterfaceChoice, IPVersion
+    from zeroconf.asyncio import AsyncZeroconf
+
+    chosen: InterfaceChoice | list[str] = InterfaceChoice.All
+    if interfaces:
+        chosen = [address for address in map(str.strip, interfaces.split(",")) if _own_address(address)]
+        if not chosen:
+            return []
+    try:
+        network = AsyncZeroconf(interfaces=chosen, ip_version=IPVersion.V4Only)
+    except (OSError, RuntimeError, ValueError, Error):
+        return []
+    try:
+        services = await _listen(network.zeroconf, timeout_s)
+    finally:
+        await network.async_close()
+    return [host for service in services if (host := _of_service(service)) is not None]
+
+
+async def _listen(network: Zeroconf, timeout_s: float) -> Sequence[AsyncServiceInfo]:
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo
+
+    asking: dict[str, tuple[AsyncServiceInfo, asyncio.Task[bool]]] = {}
+
+    def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        if name not in asking and len(asking) < _HOST_LIMIT:
+            info = AsyncServiceInfo(service_type, name)
+            asking[name] = (info, asyncio.ensure_future(info.async_request(zeroconf, timeout_s * 1000)))
+
+    browser = AsyncServiceBrowser(network, BONJOUR_SERVICE, handlers=[on_change])
+    try:
+        await asyncio.sleep(timeout_s)
+    finally:
+        await browser.async_cancel()
+        tasks = [task for _, task in asking.values()]
+        for task in tasks:
+            task.cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    return [info for (info, _), answer in zip(asking.values(), answers, strict=True) if answer is True]
+
+
+def _of_service(service: AsyncServiceInfo) -> FoundHost | None:
+    """None for a name that ssh must not be given."""
+    server = (service.server or "").rstrip(".")
+    port = f":{service.port}" if service.port not in (None, 22) else ""
+    try:
+        target = SshTarget.parse(server + port)
+    except InputError:
+        return None
+    own = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
+    about = _shown(service.name.removesuffix(f".{BONJOUR_SERVICE}"))
+    if own and not port:
+        return FoundHost(_name(target), LOCAL, ("Bonjour",), about)
+    return FoundHost(_name(target), str(target), ("Bonjour",), about)
+
+
+FIND_PYTHON_LIMIT_S = 30.0
+_MARK = "flightdeck-init"
+_ASK = """
+import importlib.metadata, importlib.util, platform
+import mlx.core
+assert importlib.util.find_spec("mlx_lm")
+print(platform.python_version(), *map(importlib.metadata.version, ("mlx", "mlx-lm")))
+"""
+_PLACES = (
+    "mlx/.venv", "mlx/venv", ".venv", "venv", "venvs/*", ".venvs/*", "envs/*", ".virtualenvs/*", "*/.venv", "*/venv",
+    ".local/share/uv/tools/mlx-lm", ".local/pipx/venvs/mlx-lm", "miniforge3", "miniforge3/envs/*", "miniconda3",
+    "miniconda3/envs/*", "anaconda3/envs/*", ".pyenv/versions/*", "mambaforge/envs/*",
+)  # fmt: skip
+"""Below the home, each with bin/python; the first that will do is taken."""
+_SYSTEM = ("/opt/homebrew/bin/python3", "/usr/local/bin/python3", "/opt/mlx/bin/python", "/opt/*/bin/python")
+_SCRIPT = f"""
+say() {{ printf '{_MARK}\\t%s\\t%s\\n' "$1" "$2"; }}
+ask=$1; shift
+say home "$HOME"; say system "$(uname -s)"; say hostname "$(hostname 2>/dev/null || uname -n)"
+try() {{
+  [ -x "$1" ] && [ ! -d "$1" ] || return 0
+  case "$1" in
+    # Apple's stub opens a window that offers the developer tools where they are missing.
+    /usr/bin/*) [ "$(uname -s)" != Darwin ] || xcode-select -p >/dev/null 2>&1 || return 0 ;;
+  esac
+  if told=$("$1" -c "$ask" </dev/null 2>/dev/null); then say python "$1"; say versions "$told"; exit 0; fi
+  say without "$1"
+}}
+for python in "$@" {" ".join(f'"$HOME"/{place}/bin/python' for place in _PLACES)} {" ".join(_SYSTEM)}; do
+  try "$python"
+done
+for name in python3 python; do
+  if python=$(command -v "$name"); then try "$python"; fi
+done
+exit 0
+"""
+
+
+@dataclass(frozen=True)
+class FoundPython:
+    """The python of a host, or why there is none."""
+
+    python: str | None = None
+    """`~/…` where it lies in the home."""
+    about: str = ""
+    """Versions and system, one line."""
+    hostname: str | None = None
+    problem: str = ""
+    """Why there is none, one line."""
+    todo: str = ""
+    host_key: HostKeyOffer | None = None
+    """The key to accept, when that is the problem."""
+
+
+async def find_python(transport: Transport, *, time_limit_s: float = FIND_PYTHON_LIMIT_S) -> FoundPython:
+    """Never raises for a host that cannot answer: `problem` then says why."""
+    # On this machine the python that runs us has mlx, as a dependency.
+    first = [sys.executable] if transport.target.local else []
+    try:
+        done = await transport.run(["/bin/sh", "-c", _SCRIPT, "sh", _ASK, *first], timeout_s=time_limit_s)
+    except HostKeyUnknown as unknown:
+        offer = HostKeyOffer(target=unknown.target, key=unknown.key, fingerprint=unknown.fingerprint)
+        return FoundPython(problem=_line(unknown.what), todo=_line(unknown.todo), host_key=offer)
+    except NodeUnreachable as away:
+        return FoundPython(problem=_line(away.what + (f": {away.why}" if away.why else "")), todo=_line(away.todo))
+    except OSError as broken:
+        return FoundPython(problem=_line(broken.strerror or str(broken)))
+    if done.code is None:
+        return FoundPython(problem=f"no answer within {time_limit_s:g} s")
+    return parse_find_python(done)
+
+
+async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
+    """`find_python` on all of them at once, in their order. `home` is the state directory, with its known_hosts.
+    Raises InputError for what is no host."""
+    nodes = tuple(
+        NodeConfig(name=f"node{number}", ssh=host, python="python3", workdir="~") for number, host in enumerate(hosts)
+    )
+    async with Fleet(nodes, home) as fleet, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(find_python(fleet.to(node))) for node in nodes]
+    return [task.result() for task in asked]
+
+
+def parse_find_python(done: Completed) -> FoundPython:
+    """From the script's output, with whatever a shell's start files printed around it."""
+    report: dict[str, str] = {}
+    without: list[str] = []
+    for line in done.stdout.decode(errors="replace").splitlines():
+        mark, _, rest = line.partition("\t")
+        key, _, value = rest.partition("\t")
+        if mark == _MARK and key == "without":
+            without.append(value)
+        elif mark == _MARK:
+            report[key] = value
+    hostname = report.get("hostname")
+    python = _usable(report.get("python"), report.get("home"))
+    if python is not None:
+        versions = report.get("versions", "").split()
+        names = ("python", "mlx", "mlx-lm")
+        found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
+        return FoundPython(python, _line(", ".join(found)), hostname)
+    if "home" not in report:
+        output = _line(done.exit_output)
+        return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
+    problem = "no python with mlx and mlx-lm was found there"
+    if without:
+        problem += f" ({_line(without[0])} has none)"
+    return FoundPython(hostname=hostname, problem=problem, todo="docs/quickstart.md, step 2, or set `python` yourself")
+
+
+def _usable(python: str | None, home: str | None) -> str | None:
+    """The path as a configuration takes it."""
+    if python is None or path_fault(python) is not None or not python.startswith("/"):
+        return None
+    if home and home != "/" and PurePosixPath(python).is_relative_to(home):
+        return f"~/{PurePosixPath(python).relative_to(home)}"
+    return python
+
+
+def _line(text: str) -> str:
+    return sanitise(text.encode(errors="replace"), 160)

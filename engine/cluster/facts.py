@@ -1,0 +1,305 @@
+"""NodeFacts of each node: the `facts` probe's answers, parsed. A node that does not answer yields facts too, with the
+reason in `problem` and what to do in `fix`; a command of the probe that ended without an answer is in `unknown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from engine.cluster import hardware, network_interfaces, sensors
+from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
+from engine.cluster.network_interfaces import hardware_ports, linux_interfaces, mac_interfaces, thunderbolt_devices
+from engine.cluster.topology import thunderbolt_ports
+from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
+from engine.models import HostKeyChange, HostKeyOffer, NodeFacts
+from engine.outcomes import Failed, Late, NoValue, Unparsable
+from engine.security.sanitise import count_or_none, json_or_none, plain, seconds_or_none, text_or_none
+
+Fields = dict[str, Any]
+_NAMES = 64
+_THUNDERBOLT = "SPThunderboltDataType"
+
+
+class FactsReport(BaseModel):
+    """Output of the `facts` probe: the system's own output, by name."""
+
+    answers: dict[str, Any]
+    unknown: Annotated[dict[str, Any], Field(max_length=_NAMES)] = {}
+    system: Any = None
+    release: Any = None
+    machine: Any = None
+    hostname: Any = None
+    python: Any = None
+    cores: Any = None
+    clock: Any = None
+
+
+def read_facts(report: Mapping[str, Any]) -> Fields:
+    """Fields of NodeFacts, each None or left out where the node did not tell."""
+    answers = report.get("answers")
+    answers = answers if isinstance(answers, dict) else {}
+    unknown = _unknown(report.get("unknown"))
+    fields: Fields = {
+        "system": text_or_none(report.get("system"), 20),
+        "hostname": text_or_none(report.get("hostname")),
+        "user": text_or_none(answers.get("user"), 64),
+        "home": text_or_none(answers.get("home"), 255),
+        "python": text_or_none(report.get("python"), 40),
+        "cores": count_or_none(report.get("cores")),
+    }
+    fields |= _disk(answers.get("disk")) | _versions(answers) | _mlx(unknown.get("mlx_import"), answers)
+    if fields["system"] == "Darwin":
+        fields |= _mac(answers, fields)
+    elif fields["system"] == "Linux":
+        fields |= _linux(report, answers)
+    else:
+        fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
+    return fields | {"unknown": _really_unknown(unknown, answers, fields)}
+
+
+def _unknown(value: object) -> dict[str, Late | Failed]:
+    """The probe's commands that ended without an answer, by name."""
+    found: dict[str, Late | Failed] = {}
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        if not isinstance(entry, dict) or (key := text_or_none(name, 40)) is None:
+            continue
+        command, late_s, code = plain(entry.get("command", name), 120), entry.get("late_s"), entry.get("exit_code")
+        if isinstance(late_s, int | float):
+            found[key] = Late(command=command, after_s=late_s)
+        elif type(code) is int:
+            lines = str(entry.get("stderr") or "").strip().splitlines()
+            found[key] = Failed(command=command, exit_code=code, stderr=plain(lines[-1] if lines else "", 200))
+    return found
+
+
+def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], fields: Fields) -> dict[str, NoValue]:
+    """The commands whose facts are not known. One that failed may have printed them all the same: some exit with an
+    error where there is nothing to report. The cables and the interfaces are read as a whole."""
+    found = {name: why for name, why in unknown.items() if isinstance(why, Late) or not _text(answers, name).strip()}
+    if fields["system"] != "Darwin":
+        if fields.get("interfaces"):
+            found.pop("ip", None)
+        return found
+    for name, command, readable in (
+        (
+            "thunderbolt",
+            f"system_profiler {_THUNDERBOLT} -json",
+            _has_thunderbolt_report(_text(answers, "thunderbolt")),
+        ),
+        ("ifconfig", "ifconfig -a", any(port.ipv4 for port in fields["interfaces"])),
+    ):
+        if name in answers and name not in found and not readable:
+            output = plain(_text(answers, name).strip(), 200)
+            found[name] = unknown.get(name) or Unparsable(command=command, output=output)
+    return found
+
+
+def _has_thunderbolt_report(text: str) -> bool:
+    report = json_or_none(text)
+    return isinstance(report, dict) and isinstance(report.get(_THUNDERBOLT), list)
+
+
+def _text(answers: Mapping[str, Any], name: str) -> str:
+    value = answers.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _texts(value: object, limit: int) -> tuple[str, ...]:
+    texts = value[:_NAMES] if isinstance(value, list) else []
+    return tuple(text for item in texts if (text := text_or_none(item, limit)) is not None)
+
+
+def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
+    """pmset has no level to tell of on Apple silicon even when it is hot; the pressure level is what macOS acts on."""
+    pressure = sensors.mac_thermal_pressure(_text(answers, "thermal_pressure"))
+    if pressure not in (None, "nominal"):
+        return pressure
+    return sensors.mac_thermal_warning(_text(answers, "pmset_therm")) or pressure
+
+
+def _disk(value: object) -> Fields:
+    if not isinstance(value, list) or len(value) != 2:
+        return {}
+    return {"disk_free_bytes": count_or_none(value[0]), "disk_total_bytes": count_or_none(value[1])}
+
+
+def _versions(answers: Mapping[str, Any]) -> Fields:
+    versions = answers.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    return {"mlx": text_or_none(versions.get("mlx"), 40), "mlx_lm": text_or_none(versions.get("mlx_lm"), 40)}
+
+
+def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
+    """The device and the backends; the limit is that of the GPU's recommended working set."""
+    imported = json_or_none(_text(answers, "mlx_import").strip())
+    if not isinstance(imported, dict):
+        if isinstance(why, Failed):
+            return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
+        return {"mlx_problem": None}
+    return {
+        "gpu": text_or_none(imported.get("gpu"), 20),
+        "backends": _texts(imported.get("backends"), 20),
+        "gpu_limit_bytes": count_or_none(imported.get("working_set")),
+        "mlx_problem": None,
+    }
+
+
+def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
+    sysctl, profile = _text(answers, "sysctl"), hardware.mac_profile(_text(answers, "profile"))
+    version, build = hardware.mac_os_version(_text(answers, "sw_vers"))
+    ports = hardware_ports(_text(answers, "networksetup"))
+    interfaces = mac_interfaces(_text(answers, "ifconfig"), ports)
+    devices = network_interfaces.mac_rdma_devices(_text(answers, "ibv_devices"), _text(answers, "ibv_devinfo"))
+    thunderbolt = thunderbolt_devices(ports, interfaces, [device.name for device in devices])
+    chip = text_or_none(hardware.mac_chip(sysctl), 60) or profile.chip
+    table = hardware.apple_chip(chip)
+    return {
+        "os": text_or_none(hardware.mac_os_name(_text(answers, "sw_vers"))),
+        "os_version": version,
+        "os_build": build,
+        "model": text_or_none(hardware.parse_sysctl(sysctl).get("hw.model"), 40) or profile.model,
+        "chip": chip,
+        "cores": hardware.mac_cores(sysctl) or profile.cores or known["cores"],
+        "performance_cores": hardware.mac_performance_cores(sysctl),
+        "gpu_cores": profile.gpu_cores or (table.gpu_cores if table else None),
+        "memory_total_bytes": hardware.mac_memory_total(sysctl),
+        "memory_used_bytes": hardware.mac_memory_used(_text(answers, "vm_stat")),
+        "gpu_limit_bytes": hardware.mac_gpu_limit(_text(answers, "sysctl_gpu")) or known.get("gpu_limit_bytes"),
+        "swap_used_bytes": sensors.mac_swap_used(hardware.parse_sysctl(sysctl).get("vm.swapusage", "")),
+        "power_source": sensors.mac_power_source(_text(answers, "pmset_batt")),
+        "low_power_mode": sensors.mac_low_power_mode(_text(answers, "pmset")),
+        "thermal": _mac_thermal(answers),
+        "interfaces": interfaces,
+        "thunderbolt": thunderbolt_ports(_text(answers, "thunderbolt"), thunderbolt),
+        "rdma_enabled": network_interfaces.rdma_enabled(_text(answers, "rdma_ctl")),
+        "rdma_devices": devices,
+    }
+
+
+def _linux(answer: Mapping[str, Any], answers: Mapping[str, Any]) -> Fields:
+    meminfo, release = _text(answers, "meminfo"), _text(answers, "os_release")
+    total, used = hardware.linux_memory(meminfo)
+    kernel = " ".join(filter(None, ("Linux", text_or_none(answer.get("release"), 60))))
+    fields: Fields = {
+        "os": text_or_none(hardware.linux_os_name(release)) or kernel,
+        "os_version": text_or_none(hardware.linux_os_version(release), 40),
+        "model": text_or_none(_text(answers, "product"), 60) or text_or_none(_text(answers, "board"), 60),
+        "chip": text_or_none(hardware.linux_chip(_text(answers, "cpuinfo")), 60)
+        or text_or_none(answer.get("machine"), 60),
+        "memory_total_bytes": total,
+        "memory_used_bytes": used,
+        "swap_used_bytes": sensors.linux_swap_used(meminfo),
+        "power_source": sensors.linux_power_source(answers.get("power_supply")),
+        "low_power_mode": sensors.linux_low_power_mode(answers.get("platform_profile")),
+        "thermal": sensors.linux_thermal(answers.get("zones")),
+        "interfaces": linux_interfaces(_text(answers, "ip")) or linux_interfaces(answers.get("addresses")),
+        "rdma_devices": network_interfaces.linux_rdma_devices(answers.get("infiniband")),
+    }
+    memory = hardware.nvidia_gpu_memory(_text(answers, "nvidia_smi"))
+    return fields | ({"gpu_limit_bytes": memory} if memory is not None else {})
+
+
+TIME_LIMIT_S = 12.0
+"""For the probe, whose commands have shorter limits. On a node that is awake it takes 0.1 s."""
+_CONNECT_S = 3.0
+"""Added for the connection; one that fails reports the reason within this time."""
+_SET_PYTHON = 'set python = "…" in its [[node]]'
+
+Clock = Callable[[], datetime]
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+async def probe_all(config: Config, fleet: TransportProvider, clock: Clock = now) -> list[NodeFacts]:
+    """The facts of every node, probed at once, in the configuration's order."""
+    found = {facts.node: facts async for facts in probe_as_completed(config, fleet, clock)}
+    return [found[node.name] for node in config.nodes]
+
+
+async def probe_as_completed(
+    config: Config, fleet: TransportProvider, clock: Clock = now
+) -> AsyncGenerator[NodeFacts, None]:
+    """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes.
+
+    Nodes of one host, python and workdir (ranks on one machine) are probed once.
+    """
+    alike: dict[tuple[str, str, str], list[NodeConfig]] = {}
+    for node in config.nodes:
+        alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)
+    probes = [asyncio.create_task(_probe_alike(nodes, fleet, clock)) for nodes in alike.values()]
+    try:
+        for done in asyncio.as_completed(probes):
+            for facts in await done:
+                yield facts
+    finally:
+        for task in probes:
+            task.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+
+async def _probe_alike(nodes: Sequence[NodeConfig], fleet: TransportProvider, clock: Clock) -> list[NodeFacts]:
+    facts = await probe(nodes[0], fleet.agent(nodes[0]), clock)
+    return [facts.model_copy(update={"node": node.name}) for node in nodes]
+
+
+async def probe(
+    node: NodeConfig, agent: AgentClient, clock: Clock = now, *, time_limit_s: float = TIME_LIMIT_S
+) -> NodeFacts:
+    """The facts of `node` now. Never raises for a node that cannot answer: `problem` then says why."""
+    try:
+        async with asyncio.timeout(time_limit_s + _CONNECT_S):
+            fields = await _ask(node, agent, clock, time_limit_s)
+    except TimeoutError:
+        problem = f"no answer within {time_limit_s + _CONNECT_S:g} s"
+        fields = {"problem": problem, "problem_kind": "unreachable"}
+    except InterpreterMissing:
+        problem = f"no such interpreter: {node.python}"
+        fields = {"problem": problem, "problem_kind": "no python", "fix": _SET_PYTHON}
+    except FlightDeckError as error:
+        fields = _refused(error, node)
+    except Exception as error:
+        # One node's fault, whatever it is, must not take the answers of the others with it.
+        fields = {"problem": text_or_none(f"the probe failed: {type(error).__name__}: {error}", 200)}
+    try:
+        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
+    except ValidationError as odd:
+        first = odd.errors()[0]
+        problem = f"the probe's answer makes no sense: {first['loc'][0]}: {first['msg']}"
+        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), problem=problem)
+
+
+async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s: float) -> Fields:
+    round_trip_s = await agent.transport.round_trip_s()
+    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=time_limit_s)
+    received = clock().timestamp()
+    if isinstance(outcome, NoValue):
+        return {"problem": str(outcome)}
+    fields = read_facts(outcome.model_dump()) | {"round_trip_s": round_trip_s}
+    if (ended := seconds_or_none(outcome.clock)) is not None:
+        # From the way back alone: on the way there a process is started, which takes longer than any network.
+        fields["clock_skew_s"] = ended + (round_trip_s or 0.0) / 2 - received
+    return fields
+
+
+def _refused(error: FlightDeckError, node: NodeConfig) -> dict[str, Any]:
+    problem = text_or_none(f"{error.what}: {error.why}" if error.why else error.what, 300)
+    fields: dict[str, Any] = {"problem": problem, "problem_kind": _kind(error), "fix": text_or_none(error.todo, 300)}
+    if isinstance(error, HostKeyUnknown):
+        fields["host_key"] = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
+    elif isinstance(error, HostKeyChanged):
+        fields["changed_key"] = HostKeyChange(target=node.ssh, accepted=error.expected, found=error.found)
+    return fields
+
+
+def _kind(error: FlightDeckError) -> str | None:
+    kinds = ((HostKeyUnknown, "key unknown"), (HostKeyChanged, "key changed"), (LoginRefused, "login refused"))
+    known = next((kind for of, kind in kinds if isinstance(error, of)), None)
+    return known or ("unreachable" if isinstance(error, NodeUnreachable) else None)

@@ -1,0 +1,260 @@
+"""Validated results of the probes of engine.node.probes. A node is not trusted: no part of a report is used before it
+is bounded and safe to show.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from engine.security.sanitise import plain
+
+
+def _short(text: str) -> str:
+    return plain(text, 300)
+
+
+ShortText = Annotated[str, AfterValidator(_short)]
+Count = Annotated[int, Field(ge=0)]
+Pid = Annotated[int, Field(gt=1)]
+
+
+class ProbeResult(BaseModel):
+    """One document of a probe."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ModelFiles(ProbeResult):
+    """`model`."""
+
+    kind: ShortText
+    """model_type of config.json."""
+    bytes: Count
+    shards: Count
+    faults: Annotated[list[ShortText], Field(max_length=100)]
+    repository: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")] | None = None
+    """The model's origin as config.json names it, ORG/NAME."""
+    hashes: Annotated[dict[ShortText, ShortText], Field(max_length=10_000)]
+    """File → SHA-256, of weights their size."""
+
+    def describe(self) -> str:
+        if self.faults:
+            return "; ".join(self.faults)
+        return f"{self.kind}, {self.shards} shard{'s' * (self.shards != 1)}, {self.bytes / 1e6:,.1f} MB"
+
+
+class JsonlSummary(ProbeResult):
+    """One file of `jsonl`."""
+
+    lines: Count = 0
+    examples: Count = 0
+    sha256: ShortText = ""
+    form: ShortText | None = None
+    faults: Annotated[list[tuple[Annotated[int, Field(gt=0)], ShortText]], Field(max_length=100)] = []
+    """(line number from 1, what is wrong with it), the first of them."""
+    fault_count: Count = 0
+    problem: ShortText | None = None
+    absent: bool = False
+
+
+class JsonlSummaries(ProbeResult):
+    """`jsonl`."""
+
+    files: Annotated[list[JsonlSummary], Field(max_length=10)]
+    """In the order of the request."""
+
+
+class ProgramLocation(ProbeResult):
+    """`program`."""
+
+    program: ShortText | None
+    """The program that would run."""
+    script: Annotated[str, Field(max_length=4096)] | None = None
+    """Where its Python script lies, symlinks followed."""
+    roots: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=10)] = []
+    """The node's home and its workdir, likewise."""
+    fault: ShortText | None
+    make: Annotated[str, Field(max_length=4096)] | None = None
+    """A folder that is missing."""
+    permit: Annotated[str, Field(max_length=4096)] | None = None
+    """A file that may not be executed."""
+
+
+class PortHolder(ProbeResult):
+    """One port of `ports`."""
+
+    holder: ShortText
+    pid: Pid | None = None
+    orphan: bool = False
+    """It belongs to a Flight Deck run."""
+
+
+class PortHolders(ProbeResult):
+    """`ports`."""
+
+    ports: Annotated[list[PortHolder | None], Field(max_length=10_000)]
+    """In the order of the request; None is free."""
+
+
+class AddressProblems(ProbeResult):
+    """`addresses` and `reach`."""
+
+    problems: Annotated[list[ShortText | None], Field(max_length=10_000)]
+    """In the order of the request; None where there is none."""
+
+
+class ListeningPorts(ProbeResult):
+    """`listen`."""
+
+    listening: Annotated[list[Annotated[int, Field(gt=0, lt=65_536)]], Field(max_length=10_000)]
+    """The port on each address, in the order of the request."""
+
+
+class StaleProcessGroup(ProbeResult):
+    """Processes of one earlier attempt that nobody watches any more."""
+
+    pids: Annotated[list[Pid], Field(min_length=1, max_length=10_000)]
+    command: ShortText
+    """The first one's."""
+
+
+class StaleProcesses(ProbeResult):
+    """`stale`."""
+
+    stale: Annotated[list[StaleProcessGroup], Field(max_length=1_000)]
+
+
+class LeaseHeld(ProbeResult):
+    """The first document of `lease`."""
+
+    held: Literal[True]
+
+
+class LeaseReleased(ProbeResult):
+    """The second document of `lease`, when it is released."""
+
+    left: Annotated[list[ShortText], Field(max_length=1_000)]
+    """Commands of what outlived every KILL."""
+
+
+class WorkdirTree(ProbeResult):
+    """`tree`."""
+
+    home: bool = False
+    problem: ShortText | None = None
+    absent: bool = False
+    permit: Annotated[str, Field(max_length=4096)] | None = None
+    """Path that may not be read."""
+    cut: bool = False
+    left: Annotated[list[ShortText], Field(max_length=10_000)] = []
+    """Folders that were left out for what they are: environments, and what the request set apart."""
+    entries: Annotated[
+        dict[ShortText, tuple[Annotated[int, Field(ge=-1)], ShortText | None]], Field(max_length=100_000)
+    ] = {}
+    """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""
+
+
+class FileHashes(ProbeResult):
+    """`hashes`."""
+
+    hashes: Annotated[dict[ShortText, ShortText | None], Field(max_length=10_000)]
+    """Name → SHA-256; None where there is no such file."""
+
+
+class ModelConfiguration(ProbeResult):
+    """`configuration`: its figures are used, its texts are never shown."""
+
+    configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
+    problem: ShortText | None = None
+
+
+class ExampleCount(ProbeResult):
+    """`examples`."""
+
+    examples: Count | None = None
+    problem: ShortText | None = None
+
+
+class BusyProcess(ProbeResult):
+    """A process that keeps its node busy."""
+
+    pid: Pid
+    command: ShortText
+    cores: Annotated[float, Field(ge=0, le=100_000)]
+    """How many it keeps busy."""
+    rss_bytes: Count
+    run: bool = False
+    """It belongs to a Flight Deck run."""
+    ours: bool = False
+    """It belongs to the node's own user."""
+
+
+class SystemLoad(ProbeResult):
+    """`load`; the texts are the system's own."""
+
+    processes: Annotated[list[BusyProcess], Field(max_length=100)]
+    memory_bytes: Count = 0
+    nvidia: Annotated[str, Field(max_length=100_000)] = ""
+    ioreg: Annotated[str, Field(max_length=100_000)] = ""
+    assertions: Annotated[str, Field(max_length=1_000_000)] = ""
+    caffeinate: bool | None = None
+    """None where there is no such thing."""
+
+
+class AdapterWeights(ProbeResult):
+    """The kind of training that a file of trained weights continues."""
+
+    kind: Literal["lora", "dora", "full"]
+    ranks: Annotated[list[Count], Field(max_length=10_000)] = []
+    layers: Annotated[list[Count], Field(max_length=100_000)] = []
+    modules: Annotated[list[ShortText], Field(max_length=10_000)] = []
+
+
+class CheckpointStorage(ProbeResult):
+    """`storage`."""
+
+    directory: ShortText
+    fault: ShortText | None
+    make: Annotated[str, Field(max_length=4096)] | None = None
+    permit: Annotated[str, Field(max_length=4096)] | None = None
+    own: Annotated[str, Field(max_length=4096)] | None = None
+    """A folder of another user's."""
+    free: Count | None = None
+    damaged: Annotated[list[tuple[Annotated[str, Field(max_length=4096)], ShortText]], Field(max_length=1_000)] = []
+    """(file, what is wrong with it)."""
+    resume: AdapterWeights | None = None
+    resume_fault: ShortText | None = None
+    largest: Annotated[list[tuple[ShortText, Count]], Field(max_length=100)] = []
+    """(folder of an earlier run, bytes)."""
+
+
+class FreePorts(ProbeResult):
+    """`free_ports`."""
+
+    free: list[int]
+
+
+class BundleReport(ProbeResult):
+    """`bundle`."""
+
+    sha256: str
+
+
+class MlxReport(ProbeResult):
+    """`mlx`."""
+
+    python: ShortText
+    linux: bool
+    venv: bool
+    mlx: ShortText | None = None
+    mlx_error: ShortText | None = None
+    backends: Annotated[list[ShortText], Field(max_length=8)] = []
+
+
+class MlxLmReport(ProbeResult):
+    """`mlx_lm`."""
+
+    mlx_lm: ShortText | None = None
+    mlx_lm_error: ShortText | None = None

@@ -1,0 +1,270 @@
+"""Parsers for utilisation, power and temperature: macmon, ioreg, pmset, notifyutil and sysctl of macOS; /proc, power
+supplies, thermal zones and nvidia-smi of Linux.
+
+`macmon pipe` prints JSON lines whose keys differ by release; all are supported:
+    0.6, 0.7   gpu_usage: [MHz, ratio]                             ecpu_usage, pcpu_usage
+    0.8        gpu_active_ratio, gpu_freq_mhz, and the old pair    cpu_active_ratio
+    later      gpu_active_ratio, gpu_freq_mhz                      cpu_active_ratio
+An "active" ratio is the share of time in which the unit did any work; "scaled" or "usage" weights it by the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+from engine.security.sanitise import count_or_none, json_objects, text_or_none
+
+
+class Gauges(TypedDict, total=False):
+    """Fields of NodeTelemetry, without those that were not measured."""
+
+    cpu_use: float
+    gpu_use: float
+    gpu_mhz: float
+    memory_used_bytes: int
+    swap_used_bytes: int
+    power_w: float
+    gpu_power_w: float
+    cpu_temperature_c: float
+    gpu_temperature_c: float
+    thermal: str
+
+
+def parse_macmon(line: str) -> Gauges:
+    """Empty for a line that is not macmon's."""
+    try:
+        sample = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(sample, dict):
+        return {}
+    gauges: Gauges = {}
+    cpu = _first(sample, "cpu_active_ratio", "cpu_usage_ratio", "cpu_usage_pct", "cpu_scaled_ratio")
+    gpu = _first(sample, "gpu_active_ratio", "gpu_usage_ratio", "gpu_scaled_ratio")
+    megahertz, ratio = _pair(sample.get("gpu_usage"))
+    gpu = ratio if gpu is None else gpu
+    megahertz = _first(sample, "gpu_freq_mhz") or megahertz
+    if cpu is not None and cpu <= 1.001:
+        gauges["cpu_use"] = min(cpu, 1.0)
+    if gpu is not None and gpu <= 1.001:
+        gauges["gpu_use"] = min(gpu, 1.0)
+    if megahertz is not None:
+        gauges["gpu_mhz"] = megahertz
+    _memory(gauges, sample.get("memory"))
+    # Machines without the sensor report 0.
+    if power := _first(sample, "sys_power") or _first(sample, "all_power"):
+        gauges["power_w"] = power
+    if (power := _first(sample, "gpu_power")) is not None:
+        gauges["gpu_power_w"] = power
+    temperatures = sample.get("temp")
+    if isinstance(temperatures, dict):
+        if warm := _first(temperatures, "cpu_temp_avg"):
+            gauges["cpu_temperature_c"] = warm
+        if warm := _first(temperatures, "gpu_temp_avg"):
+            gauges["gpu_temperature_c"] = warm
+    return gauges
+
+
+def _memory(gauges: Gauges, memory: object) -> None:
+    if not isinstance(memory, dict):
+        return
+    if (used := _first(memory, "ram_usage")) is not None:
+        gauges["memory_used_bytes"] = int(used)
+    if (used := _first(memory, "swap_usage")) is not None:
+        gauges["swap_used_bytes"] = int(used)
+
+
+def number(value: object) -> float | None:
+    """A finite number that is not negative, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def _first(sample: dict[str, Any], *names: str) -> float | None:
+    return next((found for name in names if (found := number(sample.get(name))) is not None), None)
+
+
+def _pair(value: object) -> tuple[float | None, float | None]:
+    return (number(value[0]), number(value[1])) if isinstance(value, list) and len(value) == 2 else (None, None)
+
+
+_THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+"""OSThermalPressureLevel of macOS, from 0."""
+_LEVEL = re.compile(r"com\.apple\.system\.thermalpressurelevel\s+(\d{1,3})\s*")
+_SWAP = re.compile(r"\bused = (\d{1,9}(?:\.\d{1,3})?)([KMGT])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DEVICE_USE = re.compile(r'"Device Utilization %"\s*=\s*(\d{1,3})\b')
+
+
+def cpu_ticks(line: str) -> tuple[int, int] | None:
+    """(busy, total) of the first line of /proc/stat, in ticks since boot; iowait counts as idle."""
+    words = line.split()
+    if len(words) < 5 or words[0] != "cpu" or not all(word.isdecimal() and len(word) < 20 for word in words[1:]):
+        return None
+    # guest and guest_nice are included in user and nice.
+    ticks = [int(word) for word in words[1:9]]
+    idle = ticks[3] + (ticks[4] if len(ticks) > 4 else 0)
+    return sum(ticks) - idle, sum(ticks)
+
+
+def mac_cpu_ticks(ticks: object) -> tuple[int, int] | None:
+    """(busy, total) of HOST_CPU_LOAD_INFO: user, system, idle, nice."""
+    if not isinstance(ticks, list) or len(ticks) != 4 or not all(type(tick) is int and tick >= 0 for tick in ticks):
+        return None
+    return sum(ticks) - ticks[2], sum(ticks)
+
+
+def cpu_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> float | None:
+    """The busy share between two readings; None when one is missing or the counters were reset."""
+    if before is None or now is None:
+        return None
+    busy, whole = now[0] - before[0], now[1] - before[1]
+    return busy / whole if 0 <= busy <= whole != 0 else None
+
+
+def linux_swap_used(meminfo: str) -> int | None:
+    """Bytes, from /proc/meminfo."""
+    fields = {
+        name: words[0]
+        for name, _, value in (line.partition(":") for line in meminfo.splitlines())
+        if (words := value.split())
+    }
+    total, free = fields.get("SwapTotal", ""), fields.get("SwapFree", "")
+    if not (total.isdecimal() and free.isdecimal() and len(total) < 16 and len(free) < 16):
+        return None
+    return max(0, int(total) - int(free)) * 1024
+
+
+def mac_swap_used(swapusage: str) -> int | None:
+    """Bytes, from `sysctl vm.swapusage`: "… used = 512.25M …"."""
+    found = _SWAP.search(swapusage)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def mac_gpu_use(ioreg: str) -> float | None:
+    """The busiest accelerator in `ioreg -r -d 1 -c IOAccelerator`, 0 to 1."""
+    shares = [int(share) for share in _DEVICE_USE.findall(ioreg)]
+    return min(max(shares), 100) / 100 if shares else None
+
+
+def mac_thermal_pressure(notifyutil: str) -> str | None:
+    """The name of the level in `notifyutil -g com.apple.system.thermalpressurelevel`."""
+    found = _LEVEL.fullmatch(notifyutil.strip())
+    level = int(found[1]) if found else len(_THERMAL)
+    return _THERMAL[level] if level < len(_THERMAL) else None
+
+
+def parse_nvidia_smi(lines: Iterable[str]) -> Gauges:
+    """nvidia-smi's CSV lines (index, use %, MHz, W, °C): the last of each GPU counts. Use is the mean of the GPUs,
+    power the sum, clock and temperature the maximum."""
+    newest: dict[str, Sequence[str]] = {}
+    for line in lines:
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 5 and words[0].isdecimal():
+            newest[words[0]] = words[1:]
+    columns = [[value for words in newest.values() if (value := _number(words[at])) is not None] for at in range(4)]
+    use, clocks, power, temperatures = columns
+    gauges: Gauges = {}
+    if use and max(use) <= 100:
+        gauges["gpu_use"] = sum(use) / len(use) / 100
+    if clocks:
+        gauges["gpu_mhz"] = max(clocks)
+    if power:
+        gauges["gpu_power_w"] = sum(power)
+    if temperatures:
+        gauges["gpu_temperature_c"] = max(temperatures)
+    return gauges
+
+
+def _number(text: str) -> float | None:
+    try:
+        return number(float(text))
+    except ValueError:
+        # "[N/A]", "[Not Supported]".
+        return None
+
+
+_SOURCE = re.compile(r"Now drawing from '([^']{1,40})'")
+_CHARGE = re.compile(r"InternalBattery\S*.*?\b(\d{1,3})%")
+_LOW_POWER = re.compile(r"^\s*lowpowermode\s+([01])\b", re.MULTILINE)
+_POWER_MODE = re.compile(r"^\s*powermode\s+([0-2])\b", re.MULTILINE)
+_SPEED_LIMIT = re.compile(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\b", re.MULTILINE)
+_WARNING_LEVEL = re.compile(
+    r"^(?:Note: )?(Thermal|CPU Power|Performance) Warning Level\D{0,20}(\d{1,2})\b", re.I | re.MULTILINE
+)
+_NO_LEVEL = "No thermal warning level has been recorded"
+
+
+def mac_power_source(pmset_batt: str) -> str | None:
+    """ "AC", "battery 63 %", or another source as the system names it ("UPS Power")."""
+    drawing = _SOURCE.search(pmset_batt)
+    if drawing is None:
+        return None
+    if drawing[1] == "AC Power":
+        return "AC"
+    if drawing[1] != "Battery Power":
+        return text_or_none(drawing[1], 40)
+    charge = _CHARGE.search(pmset_batt)
+    return f"battery {min(int(charge[1]), 100)} %" if charge else "battery"
+
+
+def mac_low_power_mode(pmset: str) -> bool | None:
+    """`pmset -g`: lowpowermode, or powermode 1 on Macs with a high power mode as well."""
+    if match := _LOW_POWER.search(pmset):
+        return match[1] == "1"
+    match = _POWER_MODE.search(pmset)
+    return match[1] == "1" if match else None
+
+
+def mac_thermal_warning(pmset_therm: str) -> str | None:
+    """ "nominal", or how `pmset -g therm` describes the throttling."""
+    limit = _SPEED_LIMIT.search(pmset_therm)
+    if limit is not None and int(limit[1]) < 100:
+        return f"CPU limited to {int(limit[1])} %"
+    for level in _WARNING_LEVEL.finditer(pmset_therm):
+        if level[2] != "0":
+            return f"{level[1].lower()} warning level {level[2]}"
+    return "nominal" if limit is not None or _NO_LEVEL in pmset_therm else None
+
+
+def linux_power_source(power_supply: object) -> str | None:
+    """From the probe's list of /sys/class/power_supply; None where that is empty, as on most servers."""
+    # A mouse's battery has the scope "Device".
+    supplies = [row for row in json_objects(power_supply) if row.get("scope") != "Device"]
+    batteries = [row for row in supplies if row.get("type") == "Battery"]
+    mains = [row for row in supplies if row.get("type") in ("Mains", "USB")]
+    if any(row.get("online") == "1" for row in mains):
+        return "AC"
+    if not batteries:
+        return None
+    if not mains and all(row.get("status") != "Discharging" for row in batteries):
+        return "AC"
+    charge = count_or_none(batteries[0].get("capacity"))
+    return f"battery {charge} %" if charge is not None and charge <= 100 else "battery"
+
+
+def linux_low_power_mode(platform_profile: object) -> bool | None:
+    profile = platform_profile.strip() if isinstance(platform_profile, str) else ""
+    return profile in ("low-power", "quiet") if profile else None
+
+
+def linux_thermal(zones: object) -> str | None:
+    """ "nominal", or the first zone above one of its limits; None where there are no zones."""
+    known = json_objects(zones)
+    for zone in known:
+        temperature = count_or_none(zone.get("temp"))
+        for point in range(6):
+            kind, limit = zone.get(f"trip_point_{point}_type"), count_or_none(zone.get(f"trip_point_{point}_temp"))
+            if temperature and limit and kind in ("passive", "hot", "critical") and temperature >= limit:
+                name = text_or_none(zone.get("type"), 40) or "a zone"
+                return f"{name} at {temperature / 1000:.0f} °C, {kind} limit {limit / 1000:.0f} °C"
+    return "nominal" if known else None

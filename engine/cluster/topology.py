@@ -1,0 +1,158 @@
+"""Thunderbolt topology: the ports that each Mac reports (`system_profiler SPThunderboltDataType -json`), and the
+cables between nodes, found by matching each port's domain UUID with its peer's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.models import Cable, NodeFacts, ThunderboltPort, Topology
+from engine.security.sanitise import json_objects, json_or_none, text_or_none
+
+_RECEPTACLE = re.compile(r"receptacle_\d{1,2}_tag")
+_DOMAIN = "domain_uuid_key"
+_DEPTH = 12
+"""A Thunderbolt chain has at most 6 devices."""
+PORT_LIMIT = 32
+
+
+def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple[ThunderboltPort, ...]:
+    """One for each bus that can be at the end of a cable between computers; `devices` is receptacle → interface.
+
+    A peer has a domain of its own, which displays, docks and disks do not. A hub nests it in `_items`.
+    """
+    report = json_or_none(system_profiler)
+    buses = json_objects(report.get("SPThunderboltDataType")) if isinstance(report, dict) else []
+    found = []
+    for bus in buses[:PORT_LIMIT]:
+        domain = text_or_none(bus.get(_DOMAIN), 64)
+        if domain is None:
+            continue
+        tag = _receptacle(bus)
+        receptacle = text_or_none(tag.get("receptacle_id_key"), 8)
+        peer: dict[str, Any] = next(_computers(bus, _DEPTH), {})
+        found.append(
+            ThunderboltPort(
+                domain_uuid=domain,
+                receptacle=receptacle,
+                device=devices.get(receptacle or ""),
+                peer_uuid=text_or_none(peer.get(_DOMAIN), 64),
+                peer_name=text_or_none(peer.get("_name"), 64),
+                speed=text_or_none(tag.get("current_speed_key"), 40),
+            )
+        )
+    return tuple(sorted(found, key=lambda port: (port.device or "~", port.receptacle or "", port.domain_uuid)))
+
+
+def _receptacle(bus: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in sorted(bus):
+        tag = bus[key]
+        if _RECEPTACLE.fullmatch(key) and isinstance(tag, dict):
+            return tag
+    return {}
+
+
+def _computers(item: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
+    """Nearest first."""
+    inner = json_objects(item.get("_items"), PORT_LIMIT)
+    yield from (entry for entry in inner if isinstance(entry.get(_DOMAIN), str))
+    if depth > 0:
+        for entry in inner:
+            yield from _computers(entry, depth - 1)
+
+
+_RING_STEPS = 200_000
+"""Finding a Hamiltonian cycle is hard in general; a real cabling takes a few dozen steps."""
+
+
+def topology(facts: Sequence[NodeFacts]) -> Topology:
+    """The cables between these nodes, in the configuration's order.
+
+    Several ranks on one machine are one node here, named after the first. A cable counts when its ends name each other,
+    as in MLX's check of a mesh; two cables between the same nodes count as two.
+    """
+    machines = _machines(facts)
+    names = tuple(machine.node for machine in machines)
+    unknown = {machine.node: why for machine in machines if (why := _why_unknown(machine)) is not None}
+    ends = {port.domain_uuid: (number, port) for number, machine in enumerate(machines) for port in machine.thunderbolt}
+    cables, strangers = [], []
+    for number, machine in enumerate(machines):
+        for port in machine.thunderbolt:
+            peer = ends.get(port.peer_uuid or "")
+            if peer is None:
+                # One that is not known may be the other end.
+                if port.peer_uuid is not None and not unknown:
+                    strangers.append(f"{machine.node} {_named(port)}: {port.peer_name or 'a computer'}")
+            elif number < peer[0] and peer[1].peer_uuid == port.domain_uuid:
+                cables.append(_cable(machine.node, port, names[peer[0]], peer[1]))
+    joined = {frozenset((cable.a, cable.b)) for cable in cables}
+    pairs = [(a, b) for number, a in enumerate(names) for b in names[number + 1 :]]
+    missing = tuple(pair for pair in pairs if frozenset(pair) not in joined and unknown.keys().isdisjoint(pair))
+    found = Topology(nodes=names, cables=tuple(cables), missing=missing, strangers=tuple(strangers), unknown=unknown)
+    return found.model_copy(update={"shape": _shape(found)})
+
+
+def ring_order(topology: Topology) -> tuple[str, ...] | None:
+    """The nodes in an order in which each is cabled to the next and the last to the first; None when there is none. Of
+    several the first in the configuration's order, as in MLX."""
+    if len(topology.nodes) < 2:
+        return None
+    rank = {node: number for number, node in enumerate(topology.nodes)}
+    neighbours: dict[str, set[str]] = {node: set() for node in topology.nodes}
+    for cable in topology.cables:
+        neighbours[cable.a].add(cable.b)
+        neighbours[cable.b].add(cable.a)
+    ordered = {node: sorted(others, key=rank.__getitem__) for node, others in neighbours.items()}
+    return _cycle(ordered, topology.nodes[0])
+
+
+def _cycle(neighbours: Mapping[str, Sequence[str]], start: str) -> tuple[str, ...] | None:
+    """Depth first, without recursion: 64 nodes in a ring are 64 levels."""
+    path, choices = [start], [iter(neighbours[start])]
+    for _ in range(_RING_STEPS):
+        if not choices:
+            return None
+        node = next(choices[-1], None)
+        if node is None:
+            path.pop()
+            choices.pop()
+        elif node not in path:
+            path.append(node)
+            if len(path) == len(neighbours) and start in neighbours[node]:
+                return tuple(path)
+            choices.append(iter(neighbours[node]))
+    return None
+
+
+def _shape(found: Topology) -> str:
+    if len(found.nodes) == 1:
+        return "single"
+    if found.unknown:
+        return "unknown"
+    if not found.missing:
+        return "mesh"
+    if not found.cables:
+        return "none"
+    return "ring" if ring_order(found) is not None else "incomplete"
+
+
+def _why_unknown(machine: NodeFacts) -> str | None:
+    why = machine.unknown.get("thunderbolt")
+    return str(why) if why is not None else None
+
+
+def _machines(facts: Sequence[NodeFacts]) -> list[NodeFacts]:
+    first: dict[str, NodeFacts] = {}
+    for fact in facts:
+        first.setdefault(fact.host, fact)
+    return list(first.values())
+
+
+def _cable(a: str, a_port: ThunderboltPort, b: str, b_port: ThunderboltPort) -> Cable:
+    return Cable(a=a, a_device=a_port.device, b=b, b_device=b_port.device, speed=a_port.speed or b_port.speed)
+
+
+def _named(port: ThunderboltPort) -> str:
+    return port.device or f"port {port.receptacle or '?'}"

@@ -1,0 +1,143 @@
+"""The Transport and Channel protocols: what can be done on a node however it is reached. Paths are the node's own;
+one that begins with `~/` lies in the home of the node's user, for arguments as well as for files.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath, PurePosixPath
+from typing import Protocol
+
+from engine.errors import InputError
+from engine.security.identifiers import SshTarget
+
+_UNSAFE = re.compile(rb"[^ -~]|[\\'!]")
+"""Bytes that some login shell reads otherwise within single quotes: fish a backslash, csh a newline and a `!`."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a command ended on a node."""
+
+    code: int | None
+    """Exit code, negative for a signal; None when the time limit ended it."""
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def exit_output(self) -> str:
+        """The last line of its stderr, or else of its stdout: usually why it failed."""
+        for stream in (self.stderr, self.stdout):
+            lines = [line.strip() for line in stream.decode(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return lines[-1]
+        return ""
+
+
+class Channel(Protocol):
+    """A program running on a node, its stdin and stdout in our hands as bytes; its stderr goes to `exit_output`."""
+
+    async def write(self, data: bytes) -> None:
+        """Raises NodeUnreachable when nobody will ever read it: the program or the connection is gone."""
+        ...
+
+    async def read(self, size: int) -> bytes:
+        """At least one byte and at most `size`; b"" when it has closed its stdout. Raises NodeUnreachable."""
+        ...
+
+    async def close(self) -> int | None:
+        """Close its stdin, end it when it does not leave at once, and say how it ended (None: not known)."""
+        ...
+
+    @property
+    def exit_output(self) -> str:
+        """The last line of its stderr so far."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to one node. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such) when
+    the node cannot be reached, within the connect timeout; a connection that breaks is made anew by the next call."""
+
+    @property
+    def target(self) -> SshTarget: ...
+
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        """Run a command, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then, or when the
+        call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it cannot be
+        started, NodeUnreachable also for one on another machine that says more than anybody can take in."""
+        ...
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        """Start a program and leave it running; the caller closes the channel."""
+        ...
+
+    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
+        """At most `size` bytes from `offset`; b"" at the end. Raises FileNotFoundError and OSError."""
+        ...
+
+    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
+        """Write a file so that a reader sees all of it or nothing; its folder must be there. Raises OSError."""
+        ...
+
+    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
+        """Put a folder with these files (relative name → content, 0600, folders 0700) at `path`, all of it or
+        nothing: made beside it and renamed. The parents are made (0700). A `path` that is there already is left alone
+        and OSError raised."""
+        ...
+
+    async def round_trip_s(self) -> float | None:
+        """Seconds for one exchange over the open connection; None where there is none (this machine)."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def in_home(path: PurePath | str) -> str | None:
+    """The part after `~/` of a path in the node user's home ("" for `~` itself); None for any other path."""
+    text = str(path)
+    if text == "~":
+        return ""
+    return text.removeprefix("~/") if text.startswith("~/") else None
+
+
+def quoted(argument: PurePath | str) -> str:
+    """One argument for a POSIX shell on the node; `~/x` becomes `"$HOME"/x`, everything else stays what it is.
+    Raises InputError for a NUL, which no argument can hold."""
+    if "\0" in str(argument):
+        raise InputError(f"{str(argument)[:80]!r} is no argument", why="it holds a NUL")
+    inside = in_home(argument)
+    if inside is None:
+        return shlex.quote(str(argument))
+    return f'"$HOME"/{shlex.quote(inside)}' if inside else '"$HOME"'
+
+
+def check_names(files: Iterable[str]) -> None:
+    """That a tree's names are relative, and lead nowhere else. Raises OSError."""
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+            raise OSError(errno.EINVAL, f"{name[:80]!r} is no name of a file in a folder")
+
+
+def command_line(argv: Sequence[str], directory: PurePath | None = None) -> str:
+    """The one place where an argument list becomes a line for a node's shell."""
+    line = " ".join(quoted(argument) for argument in argv)
+    return f"cd {quoted(directory)} && exec {line}" if directory is not None else f"exec {line}"
+
+
+def for_any_shell(script: str) -> str:
+    """A POSIX shell script as one line that every login shell hands to /bin/sh unread, also fish and csh. Its last
+    newlines are lost."""
+    bare = _UNSAFE.sub(lambda byte: b"\\0%03o" % byte[0][0], script.encode(errors="surrogateescape")).decode()
+    return f"""exec /bin/sh -c 'eval "$(printf %b "$1")"' flightdeck '{bare}'"""
+
+
+HOME = PurePosixPath("~")
+"""The home of a node's user."""

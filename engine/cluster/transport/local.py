@@ -1,0 +1,211 @@
+"""This machine as a node (127.0.0.1): processes and files, without ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path, PurePath
+
+from engine.cluster.transport.base import Channel, Completed, check_names, in_home
+from engine.errors import NodeUnreachable
+from engine.node.processes import kill_group
+from engine.security.identifiers import LOCAL, SshTarget
+
+_LEAVES_S = 1.0
+"""For a channel's program to end by itself, once nobody writes to it any more."""
+_EXIT_OUTPUT_BYTES = 4096
+
+
+class LocalTransport:
+    """The Transport of nodes that are this machine."""
+
+    @property
+    def target(self) -> SshTarget:
+        return SshTarget(LOCAL)
+
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        starting = asyncio.create_task(_start(argv, directory, stderr=asyncio.subprocess.PIPE))
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio would end the program itself and not what it has started by then.
+            with contextlib.suppress(OSError):
+                await _end(await starting)
+            raise
+        try:
+            stdout, stderr = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+        except TimeoutError:
+            return Completed(None, b"", b"")
+        finally:
+            # Also after a good end: what it has left behind in its group goes too.
+            await asyncio.shield(_end(process))
+        return Completed(process.returncode, stdout, stderr)
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115  (the channel closes it)
+        try:
+            process = await _start(argv, directory, stderr=stderr.fileno())
+        except BaseException:
+            stderr.close()
+            raise
+        return LocalChannel(process, stderr.fileno(), stderr.close)
+
+    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
+        return await asyncio.to_thread(_read_from, expanded(path), offset, size)
+
+    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
+        await asyncio.to_thread(_put, expanded(path), content, mode)
+
+    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
+        await asyncio.to_thread(_put_tree, expanded(path), files)
+
+    async def round_trip_s(self) -> float | None:
+        return None
+
+    async def close(self) -> None:
+        return
+
+
+class LocalChannel:
+    """The Channel to a process of this machine."""
+
+    def __init__(self, process: asyncio.subprocess.Process, stderr: int, forget: Callable[[], None]) -> None:
+        self._process = process
+        self._stderr = stderr
+        self._forget = forget
+        self._exit_output: str | None = None
+
+    async def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError) as gone:
+            raise NodeUnreachable("the program has left", where=LOCAL, why=self.exit_output) from gone
+
+    async def read(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.read(size)
+
+    async def close(self) -> int | None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied(), _LEAVES_S)
+        finally:
+            # Also when closing is given up: the program does not stay, and no file either.
+            await asyncio.shield(self._gone(_end(self._process)))
+        return self._process.returncode
+
+    async def _gone(self, leaving: Awaitable[None]) -> None:
+        await leaving
+        if self._exit_output is None:
+            self._exit_output = self.exit_output
+            self._forget()
+
+    async def _emptied(self) -> None:
+        """Returns when it has left: what it still says is for nobody."""
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(1 << 20):
+            pass
+        await self._process.wait()
+
+    @property
+    def exit_output(self) -> str:
+        if self._exit_output is not None:
+            return self._exit_output
+        size = os.fstat(self._stderr).st_size
+        output = os.pread(self._stderr, _EXIT_OUTPUT_BYTES, max(0, size - _EXIT_OUTPUT_BYTES))
+        return Completed(None, b"", output).exit_output
+
+
+def expanded(path: PurePath | str) -> Path:
+    """A node's path on this machine, where `~` is the home of whoever runs Flight Deck."""
+    inside = in_home(path)
+    return Path(path) if inside is None else Path.home() / inside
+
+
+async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(str(expanded(argument)) if in_home(argument) is not None else argument for argument in argv),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
+        cwd="/" if directory is None else expanded(directory),
+        start_new_session=True,
+    )
+
+
+def _end(process: asyncio.subprocess.Process) -> Coroutine[None, None, None]:
+    """Kill the process's whole group, at once; what comes back is awaited until it has left. Nobody in it runs on; that
+    the children's zombies go is left to init."""
+    # Not in the coroutine: as a task that is cancelled before its first step, it would kill nobody.
+    kill_group(process.pid, signal.SIGKILL)
+    return _left(process)
+
+
+async def _left(process: asyncio.subprocess.Process) -> None:
+    if process.stdout is not None:
+        # asyncio has the end of a process wait for its pipes, and reads none that nobody empties.
+        with contextlib.suppress(OSError, RuntimeError):
+            while await process.stdout.read(1 << 20):
+                pass
+    await process.wait()
+
+
+def _read_from(path: Path, offset: int, size: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), size, offset)
+
+
+def _put(path: Path, content: bytes, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _write(temporary, content, mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _put_tree(path: Path, files: dict[str, bytes]) -> None:
+    check_names(files)
+    _make_private(path.parent)
+    # mkdtemp makes it 0700; renamed whole, or not at all: a folder does not replace one that holds something.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
+        tree = Path(made) / "tree"
+        tree.mkdir(mode=0o700)
+        for name, content in files.items():
+            file = tree / name
+            _make_private(file.parent)
+            _write(file, content, 0o600)
+        try:
+            tree.rename(path)
+        except OSError as error:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "is there already", str(path)) from error
+            raise
+
+
+def _make_private(folder: Path) -> None:
+    """mkdir's own mode is not that of the parents that it makes."""
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,212 @@
+"""SSH authentication: the host key is checked against known_hosts, and no key is ever accepted here; login
+identities are offered in OpenSSH's order: the agent's that the configuration names, the agent's others, then the
+named files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import stat
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncssh
+
+from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
+
+PLAIN_HOST_KEY_ALGORITHMS = (
+    "ssh-ed25519",
+    "ecdsa-sha2-nistp256",
+    "ecdsa-sha2-nistp384",
+    "ecdsa-sha2-nistp521",
+    "rsa-sha2-512",
+)
+"""Host key algorithms without certificates."""
+
+
+class NamedHostKeyUnknown(HostKeyUnknown):
+    """A key that nobody has accepted, and `name`, under which known_hosts would hold it."""
+
+    name: str
+
+
+class HostKeyRecorder(asyncssh.SSHClient):
+    """Remembers the host key that no known_hosts vouches for."""
+
+    def __init__(self, known: asyncssh.SSHKnownHosts, alias: str | None) -> None:
+        self.known = known
+        self._alias = alias
+        self._asked: tuple[str, str, int] | None = None
+        self._connection: asyncssh.SSHClientConnection | None = None
+        self.offered: asyncssh.SSHKey | None = None
+
+    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+        self._connection = conn
+
+    @property
+    def greeted(self) -> bool:
+        """An ssh server has sent its version: one that turns strangers away sends nothing."""
+        return self._connection is not None and self._connection.get_extra_info("server_version") is not None
+
+    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        self._asked, self.offered = (self._alias or host, addr, port), key
+        return False
+
+    @property
+    def name(self) -> str:
+        """The node as a line of known_hosts names it."""
+        assert self._asked is not None
+        host, _, port = self._asked
+        return host if port == 22 or self._alias else f"[{host}]:{port}"
+
+    @property
+    def strange(self) -> bool:
+        """Nothing in known_hosts could vouch for the key that was shown."""
+        if self._asked is None:
+            return False
+        host, address, port = self._asked
+        keys, authorities, *_ = self.known.match(host, address, None if port == 22 else port)
+        return not authorities and self.offered not in keys
+
+    def accepted(self) -> list[asyncssh.SSHKey]:
+        """The keys that known_hosts has for this very host and port."""
+        if self._asked is None:
+            return []
+        _, address, port = self._asked
+        names = [self.name, *([address if port == 22 else f"[{address}]:{port}"] if address else [])]
+        return [key for name in names for key in self.known.match(name, "", None)[0]]
+
+
+def read_known_hosts(files: Iterable[Path]) -> asyncssh.SSHKnownHosts:
+    """All of them as one, the first first. A line that is none is passed over, as ssh does. Raises OSError."""
+    known = asyncssh.SSHKnownHosts()
+    for file in files:
+        for line in file.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                known.load(line)
+    return known
+
+
+def host_key_error(
+    where: str, target: str, witness: HostKeyRecorder, error: asyncssh.HostKeyNotVerifiable
+) -> NodeUnreachable:
+    """The error for a host key that was not accepted, by its cause."""
+    if witness.offered is None:
+        todo = "do not log in; ask its owner" if "revoked" in error.reason else ""
+        return NodeUnreachable("host key refused", where=where, why=error.reason, todo=todo)
+    found = witness.offered.get_fingerprint()
+    before = witness.accepted()
+    if before:
+        expected = before[0].get_fingerprint()
+        return HostKeyChanged(
+            "the host key has changed",
+            where=where,
+            why=f"accepted is {expected}, it shows {found}",
+            todo=f"find out why; only then `ssh-keygen -R '{witness.name}' -f` the known_hosts file and accept anew",
+            expected=expected,
+            found=found,
+        )
+    offered = NamedHostKeyUnknown(
+        "the host key is not known",
+        where=where,
+        target=target,
+        key=" ".join(witness.offered.export_public_key().decode().split()[:2]),
+        fingerprint=found,
+        todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {found}",
+    )
+    offered.name = witness.name
+    return offered
+
+
+def host_key_mismatch(where: str, accepted: str, found: str) -> HostKeyChanged:
+    """A node shows another key than the one that a person has just compared."""
+    return HostKeyChanged(
+        "the host key is not the one that was accepted",
+        where=where,
+        why=f"accepted was {accepted}, it shows {found}",
+        todo="find out what stands between",
+        expected=accepted,
+        found=found,
+    )
+
+
+_USUAL = ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
+
+
+@dataclass(frozen=True)
+class Identities:
+    pairs: tuple[asyncssh.SSHKeyPair, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class _KeyFile:
+    """A key file: its pairs if it can be used, its public half if that is known."""
+
+    file: Path
+    pairs: tuple[asyncssh.SSHKeyPair, ...]
+    """With its certificate, if there is one, and without."""
+    public: bytes | None
+    trouble: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.file} ({self.trouble})" if self.trouble else str(self.file)
+
+
+@contextlib.asynccontextmanager
+async def identities(named: Sequence[str] | None, agent: str, *, only_named: bool) -> AsyncIterator[Identities]:
+    """`named` are the configuration's IdentityFiles, None for ssh's usual ones; `agent` is its socket, "" for none.
+    The pairs of an agent can be used within. Raises NodeUnreachable for a private key that others can read."""
+    usual = [str(Path.home() / ".ssh" / name) for name in _USUAL]
+    files = [Path(name).expanduser() for name in (usual if named is None else named)]
+    found = [key for file in files if (key := _read_key_file(file, quiet=named is None)) is not None]
+    client, held = None, list[asyncssh.SSHKeyPair]()
+    with contextlib.suppress(OSError, asyncssh.Error, ValueError):
+        if agent:
+            client = await asyncssh.connect_agent(agent)
+            held = list(await client.get_keys())
+    try:
+        publics = [key.public for key in found if key.public is not None]
+        first = [pair for public in publics for pair in held if pair.public_data == public]
+        others = [] if only_named else [pair for pair in held if pair not in first]
+        theirs = {pair.public_data for pair in held}
+        last = [pair for key in found if key.public not in theirs for pair in key.pairs]
+        comments = [pair.get_comment_bytes() or b"a key" for pair in (*first, *others)]
+        words = [f"{comment.decode(errors='replace')} of the agent" for comment in comments]
+        words += [key.words for key in found if key.public not in theirs]
+        yield Identities((*first, *others, *last), ", ".join(words))
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _read_key_file(file: Path, *, quiet: bool) -> _KeyFile | None:
+    """None for a file that is not there and need not be."""
+    public = _read_public_key(file.with_name(f"{file.name}.pub"))
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        return None if quiet and public is None else _KeyFile(file, (), public, error.strerror or "cannot be read")
+    if b"PRIVATE KEY" not in text:
+        return _KeyFile(file, (), _read_public_key(file), "no private key")
+    if stat.S_IMODE(file.stat().st_mode) & 0o077:
+        raise NodeUnreachable(
+            "a private key can be read by others", where=str(file), todo=f"chmod 600 {shlex.quote(str(file))}"
+        )
+    try:
+        pairs = asyncssh.load_keypairs(str(file), ignore_encrypted=True)
+    except (asyncssh.KeyImportError, OSError) as error:
+        return _KeyFile(file, (), public, str(error))
+    if not pairs:
+        return _KeyFile(file, (), public, "locked by a passphrase, and not in the agent")
+    return _KeyFile(file, tuple(pairs), pairs[0].key_public_data)
+
+
+def _read_public_key(file: Path) -> bytes | None:
+    try:
+        return asyncssh.read_public_key(file).public_data
+    except (asyncssh.KeyImportError, OSError):
+        return None

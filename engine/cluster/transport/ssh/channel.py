@@ -1,0 +1,272 @@
+"""A program on a node, in a session of its own.
+
+Its output begins behind a marker that also carries its process group: output of the login shell's start-up files is
+skipped, and a call that is cancelled can kill the whole group. sshd makes the login shell the session leader; the
+shell then execs the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import re
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import PurePath
+
+import asyncssh
+
+from engine.cluster.transport.base import Completed, for_any_shell, quoted
+from engine.cluster.transport.ssh.errors import REASON_LIMIT, SSH_ERRORS, connection_lost, unreachable_error
+from engine.errors import NodeUnreachable
+from engine.security.sanitise import plain
+
+_BEGIN = """CDPATH= cd -- "$1" 2>/dev/null || { printf '\\n%s dir\\n' "$flightdeck_mark"; exit 125; }
+shift
+case $1 in -*) false ;; *) command -v "$1" >/dev/null 2>&1 ;; esac ||
+    { printf '\\n%s none\\n' "$flightdeck_mark"; exit 127; }
+printf '\\n%s\\n' "$flightdeck_mark" >&2
+printf '\\n%s %s\\n' "$flightdeck_mark" $$ || exit 125
+unset flightdeck_mark
+exec "$@"
+"""
+_LINE_LIMIT = 120_000
+"""Bytes: Linux takes 128 KiB for one argument, and the line is one."""
+_BEGIN_LIMIT_S = 20.0
+"""For a login shell and its profile."""
+_LEAVES_S = 1.0
+_DIES_S = 5.0
+_NOISE_LIMIT = 1 << 20
+_STDERR_LIMIT = 1 << 20
+_STDOUT_LIMIT = 1 << 25
+"""Limit for a command that is awaited: answers are some kilobytes, and a node must not fill this machine's memory."""
+
+
+class ShellCommand:
+    """An argument list as a line for a login shell, and the mark that its output begins behind."""
+
+    def __init__(self, argv: Sequence[str], directory: PurePath | None) -> None:
+        """Raises InputError for what no argument can be, OSError when they are too long."""
+        self.program = str(argv[0])
+        self.mark = f"flightdeck-{secrets.token_hex(8)}"
+        words = " ".join(quoted(argument) for argument in ("~" if directory is None else directory, *argv))
+        self.line = for_any_shell(f"flightdeck_mark={self.mark}\nset -- {words}\n{_BEGIN}")
+        if len(self.line) > _LINE_LIMIT:
+            raise OSError(errno.E2BIG, "the arguments are too long", self.program)
+
+    @property
+    def begun(self) -> re.Pattern[bytes]:
+        return re.compile(rb"(?:^|\n)%s (\w+)\n" % self.mark.encode())
+
+    @property
+    def begun_on_stderr(self) -> re.Pattern[bytes]:
+        return re.compile(rb"(?:^|\n)%s\n" % self.mark.encode())
+
+
+class SshChannel:
+    """The Channel over SSH. `begin` comes first."""
+
+    def __init__(
+        self,
+        process: asyncssh.SSHClientProcess[bytes],
+        connection: asyncssh.SSHClientConnection,
+        command: ShellCommand,
+        where: str,
+        *,
+        kill_group: Callable[[int], Awaitable[None]],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._process = process
+        self._connection = connection
+        self._command = command
+        self._where = where
+        self._kill_group = kill_group
+        self._on_closed = on_closed
+        self._group: int | None = None
+        self._unread = b""
+        self._stderr = b""
+        self._noise_on_stderr = True
+        self._listening = asyncio.create_task(self._listen(), name=f"stderr of {command.program} on {where}")
+        self._closed = False
+
+    async def begin(self) -> None:
+        """Read up to the mark. Raises FileNotFoundError when there is no such program or directory there."""
+        begun, output = self._command.begun, b""
+        try:
+            async with asyncio.timeout(_BEGIN_LIMIT_S):
+                while (found := begun.search(output)) is None:
+                    block = await self._process.stdout.read(65_536)
+                    if not block:
+                        raise await self._never_began()
+                    output = (output + block)[-_NOISE_LIMIT:]
+        except TimeoutError:
+            why = f"its login shell runs no command within {_BEGIN_LIMIT_S:g} s"
+            raise NodeUnreachable("no command can be run", where=self._where, why=why) from None
+        except SSH_ERRORS as error:
+            raise unreachable_error(error, self._where) from error
+        answer, self._unread = found[1], output[found.end() :]
+        if answer == b"none":
+            raise FileNotFoundError(errno.ENOENT, f"no such program on {self._where}", self._command.program)
+        if answer == b"dir":
+            raise FileNotFoundError(errno.ENOENT, f"no such directory on {self._where}")
+        self._group = int(answer)
+
+    async def complete(self, stdin: bytes) -> Completed:
+        """Give it all of its stdin, and take all that it says. Raises NodeUnreachable, also when that is too much."""
+        writing = asyncio.create_task(self._feed(stdin), name=f"stdin of {self._command.program}")
+        blocks, size = [self._unread], len(self._unread)
+        try:
+            while block := await self._process.stdout.read(1 << 18):
+                blocks.append(block)
+                size += len(block)
+                if size > _STDOUT_LIMIT:
+                    why = f"{self._command.program} says more than {_STDOUT_LIMIT:,} bytes"
+                    raise NodeUnreachable("no answer can be read", where=self._where, why=why, todo="run it there")
+            await self._process.wait_closed()
+            await self._listening
+        except SSH_ERRORS as error:
+            raise connection_lost(self._where, _reason(error)) from error
+        finally:
+            writing.cancel()
+        code = self._code
+        if code is None:
+            raise connection_lost(self._where, "in the middle of a command")
+        self._release()
+        return Completed(code, b"".join(blocks), self._stderr)
+
+    async def write(self, data: bytes) -> None:
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except SSH_ERRORS as error:
+            raise await self._gone(error) from error
+        if self._process.channel.is_closing():
+            raise await self._gone()
+
+    async def read(self, size: int) -> bytes:
+        if self._unread:
+            data, self._unread = self._unread[:size], self._unread[size:]
+            return data
+        try:
+            data = await self._process.stdout.read(size)
+        except SSH_ERRORS as error:
+            raise await self._gone(error) from error
+        if not data:
+            await self._heard_out()
+            if self._code is None and self._connection.is_closed():
+                raise await self._gone()
+        return data
+
+    async def close(self) -> int | None:
+        if not self._closed:
+            self._closed = True
+            try:
+                await self._leave()
+            except BaseException:
+                await asyncio.shield(self.end())
+                raise
+            self._release()
+        return self._code
+
+    async def end(self) -> None:
+        """End its whole group on the node, and the session. Raises NodeUnreachable when it cannot be proved that the
+        group is gone."""
+        try:
+            if self._group is not None:
+                await self._kill_group(self._group)
+                await self._closes_within(_DIES_S)
+            else:
+                # A login shell that hangs in its start-up files has told no group; sshd knows it (OpenSSH 7.9).
+                with contextlib.suppress(*SSH_ERRORS):
+                    self._process.kill()
+        finally:
+            self._release()
+
+    @property
+    def exit_output(self) -> str:
+        return Completed(None, b"", self._stderr).exit_output
+
+    async def _leave(self) -> None:
+        """Close its stdin and await its end; end it when that takes long."""
+        with contextlib.suppress(*SSH_ERRORS):
+            self._process.stdin.write_eof()
+        if not await self._closes_within(_LEAVES_S) and not self._connection.is_closed():
+            with contextlib.suppress(NodeUnreachable):
+                await self.end()
+
+    async def _closes_within(self, limit_s: float) -> bool:
+        """True if the node closes the session in time, whatever the program still prints."""
+        # What is not taken keeps sshd from closing the session.
+        discarding = asyncio.create_task(self._discard(), name=f"stdout of {self._command.program}")
+        try:
+            await asyncio.wait_for(self._process.wait_closed(), limit_s)
+        except TimeoutError:
+            return False
+        finally:
+            discarding.cancel()
+        return True
+
+    def _release(self) -> None:
+        self._listening.cancel()
+        self._process.close()
+        self._on_closed()
+        self._on_closed = _nothing
+
+    async def _feed(self, data: bytes) -> None:
+        with contextlib.suppress(*SSH_ERRORS):
+            if data:
+                self._process.stdin.write(data)
+                await self._process.stdin.drain()
+            self._process.stdin.write_eof()
+
+    async def _discard(self) -> None:
+        with contextlib.suppress(*SSH_ERRORS):
+            while await self._process.stdout.read(1 << 18):
+                pass
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(*SSH_ERRORS):
+            while block := await self._process.stderr.read(65_536):
+                self._stderr += block
+                if self._noise_on_stderr and (found := self._command.begun_on_stderr.search(self._stderr)):
+                    self._stderr, self._noise_on_stderr = self._stderr[found.end() :], False
+                self._stderr = self._stderr[-_STDERR_LIMIT:]
+
+    async def _heard_out(self) -> None:
+        """Its last stderr has arrived by the time that its stdout ends, and only needs reading."""
+        await asyncio.wait({self._listening}, timeout=_LEAVES_S)
+
+    async def _gone(self, error: Exception | None = None) -> NodeUnreachable:
+        await self._heard_out()
+        if self._connection.is_closed():
+            return connection_lost(self._where, _reason(error))
+        return NodeUnreachable("the program has left", where=self._where, why=plain(self.exit_output, REASON_LIMIT))
+
+    async def _never_began(self) -> Exception:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait_closed(), _LEAVES_S)
+        if self._connection.is_closed() or self._code is None:
+            return connection_lost(self._where, "before the command began")
+        return NodeUnreachable(
+            "no command can be run",
+            where=self._where,
+            why=plain(self.exit_output, REASON_LIMIT) or f"its login shell ends with {self._code}",
+            todo="the login shell of the user there must run /bin/sh",
+        )
+
+    @property
+    def _code(self) -> int | None:
+        ended = self._process.exit_signal
+        if ended is not None:
+            return -int(getattr(signal, f"SIG{ended[0]}", signal.SIGKILL))
+        return self._process.exit_status
+
+
+def _reason(error: Exception | None) -> str:
+    return str(error) if error is not None and str(error) else "closed by the other side"
+
+
+def _nothing() -> None:
+    return

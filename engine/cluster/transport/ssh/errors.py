@@ -1,0 +1,96 @@
+"""Maps the exceptions of asyncssh and the operating system to NodeUnreachable and LoginRefused, with a reason and a
+fix.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+
+import asyncssh
+
+from engine.cluster.transport.ssh_config import CONNECT_TIMEOUT_S
+from engine.errors import LoginRefused, NodeUnreachable
+from engine.security.sanitise import plain
+
+SSH_ERRORS = (asyncssh.Error, OSError, ValueError)
+"""Whatever asyncssh raises when something outside is wrong; TimeoutError is an OSError."""
+CONNECTION_DROPS = (ConnectionResetError, BrokenPipeError, asyncssh.ConnectionLost)
+"""How an sshd looks that has too many strangers at its door (MaxStartups)."""
+REASON_LIMIT = 200
+"""Characters that the other side is let say of why: whoever answers there says it before it has shown who it is."""
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+
+
+def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeUnreachable:
+    """One of ours for one of theirs. `tried` are the keys that were offered, in words."""
+    if isinstance(error, NodeUnreachable):
+        return error
+    if isinstance(error, asyncssh.PermissionDenied) or "authentication failures" in str(error):
+        return login_refused(where, tried, many="authentication failures" in str(error))
+    why, todo = _why_and_fix(error)
+    return NodeUnreachable("cannot be reached", where=where, why=plain(why, REASON_LIMIT), todo=todo)
+
+
+def login_refused(where: str, tried: str, *, many: bool = False) -> LoginRefused:
+    if many:
+        why, todo = f"too many keys were offered: {tried}", "name the right one: IdentityFile and IdentitiesOnly yes"
+    elif tried:
+        why, todo = f"none of our keys is accepted there: {tried}", "is the user right? Else ssh-copy-id puts a key"
+    else:
+        why, todo = "there is no key to offer", "make one by ssh-keygen and put it there by ssh-copy-id"
+    return LoginRefused("login refused", where=where, why=why, todo=todo)
+
+
+def connection_lost(where: str, why: str) -> NodeUnreachable:
+    """An open connection that is there no more."""
+    return NodeUnreachable("connection lost", where=where, why=plain(why, REASON_LIMIT))
+
+
+def no_sftp(where: str, error: asyncssh.Error | OSError | ValueError) -> NodeUnreachable:
+    """Commands go there, and files do not."""
+    why, todo = plain(str(error), REASON_LIMIT), "its sshd_config needs a line as `Subsystem sftp internal-sftp`"
+    if isinstance(error, asyncssh.SFTPBadMessage):
+        # Everywhere but with internal-sftp it is the login shell that starts it.
+        todo = "a start-up file of the shell there prints something: let it do so only for a terminal, [ -t 1 ]"
+    return NodeUnreachable("no files can be sent: it gives no SFTP", where=where, why=why, todo=todo)
+
+
+def no_answer(where: str) -> NodeUnreachable:
+    """A node that says nothing for the connect timeout."""
+    return unreachable_error(TimeoutError(), where)
+
+
+def _why_and_fix(error: Exception) -> tuple[str, str]:
+    """Why, and what to do."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT_S} s", "is it on, awake and on this network?"
+    if isinstance(error, socket.gaierror):
+        return "its name is not known here", "is it spelled right? A Mac's name ends in .local"
+    if isinstance(error, asyncssh.ProtocolNotSupported):
+        return "what answers there is no ssh server", "is the port right?"
+    if isinstance(error, asyncssh.ChannelOpenError):
+        return f"a session is refused: {error.reason}", "MaxSessions of its sshd must be 1 at least"
+    if isinstance(error, asyncssh.DisconnectError):
+        return error.reason or "closed by the other side", ""
+    if isinstance(error, OSError):
+        return _os_why_and_fix(error)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__, ""
+
+
+def _os_why_and_fix(error: OSError) -> tuple[str, str]:
+    # asyncio gives several addresses' errors as one without a number, and says the address once more.
+    numbers = [error.errno] if error.errno is not None else [int(found) for found in _ERRNO.findall(str(error))]
+    number = numbers[-1] if numbers else None
+    if number == errno.ECONNREFUSED:
+        return "connection refused", "is Remote Login (sshd) on there?"
+    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
+        return "no route to it", "is it on, and on this network?"
+    if number == errno.ECONNRESET:
+        return "the connection is reset by the other side", ""
+    if number is None:
+        return str(error) or type(error).__name__, ""
+    named = f": {error.filename}" if error.filename else ""
+    return f"{os.strerror(number)}{named}", ""

@@ -1,0 +1,239 @@
+"""OpenSSH's files on the head: ssh_config (read for its hosts, and written for `ssh -F`, which mlx.launch and
+interactive shells use) and known_hosts. User, port and jump hosts of an entry are left to ssh itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import InputError
+from engine.protocol.attempt import write_atomic
+from engine.security.identifiers import SshTarget
+from engine.security.paths import make_home
+
+_HOST = r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*"
+_NAME = re.compile(rf"{_HOST}|\[{_HOST}\]:[0-9]{{1,5}}")
+_KEY = re.compile(r"[a-z][a-z0-9@.-]* [A-Za-z0-9+/]+={0,2}")
+CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
+"""An ssh_config to use in place of ~/.ssh/config and /etc/ssh/ssh_config."""
+
+
+def own_known_hosts(home: Path) -> Path:
+    """The host keys that were accepted in Flight Deck, in the state directory `home`."""
+    return home / "known_hosts"
+
+
+def ssh_configs() -> list[Path]:
+    """The ssh_config files that count, the first word on a thing wins; only those that are there."""
+    given = os.environ.get(CONFIG_VARIABLE)
+    files = [Path(given).expanduser()] if given else [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
+    return [file for file in files if file.is_file()]
+
+
+def known_hosts_files(home: Path, user: list[str] | None = None, system: list[str] | None = None) -> list[Path]:
+    """The known_hosts files that count, ours first, of those that are there: `user` and `system` are ssh_config's
+    UserKnownHostsFile and GlobalKnownHostsFile. The user's usual ones count besides, the system's only for want of
+    others."""
+    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    if system is None:
+        system = ["/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
+    named = dict.fromkeys([*(user or []), *usual, *system])
+    files = [own_known_hosts(home), *(Path(name).expanduser() for name in named)]
+    return [file for file in files if file.is_file()]
+
+
+def add_known_host(home: Path, name: str, key: str) -> None:
+    """Append a host's key to our own known_hosts, once. `name` is `host` or `[host]:port`, `key` is as in a public key
+    file, without its comment. Raises InputError for what could be anything else, OSError."""
+    if _NAME.fullmatch(name) is None or _KEY.fullmatch(key) is None:
+        raise InputError("no host key to accept", where=name[:80], why="not a name and a public key")
+    make_home(home)
+    line = f"{name} {key}\n"
+    descriptor = os.open(own_known_hosts(home), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "r+") as file:
+        # Two consoles may accept at once; a line is one write, and nobody's is lost.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = file.read()
+        if line not in before.splitlines(keepends=True):
+            # What a crash or a full disk has cut off is a line of its own, and none for ssh.
+            file.write(line if before.endswith("\n") or not before else f"\n{line}")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+_DEPTH = 16
+"""Nesting of Include, as in OpenSSH."""
+_SIZE_LIMIT = 1 << 20
+_HOST_LIMIT = 1000
+_LINE = re.compile(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*)")
+
+
+@dataclass
+class SshHost:
+    """One concrete entry: the name after `Host`, and what its own section says."""
+
+    alias: str
+    hostname: str | None = None
+    user: str | None = None
+    port: str | None = None
+
+
+@dataclass
+class _ParserState:
+    hosts: dict[str, SshHost] = field(default_factory=dict)
+    section: list[SshHost] = field(default_factory=list)
+    """Those that the next keys belong to."""
+
+
+def ssh_hosts(paths: Sequence[Path] | None = None) -> list[SshHost]:
+    """Every `Host` name in these files, by default those that ssh reads here, and in what they include, that is no
+    pattern and that can be a node; in order. What cannot be read has none; nothing is contacted or run (`Match exec`
+    neither)."""
+    reading = _ParserState()
+    for path in ssh_configs() if paths is None else paths:
+        _read(path, reading, 0)
+    # Git's servers let nobody train on them.
+    return [host for host in reading.hosts.values() if host.user != "git"]
+
+
+def _read(path: Path, reading: _ParserState, depth: int) -> None:
+    try:
+        if path.stat().st_size > _SIZE_LIMIT:
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        keyword, words = match[1].lower(), _words(match[2])
+        if keyword == "host":
+            reading.section = _section(words, reading)
+        elif keyword == "match":
+            reading.section = []
+        elif keyword == "include" and depth < _DEPTH:
+            outside = reading.section
+            for name in words:
+                for file in sorted(glob.glob(str(_included(name)))):  # noqa: PTH207  (absolute patterns)
+                    _read(Path(file), reading, depth + 1)
+            # A section of an included file ends with it.
+            reading.section = outside
+        elif words and keyword in ("hostname", "user", "port"):
+            for host in reading.section:
+                # The first value counts, as in ssh.
+                if getattr(host, keyword) is None:
+                    setattr(host, keyword, words[0])
+
+
+def _section(words: list[str], reading: _ParserState) -> list[SshHost]:
+    section = []
+    for alias in words:
+        if any(sign in alias for sign in "*?!") or len(reading.hosts) >= _HOST_LIMIT:
+            continue
+        try:
+            SshTarget.parse(alias)
+        except InputError:
+            continue
+        if "@" not in alias:
+            section.append(reading.hosts.setdefault(alias, SshHost(alias)))
+    return section
+
+
+def _included(name: str) -> Path:
+    path = Path(os.path.expanduser(name))  # noqa: PTH111  (a user that does not exist is no fault)
+    return path if path.is_absolute() else Path.home() / ".ssh" / path
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        return text.split()
+
+
+CONNECT_TIMEOUT_S = 10
+KEEPALIVE_S = 5
+KEEPALIVES = 3
+_KNOWN_HOSTS = re.compile(r"^[ \t]*UserKnownHostsFile(?:[ \t]*=[ \t]*|[ \t]+)(.+)$", re.IGNORECASE | re.MULTILINE)
+_GLOB = re.compile(r"[][*?\\]")
+_ESCAPED = r"\\\\\g<0>"
+"""ssh reads the backslash of an Include twice: as that of a word, and as that of a pattern."""
+
+
+def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> None:
+    """Write the ssh_config for `ssh -F`. The first word on a thing wins in ssh_config: ours, then the user's.
+
+    `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
+    besides. Raises InputError for paths that no ssh_config can hold, OSError.
+    """
+    write_atomic(path, openssh_config(home, unattended=unattended))
+
+
+def openssh_config(home: Path, *, unattended: bool = True) -> str:
+    """The text of that ssh_config."""
+    given = os.environ.get(CONFIG_VARIABLE)
+    theirs = [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
+    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    known = dict.fromkeys([str(own_known_hosts(home)).replace("%", "%%"), *_known_hosts_of(theirs), *usual])
+    lines = ["# Written by Flight Deck: its own words first, then the user's configuration."]
+    lines += [
+        "Match all",
+        f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
+        f"    ServerAliveInterval {KEEPALIVE_S}",
+        f"    ServerAliveCountMax {KEEPALIVES}",
+        "    StrictHostKeyChecking yes",
+        "    UpdateHostKeys no",
+        "    ForwardAgent no",
+        "    ForwardX11 no",
+        f"    UserKnownHostsFile {' '.join(map(_config_word, known))}",
+    ]
+    if unattended:
+        # A RemoteCommand of the user's is in the way of any other, a shared master connection has its own keepalive,
+        # and a forwarded port is taken when several ranks go to one host.
+        lines += [
+            "    BatchMode yes",
+            "    RemoteCommand none",
+            "    ControlMaster no",
+            "    ControlPath none",
+            "    ClearAllForwardings yes",
+        ]
+    lines += [f"Include {_config_word(_GLOB.sub(_ESCAPED, str(file)))}" for file in theirs]
+    return "\n".join(lines) + "\n"
+
+
+def shell_argv(target: SshTarget, config: Path) -> list[str]:
+    """A person's own login shell on a node; `config` is such an ssh_config, written with `unattended=False`."""
+    if target.local:
+        return [os.environ.get("SHELL", "/bin/sh"), "-l"]
+    return ["ssh", "-t", "-F", str(config), "--", target.openssh]
+
+
+def _known_hosts_of(configs: list[Path]) -> list[str]:
+    """Every UserKnownHostsFile that these files name, for whatever host: ours would otherwise hide them."""
+    names = []
+    for file in configs:
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:
+            continue
+        for value in _KNOWN_HOSTS.findall(text):
+            # A torn quotation is ssh's to complain of.
+            with contextlib.suppress(ValueError):
+                names += [name for name in shlex.split(value) if name.lower() != "none"]
+    return names
+
+
+def _config_word(name: str) -> str:
+    """A word of ssh_config. Raises InputError for what none can hold."""
+    if any(character in name for character in '"\n\r\0') or "${" in name:
+        raise InputError(f"{name[:200]!r} cannot stand in an ssh_config", todo="choose another path")
+    return f'"{name}"' if " " in name or "#" in name else name

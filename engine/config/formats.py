@@ -1,0 +1,92 @@
+"""Checks the form of paths, hosts, addresses and device names in a configuration, and resolves paths for their node.
+The `*_form` functions return a description of what is accepted, or None if the value is valid.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import posixpath
+import re
+import shutil
+from pathlib import Path
+
+from engine.config.models import NodeConfig
+from engine.errors import InputError
+from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
+from engine.security.paths import path_fault
+
+ON_NODE = "a path on the node: absolute, or below the home directory of its user (~/…)"
+_OTHER_NAMES = frozenset({"localhost", "::1", "ip6-localhost"})
+_DEVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def path_form(text: object) -> str | None:
+    fault = path_fault(text)
+    if fault is None and isinstance(text, str):
+        if ".." in Path(text).parts:
+            return "a path without .. (absolute, below ~, or below the folder of this file)"
+        if text.startswith("~"):
+            try:
+                Path(text).expanduser()
+            except RuntimeError:
+                return "a path below the home directory of an existing user"
+    return fault
+
+
+def remote_path_form(text: object) -> str | None:
+    """Like `path_form`, for a path on another machine, which cannot be relative."""
+    fault = path_fault(text)
+    if fault is None and isinstance(text, str):
+        if ".." in text.split("/"):
+            return "a path without .. (absolute, or below ~)"
+        if text != "~" and not text.startswith(("/", "~/")):
+            return ON_NODE
+    return fault
+
+
+def resolved(text: str, base: Path) -> str:
+    """The absolute path: ~ expanded, relative paths below `base`. Symlinks are kept, since a virtual environment's
+    python is one."""
+    return os.path.normpath(base / Path(text).expanduser())
+
+
+def on_node(text: str, node: NodeConfig, base: Path) -> str:
+    """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
+    another machine they are below the node's workdir."""
+    if node.local:
+        return resolved(text, base)
+    below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
+    return posixpath.normpath(below)
+
+
+def interpreter(text: str, base: Path) -> str:
+    """Like `resolved`, but a name without a folder is searched on PATH first."""
+    found = shutil.which(text) if os.sep not in text else None
+    return str(Path(found).absolute()) if found else resolved(text, base)
+
+
+def host_form(text: object) -> str | None:
+    try:
+        target = SshTarget.parse(text if isinstance(text, str) else "")
+    except InputError as refused:
+        return SSH_TARGET_FORM + (f"; {refused.why}" if refused.why else "")
+    if target.host.lower() in _OTHER_NAMES:
+        return f"{LOCAL}: localhost may resolve to ::1, and MLX's ring needs IPv4 addresses"
+    return None
+
+
+def address_form(text: object) -> str | None:
+    try:
+        address = ipaddress.IPv4Address(text if isinstance(text, str) else "")
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_multicast or address.is_reserved:
+        return "an IPv4 address of the node, such as 192.168.0.1: MLX's ring accepts no names and no IPv6"
+    return None
+
+
+def device_form(text: object) -> str | None:
+    if isinstance(text, str) and _DEVICE.fullmatch(text):
+        return None
+    return 'the name of an RDMA device such as "rdma_en5", or "" for none'

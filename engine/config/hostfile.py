@@ -1,0 +1,143 @@
+"""Reads the nodes of a cluster from an existing hostfile: MLX's JSON, or lines of `host:slots`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from engine.config.cluster_tables import NODE_LIMIT, NodeTable
+from engine.config.documents import DocumentError, file_text, read_json, read_text
+from engine.config.faults import Faults, Location
+from engine.config.job_table import environment_fault
+from engine.config.models import ClusterConfig
+from engine.errors import ConfigFault, InputError
+from engine.security.identifiers import MAX_IDENTIFIER_LENGTH, SshTarget, make_identifier
+
+_WANTED = "a hostfile: MLX's JSON, or lines of host:slots; relative to the folder of flightdeck.toml"
+_ENTRY = '{"ssh": "ana@ultra.local", "ips": ["192.168.0.1"]}'
+_BACKENDS = tuple(name for name in get_args(ClusterConfig.model_fields["backend"].annotation) if name != "auto")
+_SLOTS = re.compile(r"(?P<host>[^\s:]+)(?::(?P<count>[0-9]{1,9})|\s+slots\s*=\s*(?P<slots>[0-9]{1,9}))?")
+
+
+@dataclass
+class ImportedHosts:
+    tables: list[NodeTable] = field(default_factory=list)
+    """One per rank, with keys of [[node]]."""
+    backend: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for the ranks."""
+
+
+def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
+    """Read `path`; at most one fault is added for each of its entries."""
+    try:
+        text = read_text(path, _WANTED)
+        if text.lstrip()[:1] in ("[", "{"):
+            return _from_json(faults, Location(file_text(path)), read_json(path, text))
+    except DocumentError as error:
+        faults.found.append(error.fault)
+        return ImportedHosts()
+    return _from_lines(faults, file_text(path), text)
+
+
+def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
+    found = ImportedHosts()
+    hosts = document
+    if isinstance(document, dict):
+        hosts = document.get("hosts")
+        found.backend = _backend(faults, here, document.get("backend"))
+        found.env = _environment(faults, here, document.get("envs"))
+    if not isinstance(hosts, list) or not hosts:
+        faults.add(here, "hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
+    elif len(hosts) > NODE_LIMIT:
+        faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
+    else:
+        names: set[str] = set()
+        found.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+    return found
+
+
+def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
+    location = Location(here.file, f"hosts[{rank}]")
+    if not isinstance(entry, dict) or "ssh" not in entry:
+        faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
+        return NodeTable(location, None)
+    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
+    if entry.get("rdma"):
+        values["rdma"] = entry["rdma"]
+    return NodeTable(location, values)
+
+
+def _backend(faults: Faults, here: Location, name: Any) -> str | None:
+    if name in (None, ""):
+        return None
+    if name not in _BACKENDS:
+        faults.add(here, "backend", name, f"one of {', '.join(_BACKENDS)}")
+        return None
+    return str(name)
+
+
+def _environment(faults: Faults, here: Location, lines: Any) -> dict[str, str]:
+    if lines in (None, []):
+        return {}
+    if not isinstance(lines, list) or len(lines) > 1000:
+        faults.add(here, "envs", lines, 'a list of "NAME=value"')
+        return {}
+    found = {}
+    for number, line in enumerate(lines):
+        name, equals, value = line.partition("=") if isinstance(line, str) else ("", "", "")
+        accepted = environment_fault(name, value) if equals else 'a string "NAME=value"'
+        if accepted:
+            faults.add(here, f"envs[{number}]", line, accepted)
+        else:
+            found[name] = value
+    return found
+
+
+def _from_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
+    here, found, names = Location(file), ImportedHosts(), set[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        match = _SLOTS.fullmatch(entry)
+        if match is None:
+            faults.add(here, f"line {number}", entry, "a line such as ultra.local:1, host:slots")
+            # A file of another kind is one fault, not a thousand.
+            return ImportedHosts()
+        slots = int(match["count"] or match["slots"] or 1)
+        if not 1 <= slots <= NODE_LIMIT - len(found.tables):
+            faults.add(here, f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
+            return ImportedHosts()
+        location = Location(file, f"line {number}")
+        found.tables += [_slot(location, match["host"], len(found.tables) + slot, names) for slot in range(slots)]
+    if not found.tables:
+        faults.found.append(ConfigFault(file, "the file", "(no hosts)", _WANTED))
+    return found
+
+
+def _slot(location: Location, host: str, rank: int, names: set[str]) -> NodeTable:
+    values: Mapping[str, Any] = {"name": _name(host, rank, names), "ssh": host, "ips": []}
+    return NodeTable(location, values)
+
+
+def _name(host: Any, rank: int, names: set[str]) -> str:
+    """The first label of the host, or "node<rank>" for an address; unique."""
+    try:
+        label = SshTarget.parse(host).host if isinstance(host, str) else ""
+        ipaddress.ip_address(label)
+    except InputError:
+        label = ""
+    except ValueError:
+        label = make_identifier(label.partition(".")[0], "")[: MAX_IDENTIFIER_LENGTH // 2]
+    else:
+        label = ""
+    name = label or f"node{rank}"
+    while name in names:
+        name = f"{name}-{rank}"
+    names.add(name)
+    return name

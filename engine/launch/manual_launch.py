@@ -1,0 +1,165 @@
+"""The job's launch as a command line to run by hand: stock mlx.launch and stock mlx-lm, nothing of ours.
+
+Each rank's shell picks its own line by MLX_RANK, since mlx.launch gives all ranks one program, while homes,
+interpreters and paths differ.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.cluster.transport.base import quoted
+from engine.config.formats import on_node
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import Config, NodeConfig
+from engine.launch.mlx_launch import arguments
+from engine.launch.rank_environment import common_environment, ranks_per_host
+from engine.plan.network import NetworkPlan
+from engine.security.redact import is_secret
+
+STARTING_PORT = 32323
+"""mlx.launch's own default."""
+_ALWAYS = ("batch_size", "iters", "learning_rate", "num_layers", "max_seq_length")
+_PER_NODE = frozenset({"model", "data", "adapter_path", "resume_adapter_file", "train", "config"})
+_FILE_ONLY = ("lora_parameters", "lr_schedule", "optimizer_config")
+_FEATURES = "_feature"
+
+
+@dataclass(frozen=True)
+class ManualLaunch:
+    """A command line for a shell, None when there is none, with notes on how it differs from a run."""
+
+    command: str | None
+    notes: tuple[str, ...] = ()
+
+
+def manual_launch(
+    config: Config,
+    network: NetworkPlan,
+    hostfile: Path,
+    *,
+    layers: int | None = None,
+    gradient_bytes: int | None = None,
+    launcher: Path | None = None,
+) -> ManualLaunch:
+    """The launch of `config` over `network`, whose hostfile is at `hostfile`. `layers` is the model's number of layers,
+    which mlx-lm does not let num_layers exceed; `gradient_bytes` the size of one all_sum; both may be unknown. Raises
+    LaunchError when there is no mlx.launch."""
+    notes: list[str] = []
+    ranks = len(config.nodes)
+    if config.job.command is None:
+        settings = _settings(config, ranks, layers, notes)
+        lines = [_training(config, node, settings, hostfile) for node in config.nodes]
+        notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
+    else:
+        lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
+    distinct = {line: [rank for rank, other in enumerate(lines) if other == line] for line in lines}
+    cases = " ".join(f"{'|'.join(map(str, which))}) {line} ;;" for line, which in distinct.items())
+    # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
+    script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
+    secrets = sorted(name for name in config.job.env if is_secret(name))
+    if secrets:
+        notes.append(f"{', '.join(secrets)} of [job] env is left out: --env is visible in ps on every node")
+    environment = {name: text for name, text in config.job.env.items() if not is_secret(name)}
+    argv = arguments(
+        hostfile=hostfile,
+        starting_port=config.cluster.starting_port or STARTING_PORT,
+        program=["/bin/sh", "-c", script],
+        environment=common_environment(network, environment, gradient_bytes=gradient_bytes),
+        backend=network.backend,
+        ranks_per_host=ranks_per_host(network),
+        launcher=launcher,
+    )
+    if any(not node.local for node in config.nodes):
+        notes.append("your own ssh must reach every node without a prompt")
+    return ManualLaunch(shlex.join(argv), tuple(notes))
+
+
+def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:
+    """The job's keys as stock mlx-lm accepts them."""
+    settings = {key: value for key, value in config.job.mlx_lm.items() if key not in _PER_NODE}
+    settings["fine_tune_type"] = config.job.fine_tune_type
+    batch = int(settings["batch_size"])
+    if batch % ranks:
+        settings["batch_size"] = -(-batch // ranks) * ranks
+        notes.append(f"batch_size is {settings['batch_size']} here: mlx-lm's must divide by the {ranks} ranks")
+    if layers is not None and int(settings["num_layers"]) > layers:
+        settings["num_layers"] = layers
+        notes.append(f"num_layers is {layers} here, as many as the model has: mlx-lm refuses more")
+    if settings.pop("optimizer_precision", None) != "parameter":
+        notes.append("mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision is left out")
+    if settings.pop("max_grad_norm", None) is not None:
+        notes.append("mlx-lm has no max_grad_norm: it is left out")
+    return settings
+
+
+def _training(config: Config, node: NodeConfig, settings: Mapping[str, Any], hostfile: Path) -> str:
+    job = config.job
+    folder = str(hostfile.parent) if node.local else "~/.flightdeck/by-hand"
+    words = [quoted(node.python), "-m", "mlx_lm", "lora", "--train"]
+    paths = {
+        "--model": node.model or job.model,
+        "--data": node.data or job.data,
+        "--adapter-path": job.mlx_lm.get("adapter_path") or f"{folder}/{job.name}.adapters",
+        "--resume-adapter-file": job.mlx_lm.get("resume_adapter_file"),
+    }
+    for option, path in paths.items():
+        if path is not None:
+            words += [option, quoted(_node_path(config, node, path))]
+    in_file = {}
+    for key, value in settings.items():
+        if key in _FILE_ONLY or key.endswith(_FEATURES):
+            if value is not None and value != DEFAULTS.get(key):
+                in_file[key] = value
+        elif key in _ALWAYS or value != DEFAULTS.get(key):
+            words += _option(key, value)
+    into = f"cd {quoted(node.workdir)} && "
+    if not in_file:
+        return f"{into}exec {' '.join(words)}"
+    # These keys have no option. The file is YAML, which includes JSON.
+    return f"{into}printf %s {shlex.quote(json.dumps(in_file))} | {' '.join(words)} --config /dev/stdin"
+
+
+def _option(key: str, value: Any) -> list[str]:
+    option = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [option] if value else []
+    return [] if value is None else [option, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
+
+
+def _command(config: Config, rank: int, node: NodeConfig) -> str:
+    """The job's own command with its placeholders expanded as by a rank's keeper."""
+    program, *rest = config.job.command or ()
+    placeholders = {
+        "{workdir}": quoted(node.workdir),
+        "{model}": quoted(_node_path(config, node, node.model)) if node.model else "",
+        "{data}": quoted(_node_path(config, node, node.data)) if node.data else "",
+        "{python}": quoted(node.python),
+        "{rank}": str(rank),
+    }
+    words = [placeholders["{python}"] if program in ("python", "python3") else _expand(program, placeholders)]
+    words += [_expand(word, placeholders) for word in rest]
+    return f"cd {quoted(node.workdir)} && exec {' '.join(words)}"
+
+
+def _expand(word: str, placeholders: Mapping[str, str]) -> str:
+    """One word of the command, quoted for the shell, with its placeholders replaced."""
+    for name, value in placeholders.items():
+        before, found, after = word.partition(name)
+        if found:
+            parts = [
+                _expand(before, placeholders) if before else "",
+                value,
+                _expand(after, placeholders) if after else "",
+            ]
+            return "".join(parts) or "''"
+    return shlex.quote(word)
+
+
+def _node_path(config: Config, node: NodeConfig, path: str) -> str:
+    return on_node(path, node, config.file.parent if config.file is not None else Path("/"))

@@ -1,0 +1,113 @@
+"""The environment variables of a rank, ours and those that mlx.launch sets for each backend, and the trainer's job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.models import Config
+from engine.launch.hostfile import RING, ports_of
+from engine.plan.network import NetworkPlan, nccl_environment
+
+RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+"""Set for every rank, whatever the backend; the job's own variables win."""
+_NCCL = "NCCL_"
+NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "MLX_IBV_DEVICES"}
+"""The variable that names the file without which MLX silently makes a group of size 1."""
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """The same for all ranks of an attempt, except MLX_RANK."""
+
+    variables: dict[str, str]
+    files: dict[str, str] = field(default_factory=dict)
+    """Variable → content of the file that it names."""
+
+
+def common_environment(
+    network: NetworkPlan | None, own: Mapping[str, str], *, gradient_bytes: int | None = None
+) -> dict[str, str]:
+    """Our variables and the job's (`own`, which wins); with NCCL also its settings, for all_sums of `gradient_bytes`
+    where that is known."""
+    return {**RANK_ENVIRONMENT, **_nccl(network, gradient_bytes), **own}
+
+
+def network_environment(network: NetworkPlan, own: Mapping[str, str]) -> dict[str, str]:
+    """The part of `common_environment` that NCCL reads, for a program that is not the job."""
+    return {**_nccl(network, None), **{name: text for name, text in own.items() if name.startswith(_NCCL)}}
+
+
+def _nccl(network: NetworkPlan | None, gradient_bytes: int | None) -> dict[str, str]:
+    if network is None or network.backend != "nccl":
+        return {}
+    return nccl_environment(infiniband=network.infiniband, gradient_bytes=gradient_bytes)
+
+
+def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:
+    """The variables and files of mlx.launch with this --starting-port (and --nccl-port), when run in `environment`."""
+    size, terminal = len(network.hosts), _terminal(environment)
+    if network.backend == RING:
+        addresses = [
+            [f"{ip}:{port}" for ip, port in zip(host.ips, ports_of(rank, network, starting_port), strict=True)]
+            for rank, host in enumerate(network.hosts)
+        ]
+        return RankEnvironment(terminal, {"MLX_HOSTFILE": json.dumps(addresses) if size > 1 else ""})
+    first = network.hosts[0].ips[0]
+    if network.backend == "nccl":
+        # rank_variables adds CUDA_VISIBLE_DEVICES, which differs by rank.
+        variables = {"NCCL_HOST_IP": first, "NCCL_PORT": str(starting_port), "MLX_WORLD_SIZE": str(size)}
+        return RankEnvironment(terminal | variables)
+    variables = {"MLX_JACCL_COORDINATOR": f"{first}:{starting_port}"}
+    if network.backend == "jaccl-ring":
+        variables["MLX_JACCL_RING"] = "1"
+    return RankEnvironment(terminal | variables, {"MLX_IBV_DEVICES": json.dumps([host.rdma for host in network.hosts])})
+
+
+def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int) -> dict[str, str]:
+    """The variables of one rank, without those that name files."""
+    own = {"MLX_RANK": str(rank)}
+    if network.backend == "nccl":
+        own["CUDA_VISIBLE_DEVICES"] = str(rank % ranks_per_host(network))
+    return environment.variables | own
+
+
+def ranks_per_host(network: NetworkPlan) -> int:
+    """The number of ranks on each host, where all have the same number and consecutive ranks; else 1: each rank of nccl
+    then takes its host's first GPU, as with mlx.launch."""
+    hosts = [host.ssh for host in network.hosts]
+    count = hosts.count(hosts[0])
+    blocks = [set(hosts[start : start + count]) for start in range(0, len(hosts), count)]
+    even = all(len(block) == 1 for block in blocks) and len(hosts) == count * len(set(hosts))
+    return count if even else 1
+
+
+def file_name(variable: str) -> str:
+    """The file that a variable names, in the attempt's folder on a node."""
+    return f"{variable.lower()}.json"
+
+
+def _terminal(environment: Mapping[str, str]) -> dict[str, str]:
+    """The terminal size that mlx.launch passes on: it has no terminal as we run it, but may inherit these variables."""
+    size = {name: environment.get(name, "") for name in ("COLUMNS", "LINES")}
+    numbers = {name: str(int(text)) if text.isdecimal() else "0" for name, text in size.items()}
+    return numbers if numbers["COLUMNS"] != "0" else {}
+
+
+def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any] | None:
+    """mlx-lm's keys with [job]'s own; None for a job with a command of its own. Paths are as written. `layer_split`
+    applies where the job names none."""
+    job = config.job
+    if job.command is not None:
+        return None
+    named = {
+        "model": job.model,
+        "data": job.data,
+        "fine_tune_type": job.fine_tune_type,
+        "strategy": job.strategy,
+        "layer_split": job.layer_split or layer_split,
+    }
+    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}

@@ -1,0 +1,188 @@
+"""Results of a calibration: a job measured on its nodes. None means "not measured".
+
+`*_s` are seconds, `*_bytes` bytes, `*_per_s` per second; a spread is a coefficient of variation (standard deviation
+over mean).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MemoryProbe(BaseModel):
+    """Peak memory of one training step at one batch size."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int = Field(ge=1)
+    """Sequences of this rank, each of full length."""
+    peak_bytes: int = Field(ge=0)
+
+
+class NodeMeasure(BaseModel):
+    """One node alone, running the job's training step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    host: str
+    examples_per_s: float | None = Field(default=None, ge=0)
+    """0: the node completed no step and counts as offline. None: not measured, see `problem`."""
+    spread: float | None = None
+    """Spread of the throughput over the measurement windows."""
+    windows: int = 0
+    """Number of measurement windows."""
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    """Median duration of a step."""
+    batch: int | None = None
+    """Sequences per step."""
+    overhead_s: float | None = Field(default=None, ge=0)
+    """Part of a step that does not depend on the batch, measured with a second, smaller batch."""
+    steps: int = 0
+    measured_s: float = 0.0
+    state_bytes: int | None = None
+    """Weights, gradients and moments, as reported by MLX."""
+    probes: tuple[MemoryProbe, ...] = ()
+    """At batch 1 and 2, since the peak is affine in the batch."""
+    qos: str | None = None
+    """Description of the trainer's priority."""
+    problem: str | None = None
+
+
+class LinkMeasure(BaseModel):
+    """all_sum between two nodes, or over all of them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nodes: tuple[str, ...]
+    """Two, or all in rank order."""
+    latency_s: float | None = None
+    """Duration of a small all_sum."""
+    bandwidth_bytes_per_s: float | None = None
+    """Bytes of a large all_sum over its duration."""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationProgress:
+    """How far a calibration has come, in memory only."""
+
+    what: str
+    """A node, "a - b" for the link between two, or "all ranks"."""
+    phase: str
+    """ "loading", "probing", "warming up", "measuring", "measured", "not measured"."""
+    elapsed_s: float = 0.0
+    """Measuring time so far."""
+    seconds: float | None = None
+    """How long it is measured; None where that is not known."""
+    examples_per_s: float | None = None
+    """So far."""
+    note: str = ""
+    """One line."""
+
+
+class Calibration(BaseModel):
+    """One calibration of one job on one cluster."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    cluster: str
+    job: str
+    """The job's name."""
+    fingerprint: str
+    """SHA-256 of what the results depend on: the job's model and settings, the nodes' hosts, chips and versions."""
+    taken_at: datetime
+    quick: bool = False
+    synthetic_model: bool = False
+    """A synthetic model was trained, since the job runs a custom command."""
+    backend: str | None = None
+    nodes: tuple[NodeMeasure, ...] = ()
+    """In rank order."""
+    links: tuple[LinkMeasure, ...] = ()
+    """One for each pair of neighbours."""
+    all_ranks: LinkMeasure | None = None
+    """All ranks at once."""
+    gradient_bytes: int | None = None
+    """Size of the all_sum of one step."""
+    machines: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 by node of its part of the fingerprint, to find the nodes that have changed."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sums(self) -> tuple[LinkMeasure, ...]:
+        """The links, and `all_ranks` unless it is one of them."""
+        if self.all_ranks is None or self.all_ranks in self.links:
+            return self.links
+        return (*self.links, self.all_ranks)
+
+    def measure_of(self, node: str) -> NodeMeasure | None:
+        return next((measure for measure in self.nodes if measure.node == node), None)
+
+
+class Division(BaseModel):
+    """How the global batch is divided over the nodes, with the prediction from the creation of the run. None means
+    unknown, and `why_not` gives the reason."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str
+    """ "fixed" (by [[node]] share), "calibrated" or "equal"."""
+    reason: str
+    parts: dict[str, float]
+    """Share by node; they sum to 1."""
+    left_out: tuple[str, ...] = ()
+    """Nodes of the configuration that completed no step during calibration."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that a preflight check excluded."""
+    warnings: tuple[str, ...] = ()
+    examples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    compute_s: dict[str, float] = Field(default_factory=dict)
+    """Compute part of an iteration by node."""
+    speed_up: float | None = None
+    efficiency: float | None = None
+    why_not: str | None = None
+
+    def without(self, nodes: Collection[str]) -> Division:
+        """The division over the other nodes, without a prediction."""
+        kept = {name: part for name, part in self.parts.items() if name not in nodes}
+        whole = sum(kept.values())
+        excluded = tuple(dict.fromkeys((*self.excluded, *nodes)))
+        return Division(
+            source=self.source,
+            reason=self.reason,
+            parts={name: part / whole for name, part in kept.items()} if whole else {},
+            left_out=self.left_out,
+            excluded=excluded,
+            warnings=self.warnings,
+            why_not=f"left out: {', '.join(excluded)}",
+        )
+
+
+@dataclass(frozen=True)
+class HardwareMetrics:
+    """A benchmark result of one node. Raises ValueError for an empty name, and for a number that is negative or not
+    finite."""
+
+    node_id: str
+    model_name: str
+    throughput: float
+    """Examples per second; 0 is an offline node."""
+    memory_gb: float
+    latency_ms: float
+    timestamp: datetime
+
+    def __post_init__(self) -> None:
+        for name in ("node_id", "model_name"):
+            if not (isinstance(text := getattr(self, name), str) and text):
+                raise ValueError(f"{name} must be a non-empty string: {text!r}")
+        for name in ("throughput", "memory_gb", "latency_ms"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a number, 0 or more: {value!r}")

@@ -1,0 +1,192 @@
+"""The head's agent on one host: `python -m engine.node.agent`, started by the bootstrap, one for each connection.
+
+Its stdin and stdout carry the messages of engine.protocol.messages. It serves requests (probes and commands, in
+children), and it watches the ranks of one attempt. It keeps nothing: when its stdin ends, or nothing was received for
+SILENCE_S, it ends what it has started and leaves. It does not carry an attempt's nonce, so that no proof counts it.
+
+One thread that never waits for the head: what the connection does not take stays in a bounded buffer, and files and
+children are read only while there is room in it. So a head that is slow, or whose disk is full, slows nothing here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+from engine.node import processes
+from engine.node.attempt_watch import POLL_INTERVAL_S, AttemptWatch
+from engine.node.requests import Requests
+from engine.protocol.messages import (
+    VERSION,
+    CancelRequest,
+    CommandRequest,
+    Decoder,
+    ExitOutputRequest,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    KillRanks,
+    ListProcesses,
+    Message,
+    ProbeRequest,
+    RankCommand,
+    ReadFile,
+    RequestInput,
+    Watch,
+    encode,
+)
+
+SILENCE_S = 30.0
+_REAP_INTERVAL_S = 0.01
+_MAX_OUTGOING_BYTES = 256 * 1024
+
+
+class Agent:
+    """The loop over the head's messages, the children's output and the clock."""
+
+    def __init__(self, receive: int, send: int) -> None:
+        """`receive` and `send` are file descriptors."""
+        self._receive_pipe = receive
+        self._send_pipe = send
+        self._decoder = Decoder()
+        self._outgoing = bytearray()
+        self._boot_id = processes.boot_id()
+        self._watch: AttemptWatch | None = None
+        self._requests = Requests(self._send)
+        self._received_at = time.monotonic()
+        self._polled_at = float("-inf")
+
+    def run(self) -> int:
+        """Until the head is gone; the exit code."""
+        os.set_blocking(self._receive_pipe, False)
+        os.set_blocking(self._send_pipe, False)
+        self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                while time.monotonic() - self._received_at < SILENCE_S:
+                    self._flush()
+                    if not self._serve():
+                        break
+        finally:
+            self._requests.close()
+            if self._watch is not None:
+                self._watch.close()
+        return 0
+
+    def _serve(self) -> bool:
+        """Wait for what can be done next, and do it; False when the head is gone."""
+        readable = self._requests.readable() if self._has_room else {}
+        writable = self._requests.writable()
+        ready_in, ready_out, _ = select.select(
+            [self._receive_pipe, *readable],
+            [*writable, *([self._send_pipe] if self._outgoing else [])],
+            [],
+            self._timeout_s(),
+        )
+        for pipe in ready_out:
+            if pipe in writable:
+                writable[pipe].write()
+        for pipe in ready_in:
+            if pipe in readable:
+                self._requests.read(pipe, readable[pipe])
+        self._requests.reap()
+        if self._receive_pipe in ready_in and not self._receive():
+            return False
+        if self._watch is not None:
+            if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
+                self._polled_at = time.monotonic()
+                self._watch.poll()
+            self._read_files(self._watch)
+        return True
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._outgoing) < _MAX_OUTGOING_BYTES
+
+    def _timeout_s(self) -> float:
+        now = time.monotonic()
+        due = self._received_at + SILENCE_S
+        if self._watch is not None:
+            due = min(due, self._polled_at + POLL_INTERVAL_S)
+        if self._requests.ending:
+            due = min(due, now + _REAP_INTERVAL_S)
+        return max(0.0, due - now)
+
+    def _receive(self) -> bool:
+        """False when the head has closed the connection."""
+        try:
+            received = os.read(self._receive_pipe, 65_536)
+        except BlockingIOError:
+            return True
+        if not received:
+            return False
+        self._received_at = time.monotonic()
+        for message in self._decoder.feed(received):
+            self._handle(message)
+        return True
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            if self._watch is not None:
+                self._watch.pass_heartbeat(message)
+            self._send(HeartbeatAck(message.number, time.time()))
+        elif isinstance(message, ProbeRequest):
+            self._requests.start_probe(message)
+        elif isinstance(message, CommandRequest):
+            self._requests.start_command(message)
+        elif isinstance(message, RequestInput):
+            self._requests.feed(message.request, message.data)
+        elif isinstance(message, CancelRequest):
+            self._requests.cancel(message.request)
+        elif isinstance(message, Watch):
+            self._watch = AttemptWatch(message, self._boot_id, self._send)
+        elif self._watch is not None:
+            self._handle_attempt(self._watch, message)
+
+    def _handle_attempt(self, watch: AttemptWatch, message: Message) -> None:
+        if isinstance(message, RankCommand):
+            watch.send_command(message)
+        elif isinstance(message, ReadFile):
+            watch.read_file(message)
+        elif isinstance(message, KillRanks):
+            watch.kill_ranks()
+        elif isinstance(message, ListProcesses):
+            watch.list_processes(message)
+        elif isinstance(message, ExitOutputRequest):
+            watch.send_exit_output(message)
+
+    def _read_files(self, watch: AttemptWatch) -> None:
+        """A part of each file in turn, while there is room."""
+        moved = True
+        while moved and self._has_room:
+            moved = False
+            for message in watch.file_messages():
+                self._send(message)
+                moved = True
+
+    def _send(self, message: Message) -> None:
+        self._outgoing += encode(message)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            try:
+                taken = os.write(self._send_pipe, self._outgoing[:_MAX_OUTGOING_BYTES])
+            except BlockingIOError:
+                return
+            del self._outgoing[:taken]
+
+
+def main() -> int:
+    for number in (signal.SIGHUP, signal.SIGINT):
+        # The end of its stdin is what ends it. Not SIG_IGN, which its commands would inherit.
+        signal.signal(number, lambda _number, _frame: None)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
+    return Agent(0, 1).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

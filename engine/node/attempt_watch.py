@@ -1,0 +1,240 @@
+"""One attempt's ranks on this host, as the agent watches them: their keepers' files, heartbeats and commands to the
+keepers, and the ranks' output files as they grow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.node import processes
+from engine.node.processes import oom_kill_count
+from engine.protocol.attempt import (
+    EMERGENCY_CHECKPOINT,
+    END,
+    HEARTBEAT,
+    STOP,
+    Identity,
+    NodeFiles,
+    read_exit,
+    read_identity,
+)
+from engine.protocol.events import exit_output
+from engine.protocol.messages import (
+    ExitOutputReply,
+    ExitOutputRequest,
+    FileData,
+    FileError,
+    Heartbeat,
+    ListProcesses,
+    Message,
+    ProcessList,
+    RankCommand,
+    RankEnded,
+    RankStarted,
+    ReadFile,
+    Watch,
+)
+
+MAX_UNANSWERED_HEARTBEATS = 5
+"""A head that receives nothing takes the ranks for ended by their lease, so later heartbeats are not passed on."""
+POLL_INTERVAL_S = 0.1
+_LIVENESS_INTERVAL_S = 1.0
+_IDENTITY_INTERVAL_S = 1.0 if sys.platform.startswith("linux") else 10.0
+"""Between two comparisons of a keeper's start time: on macOS each costs a process."""
+_CHUNK_BYTES = 64 * 1024
+_COMMANDS = {command.decode().strip(): command for command in (STOP, END, EMERGENCY_CHECKPOINT)}
+_READABLE = re.compile(r"rank\d+\.(log|events\.jsonl|keeper\.log)")
+
+
+class FileStream:
+    """One file that the head reads as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._position = 0
+        self._until = 0
+        self._at_end = False
+        """The head knows that this was all, and nothing has come since."""
+        self._problem: str | None = None
+
+    def order(self, begin: int | None, until: int) -> None:
+        if begin is not None:
+            self._position, self._at_end = begin, False
+            self.close()
+        self._until = until
+
+    def next_message(self) -> Message | None:
+        """The next part of what was ordered, or why it cannot be read; None when there is nothing new."""
+        if self._position >= self._until:
+            return None
+        wanted = min(_CHUNK_BYTES, self._until - self._position)
+        try:
+            data = self._read(wanted)
+        except OSError as error:
+            known, self._problem = self._problem, error.strerror or str(error)
+            return FileError(self._path.name, self._problem) if self._problem != known else None
+        self._problem = None
+        if not data and self._at_end:
+            return None
+        self._at_end = len(data) < wanted
+        self._position += len(data)
+        return FileData(self._path.name, self._position - len(data), self._at_end, data)
+
+    def size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _read(self, size: int) -> bytes:
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return b""
+        return os.pread(self._descriptor, size, self._position)
+
+
+class WatchedRank:
+    """One of the attempt's ranks on this host."""
+
+    def __init__(self, rank: int, files: NodeFiles, identity: Identity | None) -> None:
+        self.rank = rank
+        self.identity = identity
+        self.ended = False
+        self._files = files
+        self._fifo = -1
+
+    def send_command(self, command: bytes) -> None:
+        """To its keeper; nothing when there is none yet, or it does not read."""
+        try:
+            if self._fifo < 0:
+                # Reading too, so that opening never waits.
+                self._fifo = os.open(self._files.control(self.rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.write(self._fifo, command)
+        except (FileNotFoundError, BlockingIOError):
+            return
+
+    def keeper_gone(self, boot_id: str, *, compare_start: bool) -> bool:
+        """Without `compare_start`, another process with the keeper's pid may be taken for it."""
+        identity = self.identity
+        if identity is None:
+            return False
+        if identity.boot_id != boot_id or not processes.exists(identity.keeper_pid):
+            return True
+        return compare_start and not processes.alive(identity.keeper_pid, identity.keeper_start)
+
+    def kill(self) -> None:
+        """KILL to the process group of its program."""
+        identity = self.identity
+        if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
+            processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._fifo >= 0:
+            os.close(self._fifo)
+            self._fifo = -1
+
+
+class AttemptWatch:
+    """Watches one attempt on behalf of the head. `send` queues a message for the head."""
+
+    def __init__(self, watch: Watch, boot_id: str, send: Callable[[Message], None]) -> None:
+        self._files = NodeFiles(Path(watch.attempt))
+        self._nonce = watch.nonce
+        self._boot_id = boot_id
+        self._send = send
+        known = {identity.rank: identity for identity in watch.known}
+        self._ranks = {rank: WatchedRank(rank, self._files, known.get(rank)) for rank in watch.ranks}
+        self._streams: dict[str, FileStream] = {}
+        self._liveness_at = self._identity_at = float("-inf")
+        self.poll()
+
+    def poll(self) -> None:
+        """Report the ranks that have started or ended since the last call."""
+        now = time.monotonic()
+        liveness = now - self._liveness_at >= _LIVENESS_INTERVAL_S
+        compare_start = liveness and now - self._identity_at >= _IDENTITY_INTERVAL_S
+        if liveness:
+            self._liveness_at = now
+        if compare_start:
+            self._identity_at = now
+        for rank in self._ranks.values():
+            if not rank.ended:
+                self._poll_rank(rank, liveness=liveness, compare_start=compare_start)
+
+    def file_messages(self) -> Iterator[Message]:
+        """One part of each file that has more to send."""
+        for stream in self._streams.values():
+            message = stream.next_message()
+            if message is not None:
+                yield message
+
+    def pass_heartbeat(self, heartbeat: Heartbeat) -> None:
+        if heartbeat.number - heartbeat.answered <= MAX_UNANSWERED_HEARTBEATS:
+            for rank in self._ranks.values():
+                if not rank.ended:
+                    rank.send_command(HEARTBEAT)
+
+    def send_command(self, message: RankCommand) -> None:
+        if message.rank in self._ranks and message.command in _COMMANDS:
+            self._ranks[message.rank].send_command(_COMMANDS[message.command])
+
+    def read_file(self, message: ReadFile) -> None:
+        if _READABLE.fullmatch(message.file):
+            stream = self._streams.setdefault(message.file, FileStream(self._files.directory / message.file))
+            stream.order(message.begin, message.until)
+
+    def kill_ranks(self) -> None:
+        for rank in self._ranks.values():
+            rank.kill()
+
+    def list_processes(self, message: ListProcesses) -> None:
+        if message.kill:
+            self._files.fence()
+        try:
+            found = processes.with_nonce(self._nonce)
+        except (OSError, ValueError, subprocess.SubprocessError):
+            # Without a reply the head has no proof that nothing is left.
+            return
+        sizes = {name: stream.size() for name, stream in self._streams.items()}
+        listed = [[process.pid, process.command[:200]] for process in found]
+        self._send(ProcessList(message.number, listed, sizes))
+        for process in found if message.kill else ():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def send_exit_output(self, message: ExitOutputRequest) -> None:
+        self._send(ExitOutputReply(message.rank, exit_output(self._files, message.rank)))
+
+    def close(self) -> None:
+        for rank in self._ranks.values():
+            rank.close()
+        for stream in self._streams.values():
+            stream.close()
+
+    def _poll_rank(self, rank: WatchedRank, *, liveness: bool, compare_start: bool) -> None:
+        if rank.identity is None:
+            rank.identity = read_identity(self._files.identity(rank.rank))
+            if rank.identity is not None:
+                self._send(RankStarted(rank.rank, rank.identity))
+        # Liveness before the record: a keeper that leaves in between has written it by then.
+        gone = liveness and rank.keeper_gone(self._boot_id, compare_start=compare_start)
+        record = read_exit(self._files.exit(rank.rank))
+        if record is not None or gone:
+            rank.ended = True
+            self._send(RankEnded(rank.rank, record, oom_kill_count(), exit_output(self._files, rank.rank)))

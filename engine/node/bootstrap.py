@@ -1,0 +1,193 @@
+"""Runs on a node before anything else of ours: `python -I -S -c TEXT SHA256 [ROOT]`, with the node's own python (any
+from 3.9) and the standard library.
+
+It makes the node root and verifies the bundle of that hash: nothing that was staged earlier vouches for itself. It
+prints one line of JSON, in which `missing` asks for the bundle; that comes over stdin, and a second line tells whether
+it could be written. Then this process becomes the agent: from the bundle, or from memory where the disk takes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "engine"
+SHIPPED = ("node", "protocol", "trainer")
+"""The subpackages that a node gets; the rest of `engine` stays on the head."""
+ROOT = ".flightdeck"
+"""The node root, below the home of the node's user."""
+AGENT = "engine.node.agent"
+
+
+def bundle_hash(package: Path) -> str:
+    """SHA-256 over the names and contents of the package's files that are shipped."""
+    digest = hashlib.sha256()
+    for path in python_files(package):
+        name, content = path.relative_to(package).as_posix().encode(), path.read_bytes()
+        # Lengths keep "a" + "bc" and "ab" + "c" apart.
+        digest.update(b"%d %d\n" % (len(name), len(content)) + name + content)
+    return digest.hexdigest()
+
+
+def python_files(package: Path) -> list[Path]:
+    """The files of `engine` that a node gets."""
+    shipped = [path for name in SHIPPED for path in (package / name).rglob("*.py")]
+    return sorted(path for path in [package / "__init__.py", *shipped] if path.is_file())
+
+
+def make_private(directory: Path) -> None:
+    """Make the directory for its owner alone. Raises OSError."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
+
+
+def is_whole(bundle: Path, expected: str) -> bool:
+    """True if the bundle exists with its hash; a damaged one is removed. Raises OSError."""
+    if not os.path.lexists(bundle):
+        return False
+    if (bundle / PACKAGE).is_dir() and bundle_hash(bundle / PACKAGE) == expected:
+        return True
+    aside = bundle.with_name(f".{bundle.name[:12]}-{os.getpid()}.damaged")
+    try:
+        bundle.rename(aside)
+    except FileNotFoundError:
+        # Somebody else who stages it has seen the same.
+        return False
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
+    return False
+
+
+def install(bundle: Path, files: Mapping[str, str]) -> None:
+    """Write the bundle, all of it or nothing. Raises OSError, also when the files have another hash than its name."""
+    partial = bundle.with_name(f".{bundle.name[:12]}-{os.urandom(4).hex()}.partial")
+    try:
+        for name, text in files.items():
+            path = partial / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        if bundle_hash(partial / PACKAGE) != bundle.name:
+            raise OSError(0, "what arrived is not what was sent", str(bundle))
+        try:
+            partial.rename(bundle)
+        except OSError:
+            # Somebody else has staged the same meanwhile.
+            if not is_whole(bundle, bundle.name):
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def prepare_root(root: Path, expected: str) -> dict[str, Any]:
+    """Contents of the first line: `missing`, and the `problem` with the `path` of the node root, if any."""
+    try:
+        make_private(root)
+        make_private(root / "bundles")
+        return {"missing": not is_whole(root / "bundles" / expected, expected)}
+    except OSError as error:
+        return {"missing": True, **_problem(error, root)}
+
+
+def main(expected: str, root: Path) -> None:
+    bundle = root / "bundles" / expected
+    prepared = prepare_root(root, expected)
+    _report({"home": str(Path("~").expanduser()), **prepared})
+    if prepared["missing"]:
+        files = json.loads(zlib.decompress(_receive()))
+        problem = _stage(bundle, files) if "problem" not in prepared else {"problem": prepared["problem"]}
+        _report({"staged": not problem, **problem})
+        if problem:
+            _run_from_memory(files)
+    os.chdir(bundle)
+    os.execv(sys.executable, [sys.executable, "-m", AGENT])
+
+
+def _stage(bundle: Path, files: Mapping[str, str]) -> dict[str, Any]:
+    """Why the bundle could not be written; {} when it was."""
+    try:
+        install(bundle, files)
+    except OSError as error:
+        return _problem(error, bundle)
+    return {}
+
+
+def _problem(error: OSError, path: Path) -> dict[str, Any]:
+    """Includes the free space: a full disk is not always named as such."""
+    free_bytes = None
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(next(each for each in path.parents if each.is_dir())).free
+    return {
+        "problem": error.strerror or str(error),
+        "path": str(error.filename or path),
+        "free_bytes": free_bytes,
+    }
+
+
+def _report(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"kind": "bootstrap", **document}) + "\n")
+    sys.stdout.flush()
+
+
+def _receive() -> bytes:
+    """The bundle: a line with its size, then that many bytes. Not one byte more is taken from the agent's stdin."""
+    line = b""
+    while not line.endswith(b"\n"):
+        line += _read(1)
+    size, data = int(line), b""
+    while len(data) < size:
+        data += _read(size - len(data))
+    return data
+
+
+def _read(size: int) -> bytes:
+    block = os.read(0, size)
+    if not block:
+        raise SystemExit("the head is gone")
+    return block
+
+
+class MemoryImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the bundle's modules from its files in memory."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        del path, target
+        base = fullname.replace(".", "/")
+        for name, is_package in ((f"{base}/__init__.py", True), (f"{base}.py", False)):
+            if name in self._files:
+                return importlib.util.spec_from_loader(fullname, self, origin=name, is_package=is_package)
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        name = module.__spec__.origin
+        module.__file__ = name
+        exec(compile(self._files[name], name, "exec"), module.__dict__)
+
+
+def _run_from_memory(files: Mapping[str, str]) -> None:
+    # -S has left out what the node's python has installed, which the facts tell.
+    importlib.import_module("site").main()
+    sys.meta_path.insert(0, MemoryImporter(files))
+    sys.exit(importlib.import_module(AGENT).main())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]) if sys.argv[2:] else Path("~").expanduser() / ROOT)

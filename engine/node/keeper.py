@@ -1,0 +1,359 @@
+"""The rank keeper: starts one rank's program, keeps its log, holds its lease, and ends it. Without MLX.
+
+Started by start.sh with the bundle's folder as the working directory, so that `engine` is the staged one:
+
+    cd <node root>/bundles/<sha> && exec <python> -m engine.node.keeper --spec <attempt dir>/spec.json \\
+        </dev/null >/dev/null 2>>rank<k>.keeper.log
+
+The rank is MLX_RANK, or `--rank`. The keeper opens the FIFO `rank<k>.in` beside the spec itself, read and write, and
+creates it if missing: so a start never waits for a writer, and a writer's death is not an end of file. Standard input
+is not read. It writes the files that protocol.attempt names: the log while the program runs, the identity when it has
+started, the exit record last of all, when no process of the rank is left but the keeper. Its own exit code is the
+program's, or 128 + signal.
+
+Commands on the FIFO (each renews the lease): "heartbeat" does nothing else. "stop" asks the trainer for a last
+checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` while its events show that it is saving),
+sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
+to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
+requests: for it all three are "end". HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless
+`on_lease_expiry` is "continue".
+
+With `--detach` the keeper detaches from the process that was started, which exits when the rank has started: with 0
+when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
+session or pipe.
+
+When the python that start.sh names is missing there is no keeper and no exit record: only the shell's message in
+rank<k>.keeper.log and its exit code 127.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from types import FrameType
+
+from engine.node import processes
+from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
+from engine.node.rank_process import Pump, RankLog, RankProcess
+from engine.protocol.attempt import (
+    EMERGENCY_CHECKPOINT,
+    END,
+    HEARTBEAT,
+    NONCE_ENV,
+    STOP,
+    AttemptSpec,
+    ExitRecord,
+    Identity,
+    NodeFiles,
+    RankSpec,
+    write_atomic,
+)
+from engine.protocol.events import last_phase
+from engine.protocol.exit_codes import KeeperExit
+
+_DRAIN_S = 2.0
+_SAVING_POLL_S = 0.1
+_RESERVE_BYTES = 4096
+_SAVING = "saving"
+
+
+class Keeper:
+    """One rank, kept by one loop over its FIFO, the signals and the clock."""
+
+    def __init__(
+        self,
+        spec: AttemptSpec,
+        rank: RankSpec,
+        files: NodeFiles,
+        reaper: GroupReaper,
+        notifier: StartupNotifier | None = None,
+    ) -> None:
+        self._notifier = notifier
+        self._spec = spec
+        self._rank = rank
+        self._files = files
+        self._reaper = reaper
+        self._log = RankLog(files.log(rank.rank))
+        self._fifo = _open_fifo(files.control(rank.rank))
+        self._received = b""
+        self._signals: list[int] = []
+        self._wake = _catch_signals(self._signals)
+        self._renewed_at = time.monotonic()
+        self._lease_over = False
+        self._stopped_by: str | None = None
+        self._stop_at = self._term_at = self._kill_at = float("inf")
+        self._last_saving = float("-inf")
+
+    def run(self) -> int:
+        """Keep the rank until it has ended; returns the exit code."""
+        if self._files.fenced.exists():
+            _log("the attempt is fenced: not started")
+            return KeeperExit.CANNOT_START
+        reserve = _Reserve(self._files.exit(self._rank.rank))
+        try:
+            program = RankProcess(self._spec, self._rank, self._files)
+        except (OSError, ValueError) as error:
+            self._log.append(b"")
+            self._log.close()
+            message = f"{type(error).__name__}: {error}"
+            _log(f"cannot start: {message}")
+            reserve.write(self._record(KeeperExit.CANNOT_START, message))
+            return KeeperExit.CANNOT_START
+        self._reaper.set_group(program.pid)
+        pump = Pump(program.output, self._log)
+        self._identify(program)
+        if self._notifier is not None:
+            self._notifier.notify(STARTED)
+        _log(f"sleep prevented: {processes.stay_awake(program.pid)}")
+        code = self._run_until_exit(program)
+        self._sweep(program)
+        if not pump.finish(_DRAIN_S):
+            _log("the log's disk did not take the last output in time")
+        reserve.write(self._record(code, None))
+        return code if code >= 0 else 128 - code
+
+    def _run_until_exit(self, program: RankProcess) -> int:
+        while (code := program.returncode()) is None:
+            self._wait(self._next_deadline())
+            self._handle_input(program)
+        return code
+
+    def _wait(self, deadline: float) -> None:
+        """Wait for a command, a signal or `deadline` (monotonic seconds), and read the FIFO."""
+        timeout = max(0.0, min(deadline - time.monotonic(), 3600.0))
+        ready, _, _ = select.select([self._fifo, self._wake], [], [], timeout)
+        if self._wake in ready:
+            os.read(self._wake, 4096)
+        if self._fifo in ready:
+            self._received += os.read(self._fifo, 65_536)
+
+    def _handle_input(self, program: RankProcess) -> None:
+        # The FIFO before the clock: a keeper that was itself suspended finds its heartbeats there.
+        *commands, self._received = self._received.split(b"\n")
+        for command in commands:
+            self._handle_command(command + b"\n", program)
+        while self._signals:
+            self._stop(program, f"signal {signal.Signals(self._signals.pop(0)).name.removeprefix('SIG')}")
+        now = time.monotonic()
+        if now - self._renewed_at > self._spec.lease_s and not self._lease_over:
+            self._lease_over = True
+            _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")
+            if self._spec.on_lease_expiry == "end":
+                self._stop(program, "lease")
+        if now >= self._term_at:
+            self._escalate(program, now)
+        if now >= self._kill_at:
+            self._kill_at = float("inf")
+            _log("KILL to the group")
+            program.signal_group(signal.SIGKILL)
+
+    def _handle_command(self, command: bytes, program: RankProcess) -> None:
+        if command not in (HEARTBEAT, STOP, EMERGENCY_CHECKPOINT, END):
+            _log(f"unknown command {command[:80]!r}")
+            return
+        self._renewed_at = time.monotonic()
+        self._lease_over = False
+        if command == STOP:
+            self._stop(program, "stop")
+        elif command == END or (command == EMERGENCY_CHECKPOINT and not program.cooperative):
+            self._end(program, command.decode().strip())
+        elif command == EMERGENCY_CHECKPOINT:
+            _log("a peer is lost: asking the trainer to save its state and exit")
+            program.send(EMERGENCY_CHECKPOINT)
+
+    def _stop(self, program: RankProcess, reason: str) -> None:
+        if self._stopped_by is not None:
+            return
+        if not program.cooperative:
+            self._end(program, reason)
+            return
+        self._stopped_by = reason
+        _log(f"stopping: {reason}")
+        self._stop_at = time.monotonic()
+        self._term_at = self._stop_at + self._spec.stop_grace_s
+        program.send(STOP)
+
+    def _end(self, program: RankProcess, reason: str) -> None:
+        self._stopped_by = self._stopped_by or reason
+        if self._kill_at == float("inf"):
+            self._terminate(program, time.monotonic())
+
+    def _escalate(self, program: RankProcess, now: float) -> None:
+        """The grace period is over: TERM, unless the trainer is saving and still has time for it."""
+        if last_phase(self._files.events(self._rank.rank)) == _SAVING:
+            self._last_saving = now
+        if now < min(self._last_saving + self._spec.stop_grace_s, self._stop_at + self._spec.save_grace_s):
+            self._term_at = now + _SAVING_POLL_S
+            return
+        self._terminate(program, now)
+
+    def _terminate(self, program: RankProcess, now: float) -> None:
+        _log(f"TERM to the group: {self._stopped_by}")
+        self._term_at = float("inf")
+        self._kill_at = now + self._spec.term_grace_s
+        program.signal_group(signal.SIGTERM)
+
+    def _next_deadline(self) -> float:
+        lease = float("inf") if self._lease_over else self._renewed_at + self._spec.lease_s + 0.01
+        return min(lease, self._term_at, self._kill_at)
+
+    def _sweep(self, program: RankProcess) -> None:
+        """Kill what the program left behind: its group, and processes outside it with the rank's environment
+        variables."""
+        program.signal_group(signal.SIGKILL)
+        try:
+            left = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+        except (OSError, subprocess.SubprocessError) as error:
+            _log(f"processes left behind could not be listed: {error}")
+            return
+        # The process in front has the rank's variables too, until it has exited.
+        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid if self._notifier is not None else 0}
+        for process in left:
+            if process.pid in ours:
+                continue
+            _log(f"KILL to {process.pid}, left behind: {process.command[:200]}")
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except OSError as error:
+                _log(f"{process.pid}: {error}")
+
+    def _identify(self, program: RankProcess) -> None:
+        identity = Identity(
+            rank=self._rank.rank,
+            run_id=self._spec.run_id,
+            attempt=self._spec.attempt,
+            nonce=self._spec.nonce,
+            boot_id=processes.boot_id(),
+            keeper_pid=os.getpid(),
+            keeper_start=processes.start_time(os.getpid()) or "",
+            trainer_pid=program.pid,
+            trainer_pgid=program.pid,
+            trainer_start=processes.start_time(program.pid) or "",
+            started_at=time.time(),
+        )
+        try:
+            write_atomic(self._files.identity(self._rank.rank), dumps(asdict(identity)))
+        except OSError as error:
+            _log(f"identity not written: {error}")
+
+    def _record(self, code: int, error: str | None) -> ExitRecord:
+        return ExitRecord(
+            rank=self._rank.rank,
+            attempt=self._spec.attempt,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            ended_at=time.time(),
+            log_bytes=self._log.size(),
+            dropped_bytes=self._log.dropped_bytes,
+            stopped_by=self._stopped_by,
+            error=error,
+        )
+
+
+class _Reserve:
+    """Disk space reserved at the start, so that the exit record can be written on a full disk."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._path = target.with_name(f".{target.name}.reserve")
+        try:
+            self._path.write_bytes(b" " * _RESERVE_BYTES)
+        except OSError as error:
+            _log(f"no space reserved for the exit record: {error}")
+
+    def write(self, record: ExitRecord) -> None:
+        text = dumps(asdict(record))
+        try:
+            write_atomic(self._target, text)
+        except OSError as error:
+            _log(f"exit record goes into the reserved space: {error}")
+            with self._path.open("r+b") as file:
+                file.write(text.encode()[:_RESERVE_BYTES])
+                file.truncate()
+                os.fsync(file.fileno())
+            self._path.replace(self._target)
+        else:
+            self._path.unlink(missing_ok=True)
+
+
+def _open_fifo(path: Path) -> int:
+    if not path.exists():
+        os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def _catch_signals(caught: list[int]) -> int:
+    """Collect HUP, TERM and INT in `caught`; returns a descriptor that is readable after each of them and CHLD."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            caught.append(number)
+
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, catch)
+    return read_end
+
+
+def _log(message: str) -> None:
+    """Write to the keeper's own log, unless its disk is full."""
+    try:
+        os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {message}\n".encode())
+    except OSError:
+        return
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="engine.node.keeper", description="Keep one rank of an attempt.")
+    parser.add_argument("--spec", type=Path, required=True, help="spec.json of the attempt")
+    parser.add_argument("--detach", action="store_true", help="detach from the process that was started")
+    parser.add_argument("--rank", type=int, default=None, help="instead of MLX_RANK")
+    options = parser.parse_args(arguments)
+    number = options.rank if options.rank is not None else int(os.environ["MLX_RANK"])
+    files = NodeFiles(options.spec.absolute().parent)
+    try:
+        spec = AttemptSpec.from_json(options.spec.read_text())
+        rank = spec.rank(number)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return _refuse(files, number, f"{options.spec}: {error}")
+    if not options.detach:
+        return _keep(spec, rank, files, None)
+    notifier = daemonize(files.keeper_log(number))
+    code: int = KeeperExit.CANNOT_START
+    try:
+        code = _keep(spec, rank, files, notifier)
+    finally:
+        notifier.notify(code)
+    return code
+
+
+def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier | None) -> int:
+    reaper = GroupReaper()
+    try:
+        return Keeper(spec, rank, files, reaper, notifier).run()
+    finally:
+        reaper.release()
+
+
+def _refuse(files: NodeFiles, rank: int, error: str) -> int:
+    """Write an exit record for a specification that cannot be read; the attempt's number is the folder's name."""
+    _log(error)
+    attempt = int(files.directory.name) if files.directory.name.isdigit() else 0
+    record = ExitRecord(rank, attempt, KeeperExit.CANNOT_START, None, time.time(), log_bytes=0, error=error)
+    write_atomic(files.exit(rank), dumps(asdict(record)))
+    return KeeperExit.CANNOT_START
+
+
+if __name__ == "__main__":
+    sys.exit(main())

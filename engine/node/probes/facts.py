@@ -1,0 +1,280 @@
+"""The `facts` probe: what a node is and has.
+
+Everything is read at once, and each with its own time limit: what hangs (a driver, a dead network disk, a build of mlx
+that crashes on import) costs its own facts, and `unknown` says how it ended. The system's output is parsed on the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+LIMIT_S = 4.0
+MLX_LIMIT_S = 8.0
+"""A Mac that wakes, or one whose disk is cold, takes seconds to import mlx."""
+TEXT_LIMIT = 262144
+FILE_LIMIT = 16384
+TOOLS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/bin", "/bin", "/usr/sbin", "/sbin"])
+MLX = """
+import sys
+if sys.path and sys.path[0] == "":
+    del sys.path[0]
+import json
+import mlx.core as mx
+device = mx.default_device().type.name
+info = {}
+if device == "gpu":
+    info = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
+backends = [name for name in ("ring", "jaccl", "jaccl-ring", "nccl", "mpi") if mx.distributed.is_available(name)]
+print(json.dumps({"gpu": device, "backends": backends, "working_set": info.get("max_recommended_working_set_size")}))
+"""
+MAC_COMMANDS = {
+    "sysctl": ["sysctl", "hw.memsize", "hw.model", "hw.ncpu", "machdep.cpu.brand_string", "vm.swapusage", "hw"],
+    # By itself: some versions of sysctl stop at the first name that they do not know.
+    "sysctl_gpu": ["sysctl", "iogpu.wired_limit_mb"],
+    "vm_stat": ["vm_stat"],
+    "sw_vers": ["sw_vers"],
+    "profile": ["system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json"],
+    "thunderbolt": ["system_profiler", "SPThunderboltDataType", "-json"],
+    "networksetup": ["networksetup", "-listallhardwareports"],
+    "ifconfig": ["ifconfig", "-a"],
+    "ibv_devices": ["ibv_devices"],
+    "ibv_devinfo": ["ibv_devinfo", "-v"],
+    "rdma_ctl": ["rdma_ctl", "status"],
+    "pmset_batt": ["pmset", "-g", "batt"],
+    "pmset_therm": ["pmset", "-g", "therm"],
+    "pmset": ["pmset", "-g"],
+    "thermal_pressure": ["notifyutil", "-g", "com.apple.system.thermalpressurelevel"],
+}
+LINUX_COMMANDS = {
+    "ip": ["ip", "-j", "addr"],
+    "nvidia_smi": ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+}
+LINUX_FILES = {
+    "cpuinfo": "/proc/cpuinfo",
+    "meminfo": "/proc/meminfo",
+    "os_release": "/etc/os-release",
+    "product": "/sys/class/dmi/id/product_name",
+    "board": "/proc/device-tree/model",
+    "platform_profile": "/sys/firmware/acpi/platform_profile",
+}
+
+
+class Query(threading.Thread):
+    """One question in a thread of its own, so that one without an answer holds up nothing else."""
+
+    def __init__(self, name: str, function: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
+        super().__init__(name=name, daemon=True)
+        self.function = function
+        self.limit_s = limit_s
+        self.command = name
+        self.answer: Any = None
+        self.failure: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self.function()
+        except Exception as error:
+            self.failure = {"exit_code": 1, "stderr": f"{type(error).__name__}: {error}"}
+
+    def give_up(self) -> None:
+        """Nothing can end a thread that waits for a disk; the process ends without it."""
+
+    def unknown(self) -> dict[str, Any] | None:
+        """How it ended without an answer; None when it answered, or there is no such thing on this node."""
+        if self.is_alive():
+            return {"command": self.command, "late_s": self.limit_s}
+        return {"command": self.command, **self.failure} if self.failure is not None else None
+
+
+class CommandQuery(Query):
+    """The output of a program; None when there is no such program."""
+
+    def __init__(self, name: str, argv: list[str], limit_s: float = LIMIT_S) -> None:
+        super().__init__(name, self.output, limit_s)
+        self.argv = argv
+        self.command = " ".join(argv)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def output(self) -> str | None:
+        program = shutil.which(self.argv[0], path=TOOLS)
+        if program is None:
+            return None
+        self.process = subprocess.Popen(
+            [program, *self.argv[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+        out, err = self.process.communicate()
+        if self.process.returncode:
+            self.failure = {"exit_code": self.process.returncode, "stderr": err[-2048:].decode(errors="replace")}
+        return out[:TEXT_LIMIT].decode(errors="replace")
+
+    def give_up(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def content(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  (as short as can be: this runs on the node)
+            return file.read(FILE_LIMIT).decode(errors="replace").strip("\0")
+    except OSError:
+        return None
+
+
+def listed(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))[:256]  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def files_below(directory: str, names: list[str]) -> list[dict[str, str]]:
+    """The files of these names in each folder of `directory`."""
+    found = []
+    for entry in listed(directory):
+        texts = {name: content(f"{directory}/{entry}/{name}") for name in names}
+        found.append({"name": entry, **{name: text.strip() for name, text in texts.items() if text}})
+    return found
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def disk(directory: str) -> list[int]:
+    """(free, total) bytes on the disk of the directory, or of the nearest parent that there is."""
+    directory = os.path.expanduser(directory)  # noqa: PTH111
+    while not os.path.isdir(directory) and directory != os.path.dirname(directory):  # noqa: PTH112, PTH120
+        directory = os.path.dirname(directory)  # noqa: PTH120
+    usage = shutil.disk_usage(directory)
+    return [usage.free, usage.total]
+
+
+def user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def zones() -> list[dict[str, str]]:
+    """Thermal zones with their temperature and trip points."""
+    names = ["type", "temp"]
+    for point in range(6):
+        names += [f"trip_point_{point}_type", f"trip_point_{point}_temp"]
+    root = "/sys/class/thermal"
+    return [zone for zone in files_below(root, names) if zone["name"].startswith("thermal_zone")]
+
+
+def infiniband() -> list[dict[str, Any]]:
+    root = "/sys/class/infiniband"
+    devices = []
+    for device in listed(root):
+        port = f"{root}/{device}/ports/1"
+        gids = [content(f"{port}/gids/{number}") or "" for number in listed(f"{port}/gids")]
+        devices.append({"name": device, "state": content(f"{port}/state"), "gids": [gid.strip() for gid in gids]})
+    return devices
+
+
+def addresses() -> list[dict[str, Any]]:
+    """Where there is no `ip`: each interface's first address, in the form that `ip -j addr` prints."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            entry: dict[str, Any] = {"ifname": name, "operstate": (content(f"/sys/class/net/{name}/operstate") or "").strip().upper()}  # noqa: E501  # fmt: skip
+            master = f"/sys/class/net/{name}/master"
+            if os.path.islink(master):  # noqa: PTH114
+                entry["master"] = os.path.basename(os.readlink(master))  # noqa: PTH115, PTH119
+            try:
+                # SIOCGIFADDR, SIOCGIFNETMASK
+                address, mask = (fcntl.ioctl(asking.fileno(), number, request)[20:24] for number in (0x8915, 0x891B))
+            except OSError:
+                pass
+            else:
+                prefix = bin(int.from_bytes(mask, "big")).count("1")
+                entry["addr_info"] = [{"family": "inet", "local": socket.inet_ntoa(address), "prefixlen": prefix}]
+            found.append(entry)
+    return found
+
+
+def queries(system: str, directory: str) -> list[Query]:
+    # MLX in a process of its own: one that crashes on import, or hangs, must not take the rest with it.
+    importing = CommandQuery("mlx_import", [sys.executable, "-c", MLX], MLX_LIMIT_S)
+    importing.command = "import mlx"
+    found: list[Query] = [
+        importing,
+        Query("disk", lambda: disk(directory)),
+        Query("user", user),
+        Query("home", lambda: os.path.expanduser("~")),  # noqa: PTH111
+        Query("versions", lambda: {"mlx": version("mlx"), "mlx_lm": version("mlx-lm")}),
+    ]
+    if system == "Darwin":
+        return [*found, *(CommandQuery(name, argv) for name, argv in MAC_COMMANDS.items())]
+    if system != "Linux":
+        return found
+    power_files = ["type", "online", "capacity", "status", "scope"]
+    return [
+        *found,
+        *(CommandQuery(name, argv) for name, argv in LINUX_COMMANDS.items()),
+        *(Query(name, functools.partial(content, path)) for name, path in LINUX_FILES.items()),
+        Query("addresses", addresses),
+        Query("zones", zones),
+        Query("infiniband", infiniband),
+        Query("power_supply", lambda: files_below("/sys/class/power_supply", power_files)),
+    ]
+
+
+def probe_facts(directory: str) -> dict[str, Any]:
+    """`answers` by name, and `unknown` by name: the `command` with its `late_s`, or its `exit_code` and `stderr`. The
+    free space is that of the disk of `directory`."""
+    started = time.monotonic()
+    usable = getattr(os, "sched_getaffinity", None)
+    system = platform.system()
+    asked = queries(system, directory)
+    for query in asked:
+        query.start()
+    answers, unknown = {}, {}
+    for query in sorted(asked, key=lambda query: query.limit_s):
+        query.join(max(0.0, started + query.limit_s - time.monotonic()))
+        problem = query.unknown()
+        if problem is not None:
+            unknown[query.name] = problem
+        if query.is_alive():
+            query.give_up()
+        elif query.answer is not None:
+            answers[query.name] = query.answer
+    return {
+        "system": system,
+        "release": platform.release(),
+        "machine": platform.machine(),
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "cores": len(usable(0)) if usable else os.cpu_count(),
+        "answers": answers,
+        "unknown": unknown,
+        "clock": time.time(),
+    }

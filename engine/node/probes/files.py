@@ -1,0 +1,154 @@
+"""The `hashes`, `bundle` and `tree` probes: whether files are the same on every node."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.node.bootstrap import bundle_hash
+from engine.node.probes import did_you_mean
+from engine.node.probes.model import HASHED, HASHED_LIMIT
+from engine.protocol.job import config_hash
+
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def hashes(request: dict[str, Any]) -> dict[str, str | None]:
+    found = {name: file_hash(Path(path).expanduser()) for name, path in request["files"].items()}
+    if request["model"] is not None:
+        model = Path(request["model"]).expanduser()
+        found |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
+    if request["job"] is not None:
+        found["job"] = config_hash(request["job"])
+    found["worker"] = bundle_hash(PACKAGE)
+    return found
+
+
+def file_hash(path: Path) -> str | None:
+    """SHA-256 of the file, its size if over the limit, or why it cannot be read; None if it is missing."""
+    try:
+        size = path.stat().st_size
+        if size > HASHED_LIMIT:
+            return f"{size} bytes"
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+LINK = -1
+ENVIRONMENT = "pyvenv.cfg"
+"""A folder that holds it is a virtual environment, whatever it is called: made on each machine, for that machine."""
+
+
+def manifest(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "home": False, "absent": False, "problem": None, "permit": None, "entries": {}, "cut": False, "left": [],
+    }  # fmt: skip
+    try:
+        if not folder.is_dir():
+            report["absent"], report["problem"] = True, f"{folder} is not there{did_you_mean(folder)}"
+            return report
+        if folder.resolve() == Path.home().resolve():
+            report["home"] = True
+            return report
+    except OSError as error:
+        report["problem"] = f"{folder}: {error.strerror}"
+        return report
+    left, entries = int(request["all_bytes"]), report["entries"]
+    walk = _Walk(tuple(request["without"]), {Path(path) for path in request["apart"]})
+    for path in walk.below(folder):
+        if len(entries) == request["files"]:
+            report["cut"] = True
+            break
+        try:
+            entry = _entry(path, min(int(request["whole_bytes"]), left))
+        except OSError as error:
+            report["problem"] = f"{path} cannot be read: {error.strerror}"
+            report["permit"] = str(path) if isinstance(error, PermissionError) else None
+            break
+        if entry is not None:
+            entries[path.relative_to(folder).as_posix()] = entry
+            left -= entry[0] if entry[0] != LINK and entry[1] is not None else 0
+    report["left"] = [path.relative_to(folder).as_posix() for path in walk.left]
+    return report
+
+
+class _Walk:
+    """Goes through a folder, in an order that all machines have."""
+
+    def __init__(self, without: tuple[str, ...], apart: set[Path]) -> None:
+        self._without = without
+        self._apart = apart
+        self.left: list[Path] = []
+
+    def below(self, folder: Path) -> Iterator[Path]:
+        """Everything below `folder` that is no folder itself."""
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
+        if any(entry.name == ENVIRONMENT for entry in entries):
+            self.left.append(folder)
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self._without):
+                continue
+            if path in self._apart:
+                self.left.append(path)
+            elif entry.is_dir(follow_symlinks=False):
+                try:
+                    yield from self.below(path)
+                except PermissionError:
+                    # Named by whoever reads it.
+                    yield path
+            else:
+                yield path
+
+
+def _entry(path: Path, hashed: int) -> list[Any] | None:
+    """Size and hash of a file, of one over `hashed` bytes its size alone; None for what holds no bytes of its own: a
+    socket, a pipe, a device."""
+    if path.is_symlink():
+        # Path.readlink would make a path of it, and lose how it is written.
+        return [LINK, os.readlink(path)]  # noqa: PTH115
+    if not path.is_file():
+        if path.is_dir():
+            raise PermissionError(13, "permission denied")
+        return None
+    size = path.stat().st_size
+    if size > hashed:
+        return [size, None]
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return [size, digest.hexdigest()]
+
+
+def probe_hashes(request: str) -> dict[str, Any]:
+    """`hashes`: SHA-256 of each of the JSON request's `files` by its name, of the model's small files, of the job as
+    this python reads it, and of the bundle that runs this."""
+    return {"hashes": hashes(json.loads(request))}
+
+
+def probe_bundle() -> dict[str, Any]:
+    """`sha256`: the hash of the bundle that runs this."""
+    return {"sha256": bundle_hash(PACKAGE)}
+
+
+def probe_tree(folder: str, request: str) -> dict[str, Any]:
+    """The manifest of a folder. The JSON request has `without`, names (or patterns) that are left out wherever they
+    are; `apart`, paths that are left out; `files`, how many are read at most; `whole_bytes`, up to which size a file is
+    hashed; `all_bytes`, how much is hashed in all.
+
+    `home` says that the folder is the user's home, of which nothing is read; `problem` why it cannot be read (`absent`:
+    there is none; `permit`: what may not be read); `entries` has path -> [size, SHA-256 or None], of a symlink [-1, its
+    target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
+    """
+    return manifest(Path(folder), json.loads(request))

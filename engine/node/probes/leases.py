@@ -1,0 +1,118 @@
+"""The `lease` and `stale` probes: what ends the processes of a check when its head is gone, and what earlier attempts
+have left running.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.node.processes import kill_with_nonce, with_any_nonce, with_nonce, with_variables
+from engine.protocol.attempt import CHECK_PREFIX
+
+_SWEEP_LIMIT_S = 3.0
+_SWEEP_INTERVAL_S = 0.02
+_QUIET_S = 0.1
+_LATE_S = 1.5
+"""For what a launcher that does not know of the end may still be starting."""
+
+
+def sweep(nonce: str, quiet_s: float) -> list[str]:
+    """Kill what carries the nonce until there has been nothing for `quiet_s`; the commands of what cannot be killed."""
+    until = time.monotonic() + _SWEEP_LIMIT_S
+    quiet_since: float | None = None
+    while True:
+        left = with_nonce(nonce)
+        now = time.monotonic()
+        if left:
+            quiet_since = None
+            if now > until:
+                return [process.command[:200] for process in left]
+            kill_with_nonce(nonce)
+        elif quiet_since is None:
+            quiet_since = now
+        elif now - quiet_since >= quiet_s:
+            return []
+        time.sleep(_SWEEP_INTERVAL_S)
+
+
+def hold(nonce: str, seconds: float, folders: list[Path]) -> list[str]:
+    """Wait for the end of the lease, and end what it covers; the commands of what cannot be killed."""
+    released = _await_end(seconds)
+    # First: what has not been started by now then finds nothing to start.
+    for folder in folders:
+        if folder.name.startswith(CHECK_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+    return sweep(nonce, _QUIET_S if released else _LATE_S)
+
+
+def _await_end(seconds: float) -> bool:
+    """True when the head has released the lease; False when it is gone."""
+    received = b""
+    while b"end" not in received:
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], seconds)
+        block = os.read(sys.stdin.fileno(), 4096) if ready else b""
+        if not block:
+            return False
+        received = (received + block)[-8:]
+    return True
+
+
+WATCHED = ("engine.node.keeper", "mlx.launch", "engine.trainer.allreduce_check")
+_LEASE = re.compile(r"engine\.node\.probes lease (\S+)")
+_AGAIN_S = 0.3
+
+
+def stale() -> list[dict[str, Any]]:
+    """One entry for each nonce. What is gone after _AGAIN_S was about to leave, or to come."""
+    first = _unwatched()
+    if not first:
+        return []
+    time.sleep(_AGAIN_S)
+    second = _unwatched()
+    return [
+        {"pids": sorted(processes), "command": processes[min(processes)][:200]}
+        for nonce, processes in second.items()
+        if nonce in first
+    ]
+
+
+def _unwatched() -> dict[str, dict[int, str]]:
+    """Nonce → pid → command."""
+    found = {
+        nonce: {process.pid: process.command for process in processes}
+        for nonce, processes in with_any_nonce().items()
+        if not any(name in process.command for process in processes for name in WATCHED)
+    }
+    leased = _leased() if found else set()
+    return {nonce: processes for nonce, processes in found.items() if nonce not in leased}
+
+
+def _leased() -> set[str]:
+    """The nonces for which a lease is held on this machine. A lease does not carry its nonce: it would end itself."""
+    everybody = with_variables({})
+    return {match[1] for process in everybody if (match := _LEASE.search(process.command)) is not None}
+
+
+def probe_lease(nonce: str, seconds: str, *folders: str) -> Iterator[dict[str, Any]]:
+    """Hold the lease of a check's processes, `held`, until stdin brings "end", ends, or is silent for `seconds` (the
+    head is gone). Then remove the folders, kill what carries the nonce, and report `left`: the commands of what
+    outlived that."""
+    # Nothing but its stdin ends it.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    yield {"held": True}
+    yield {"left": hold(nonce, float(seconds), [Path(folder) for folder in folders])}
+
+
+def probe_stale() -> dict[str, Any]:
+    """`stale`: for each nonce whose processes nobody watches any more, their `pids` and the first one's `command`."""
+    return {"stale": stale()}

@@ -1,0 +1,102 @@
+"""The `model` and `configuration` probes: what lies in a model directory. Nothing of it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.node.probes import did_you_mean
+
+CONFIGURATION = "config.json"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+HASHED = (CONFIGURATION, INDEX, *TOKENIZER_FILES)
+HASHED_LIMIT = 256 << 20
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "faults": [], "repository": None, "hashes": {}}
+    if not directory.is_dir():
+        report["faults"] = [f"no such directory{did_you_mean(directory, CONFIGURATION)}"]
+        return report
+    faults: list[str] = report["faults"]
+    try:
+        configuration = json.loads((directory / CONFIGURATION).read_bytes())
+        report["kind"] = str(configuration["model_type"])
+        name = configuration.get("_name_or_path")
+        report["repository"] = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
+    except FileNotFoundError:
+        faults.append("config.json is missing")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        faults.append("config.json is no model configuration (JSON with a model_type)")
+    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+        faults.append("no tokenizer (tokenizer.json or tokenizer.model)")
+    shards = sorted(directory.glob("model*.safetensors"))
+    faults += _shard_faults(directory, {shard.name for shard in shards})
+    report["shards"], report["bytes"] = len(shards), sum(shard.stat().st_size for shard in shards)
+    report["hashes"] = {file: _sha256(directory / file) for file in HASHED if (directory / file).is_file()}
+    report["hashes"] |= {shard.name: f"{shard.stat().st_size} bytes" for shard in shards}
+    return report
+
+
+def _shard_faults(directory: Path, present: set[str]) -> list[str]:
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            named = {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return [f"{index.name} has no weight_map"]
+        missing = sorted(named - present)
+        if missing:
+            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            return [f"{len(missing)} of {len(named)} shards missing: {shown}"]
+    if not present:
+        return ["no weights (model*.safetensors)"]
+    empty = sorted(name for name in present if (directory / name).stat().st_size <= 8)
+    return [f"empty: {', '.join(empty)}"] if empty else []
+
+
+def _sha256(path: Path) -> str:
+    if path.stat().st_size > HASHED_LIMIT:
+        return f"{path.stat().st_size} bytes"
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+LIMIT_BYTES = 256 << 10
+
+
+def read_configuration(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIGURATION
+    try:
+        with path.open("rb") as file:
+            content = file.read(LIMIT_BYTES + 1)
+    except OSError as error:
+        return {"problem": f"{path}: {error.strerror}{did_you_mean(directory, CONFIGURATION)}"}
+    if len(content) > LIMIT_BYTES:
+        return {"problem": f"{path} is no model configuration: more than {LIMIT_BYTES >> 10} KiB"}
+    try:
+        configuration = json.loads(content)
+    except (ValueError, RecursionError):
+        configuration = None
+    if not isinstance(configuration, dict):
+        return {"problem": f"{path} is no model configuration: no JSON object"}
+    return {"configuration": configuration}
+
+
+def probe_model(directory: str) -> dict[str, Any]:
+    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names) and `hashes`:
+    SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
+    return read(Path(directory))
+
+
+def probe_configuration(directory: str) -> dict[str, Any]:
+    """The model's config.json as `configuration`, or `problem`."""
+    return read_configuration(Path(directory))

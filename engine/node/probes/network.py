@@ -1,0 +1,194 @@
+"""The `ports`, `free_ports`, `addresses`, `reach` and `listen` probes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from engine.node.processes import NONCE_VARIABLE
+
+_LISTEN = "0A"
+_TOOL_TIMEOUT_S = 5.0
+_LINUX = sys.platform.startswith("linux")
+
+
+def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
+    """Who holds the port; None when a rank could listen on it."""
+    if bindable(ip, port):
+        return None
+    pid = _linux_holder(port) if _LINUX else _mac_holder(port)
+    if pid is None:
+        return {"holder": "a process that cannot be seen", "pid": None, "orphan": False}
+    return {"holder": f"pid {pid} ({_command(pid)[:120] or '?'})", "pid": pid, "orphan": _has_nonce(pid)}
+
+
+def bindable(ip: str, port: int) -> bool:
+    """As MLX's ring listens: with SO_REUSEADDR. `ip` "" is every address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+            # On Linux two sockets may be bound with SO_REUSEADDR; only one may listen.
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def listening_inodes(table: str, port: int) -> set[str]:
+    """Socket inodes that listen on `port` in the text of a /proc/net/tcp table."""
+    found = set()
+    for row in table.splitlines()[1:]:
+        fields = row.split()
+        if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+            found.add(fields[9])
+    return found
+
+
+def lsof_pid(output: str) -> int | None:
+    """The first pid in what `lsof -F p` printed."""
+    match = re.search(r"^p(\d+)$", output, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _mac_holder(port: int) -> int | None:
+    return lsof_pid(_printed("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
+
+
+def _linux_holder(port: int) -> int | None:
+    inodes: set[str] = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            inodes |= listening_inodes((Path("/proc/net") / name).read_text(), port)
+        except OSError:
+            continue
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for entry in Path("/proc").iterdir() if targets else ():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # Path.readlink would take the target for a path; it is a name like "socket:[123]".
+            if any(os.readlink(link) in targets for link in (entry / "fd").iterdir()):  # noqa: PTH115
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+def _command(pid: int) -> str:
+    if not _LINUX:
+        return _printed("ps", "-ww", "-o", "command=", "-p", str(pid)).strip()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _has_nonce(pid: int) -> bool:
+    if _LINUX:
+        try:
+            return f"{NONCE_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+    return re.search(rf" {NONCE_VARIABLE}=", _printed("ps", "-Eww", "-o", "command=", "-p", str(pid))) is not None
+
+
+def _printed(*argv: str) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+_CONNECT_LIMIT_S = 3.0
+_LOCAL_NETWORK = 65
+"""EHOSTUNREACH on macOS, where it also stands for the Local Network privacy."""
+
+
+def own(ip: str) -> str | None:
+    """Why a rank could not listen on `ip`; None when it could."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError as error:
+            return f"{ip} is not an address of this machine ({error.strerror})"
+    return None
+
+
+def reach(ip: str, port: int) -> str | None:
+    """Why a connection to `ip` cannot be made; None when it was."""
+    try:
+        with socket.create_connection((ip, port), timeout=_CONNECT_LIMIT_S):
+            return None
+    except TimeoutError:
+        return f"no answer within {_CONNECT_LIMIT_S:g} s"
+    except OSError as error:
+        words = error.strerror or str(error)
+        if sys.platform == "darwin" and error.errno in (_LOCAL_NETWORK, errno.EHOSTUNREACH):
+            words += ": allow the Local Network in System Settings, Privacy & Security"
+        return words
+
+
+def listen(seconds: float, addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Listen on a free port of each address, yield the ports, and accept until the time is over or stdin ends."""
+    sockets = [socket.create_server((ip, 0)) for ip in addresses]
+    yield {"listening": [listener.getsockname()[1] for listener in sockets]}
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        ready, _, _ = select.select([*sockets, sys.stdin], [], [], left)
+        if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
+            return
+        for listener in sockets:
+            if listener in ready:
+                listener.accept()[0].close()
+
+
+def reach_all(endpoints: Sequence[str]) -> list[str | None]:
+    """`reach` for each IP:PORT, all at once: one that does not answer takes _CONNECT_LIMIT_S."""
+    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
+        return list(pool.map(lambda endpoint: reach(*_split(endpoint)), endpoints))
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    ip, _, port = endpoint.rpartition(":")
+    return ip, int(port)
+
+
+def probe_ports(*endpoints: str) -> dict[str, Any]:
+    """`ports`, in the order of the arguments (IP:PORT): None when it is free, else its `holder`, `pid`, and whether it
+    is an `orphan`: a process with a run's nonce."""
+    return {"ports": [find_port_holder(*_split(endpoint)) for endpoint in endpoints]}
+
+
+def probe_free_ports(request: str) -> dict[str, Any]:
+    """`free`: those of the JSON request's `firsts` from which on all its `offsets` can be listened on now."""
+    asked = json.loads(request)
+    free = [first for first in asked["firsts"] if all(bindable("", first + offset) for offset in asked["offsets"])]
+    return {"free": free}
+
+
+def probe_addresses(*ips: str) -> dict[str, Any]:
+    """`problems`, in the order of the arguments: None, or why no rank could listen there."""
+    return {"problems": [own(ip) for ip in ips]}
+
+
+def probe_reach(*endpoints: str) -> dict[str, Any]:
+    """`problems`, in the order of the arguments (IP:PORT): None, or why it cannot be reached."""
+    return {"problems": reach_all(endpoints)}
+
+
+def probe_listen(seconds: str, *ips: str) -> Iterator[dict[str, Any]]:
+    """`listening`, a free port of each address, in use for `seconds` or until stdin ends."""
+    yield from listen(float(seconds), ips)

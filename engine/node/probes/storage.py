@@ -1,0 +1,184 @@
+"""Probes where a training would save: `python -m engine.node.probes.storage QUESTION`.
+
+QUESTION is JSON: `directory`; `roots`, one of which must hold it; `runs`, where earlier runs' folders lie; `resume`,
+a file of trained weights to go on with, or null; `needed`, bytes. Prints `directory` resolved; `fault`, with a folder
+to `make`, to `permit` or to `own`; `free`, bytes; `damaged`, [file, why] of what lies there; `resume`, what its
+weights are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than `needed` is free.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from engine.node.probes import did_you_mean
+from engine.protocol.safetensors import CheckpointError, check_header
+
+_ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_a$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+
+
+def safetensors_fault(path: Path) -> str | None:
+    """Description of the damage; None when the file is whole."""
+    try:
+        check_header(path)
+    except CheckpointError as refused:
+        return str(refused)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    return None
+
+
+def adapter(path: Path) -> dict[str, Any]:
+    """Description of a file of trained weights: its `kind` (lora, dora, full), the adapters' `ranks`, the `layers`
+    and the `modules` in them. Raises Refused, OSError."""
+    tensors = check_header(path).tensors
+    found = [(match, shape) for name, (_, shape) in tensors.items() if (match := _ADAPTER.search(name)) is not None]
+    if not found:
+        layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name)) is not None}
+        return {"kind": "full", "ranks": [], "layers": sorted(layers), "modules": []}
+    magnitudes = any(name.endswith(".m") for name in tensors)
+    return {
+        "kind": "dora" if magnitudes else "lora",
+        # Of an expert's stack the axes are others: its rank is not read here.
+        "ranks": sorted({shape[1] for _, shape in found if len(shape) == 2}),
+        "layers": sorted({int(match[1]) for match, _ in found}),
+        "modules": sorted({match[2] for match, _ in found}),
+    }
+
+
+def size_of(folder: Path, most_files: int = 20_000) -> int:
+    """Bytes of what lies in a folder, as far as that many files."""
+    total = seen = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            seen += 1
+            if seen > most_files:
+                return total
+            try:
+                total += (Path(base) / name).lstat().st_size
+            except OSError:
+                continue
+    return total
+
+
+FILES = 500
+"""So many saved files are verified, the newest."""
+CONFIGURATION = "adapter_config.json"
+_LARGEST = 3
+
+
+def probe(question: dict[str, Any]) -> dict[str, Any]:
+    """The document for one question."""
+    directory = Path(question["directory"]).expanduser()
+    report: dict[str, Any] = {"fault": None, "make": None, "permit": None, "own": None, "free": None, "damaged": []}
+    report |= {"resume": None, "resume_fault": None, "largest": []}
+    report["directory"] = str(directory)
+    roots = [Path(root).expanduser().resolve() for root in question["roots"]]
+    try:
+        report["directory"] = str(directory.resolve())
+        report |= _place(directory, roots)
+        if report["fault"] is None:
+            report["free"] = shutil.disk_usage(_existing(directory)).free
+            report["damaged"] = _damaged(directory)
+    except (OSError, RuntimeError) as error:
+        report["fault"] = f"{directory} cannot be looked at: {getattr(error, 'strerror', None) or error}"
+    if question["resume"] is not None:
+        report |= _resume(Path(question["resume"]).expanduser(), roots)
+    if report["free"] is not None and report["free"] < question["needed"]:
+        report["largest"] = _largest(Path(question["runs"]).expanduser())
+    return report
+
+
+def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
+    """Try to keep files there: write, sync, rename, delete."""
+    resolved = directory.resolve()
+    if not any(resolved.is_relative_to(root) for root in roots):
+        through = f" (through a symlink to {resolved})" if resolved != directory else ""
+        return {"fault": f"{directory} lies outside of the allowed directories{through}"}
+    # A link to a disk that is not there, say: what makes folders makes none in its place.
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            return {"fault": f"{path} leads to {path.resolve()}, which is not there", "make": str(path.resolve())}
+    place = _existing(directory)
+    if not place.is_dir():
+        return {"fault": f"{place} is a file"}
+    try:
+        write(place)
+    except OSError as error:
+        fault = f"{place} cannot be written: {error.strerror}"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            key = "permit" if place.stat().st_uid == os.getuid() else "own"
+            return {"fault": fault, key: str(place)}
+        return {"fault": fault}
+    return {}
+
+
+def write(folder: Path) -> None:
+    """Write, sync and rename a file as saving does; then delete it. Raises OSError."""
+    temporary, file = (folder / f".flightdeck-{os.getpid()}.{name}" for name in ("part", "whole"))
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, b"Flight Deck was here to see whether a run can save.\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(file)
+    finally:
+        for path in (temporary, file):
+            path.unlink(missing_ok=True)
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or what there is of the way to it."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _damaged(directory: Path) -> list[list[str]]:
+    if not directory.is_dir():
+        return []
+    # A name that begins with a dot is one that was being written.
+    files = [path for path in directory.glob("*.safetensors") if not path.name.startswith(".")]
+    newest = sorted(files, key=lambda path: path.lstat().st_mtime, reverse=True)[:FILES]
+    found = [[str(path), why] for path in newest if (why := safetensors_fault(path)) is not None]
+    configuration = directory / CONFIGURATION
+    try:
+        if not isinstance(json.loads(configuration.read_bytes()), dict):
+            found.append([str(configuration), "it is no JSON object"])
+    except FileNotFoundError:
+        pass
+    except (ValueError, RecursionError):
+        found.append([str(configuration), "it is no JSON"])
+    return found
+
+
+def _resume(path: Path, roots: list[Path]) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            return {"resume_fault": f"{path} is not there{did_you_mean(path)}"}
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            return {"resume_fault": f"{path} lies outside of the allowed directories"}
+        return {"resume": adapter(path)}
+    except CheckpointError as refused:
+        return {"resume_fault": f"{path} is damaged: {refused}"}
+    except OSError as error:
+        return {"resume_fault": f"{path} cannot be read: {error.strerror}"}
+
+
+def _largest(runs: Path) -> list[list[Any]]:
+    try:
+        folders = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+    sizes = sorted(((size_of(folder), str(folder)) for folder in folders), reverse=True)
+    return [[folder, size] for size, folder in sizes[:_LARGEST] if size]
+
+
+def probe_storage(request: str) -> dict[str, Any]:
+    return probe(json.loads(request))

@@ -1,0 +1,470 @@
+# ruff: noqa: PTH208
+# As short and as cheap as can be: this runs on the node, beside the training.
+"""The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
+parsed on the head.
+
+Every reading is repeated no more often than its own cost allows, so that all of them together stay below BUDGET of a
+core, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+BUDGET = 0.008
+"""Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
+COMMAND_LIMIT_S = 5
+RESCAN_EVERY = 16
+"""A process that was no rank's is looked at again in one of so many scans: it may have been caught before its exec."""
+NONCE, SPEC, RANK = "FLIGHTDECK_NONCE", "FLIGHTDECK_SPEC", "MLX_RANK"
+SPEC_PATH = re.compile(r"/runs/([^/]+)/attempts/\d+/spec\.json")
+SLOW_S = 10.0
+"""Period of what a Mac has to start a program for."""
+MACMON_PLACES = ("/opt/homebrew/bin", "/usr/local/bin", "/opt/local/bin", "~/.cargo/bin", "~/.local/bin")
+"""Beside PATH: a shell that ssh starts knows none of them."""
+NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu"
+
+
+class ProcessOwner(NamedTuple):
+    """Whose a process is."""
+
+    start: str
+    run: str
+    rank: int
+
+
+def spent_s() -> float:
+    """CPU seconds of this process and of the commands that it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def printed(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=COMMAND_LIMIT_S,
+            check=False,
+            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def content(path: str, limit: int = 1 << 20) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        parts = []
+        while limit > 0:
+            part = os.read(descriptor, min(limit, 65536))
+            if not part:
+                break
+            parts.append(part)
+            limit -= len(part)
+        return b"".join(parts)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+class Paced:
+    """A reading that waits after each time until `share` of a core would have paid for it, and `period` at least."""
+
+    def __init__(self, read: Callable[[], dict[str, object]], period: float, share: float) -> None:
+        self.read = read
+        self.period = period
+        self.share = share
+        self.due = 0.0
+
+    def take(self, now: float) -> dict[str, object]:
+        if now < self.due:
+            return {}
+        before = spent_s()
+        report = self.read()
+        # A little early is on time: the rhythm is the main loop's.
+        self.due = now + max(self.period * 0.9, (spent_s() - before) / self.share)
+        return report
+
+
+class Stream:
+    """A program that goes on printing; it is slowed down when it costs more than its share of a core."""
+
+    def __init__(self, argv: Callable[[float], list[str]], interval: float, share: float) -> None:
+        self.argv = argv
+        self.interval = interval
+        self.share = share
+        self.lines: collections.deque[str] = collections.deque(maxlen=64)
+        self.torn = b""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self.process = subprocess.Popen(
+                self.argv(self.interval),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:
+            self.process = None
+            return
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+
+    def fileno(self) -> int:
+        assert self.process is not None and self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def take_in(self) -> None:
+        """Read what there is; a program that has ended is not started again."""
+        try:
+            data = os.read(self.fileno(), 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self.stop()
+            return
+        *whole, self.torn = (self.torn + data).split(b"\n")
+        self.torn = self.torn[-65536:]
+        self.lines.extend(line.decode(errors="replace") for line in whole)
+
+    def settle(self, cpu_s: float) -> None:
+        """Told its CPU time so far: start it anew with twice the interval when that was too much."""
+        ran = time.monotonic() - self.began
+        if self.process is not None and ran > 20 and cpu_s / ran > self.share and self.interval < 60:
+            self.stop()
+            self.interval *= 2
+            self.start()
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process = None
+
+
+class LinuxRanks:
+    """Memory of each rank's processes, from /proc. What a process is, is remembered; only new ones are read whole."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, ProcessOwner | None] = {}
+        self.scans = 0
+        self.page = os.sysconf("SC_PAGE_SIZE")
+
+    def read(self) -> dict[str, object]:
+        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        for pid in self.known.keys() - present:
+            del self.known[pid]
+        self.scans += 1
+        sums: dict[tuple[str, int], int] = {}
+        for pid in present:
+            if pid not in self.known or (self.known[pid] is None and (pid + self.scans) % RESCAN_EVERY == 0):
+                self.known[pid] = self.mark(pid)
+            mark = self.known[pid]
+            if mark is None:
+                continue
+            start, pages = self.stat(pid)
+            if start != mark.start:
+                # Another process by now: looked at in the next scan.
+                del self.known[pid]
+            elif pages:
+                sums[mark.run, mark.rank] = sums.get((mark.run, mark.rank), 0) + pages * self.page
+        return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items())]}
+
+    def mark(self, pid: int) -> ProcessOwner | None:
+        environ = content(f"/proc/{pid}/environ")
+        if NONCE.encode() not in environ:
+            return None
+        pairs = (entry.partition(b"=") for entry in environ.split(b"\0"))
+        named = {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
+        return process_owner(named,
+                      self.stat(pid)[0])  # fmt: skip
+
+    def stat(self, pid: int) -> tuple[str, int]:
+        """Start time and resident pages; ("", 0) when it is gone."""
+        fields = content(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()
+        return (fields[19].decode(), int(fields[21])) if len(fields) > 21 else ("", 0)
+
+
+class MacRanks:
+    """The same by ps: one list of the user's processes, and the environment of those that are new in it."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.known: dict[tuple[int, str], ProcessOwner | None] = {}
+        self.scans = 0
+        self.stream = stream
+
+    def read(self) -> dict[str, object]:
+        self.scans += 1
+        present = ps_list(printed(["/bin/ps", "-xo", "pid=,rss=,time=,lstart="]))
+        self.known = {key: mark for key, mark in self.known.items() if key in present}
+        unknown = [
+            pid
+            for pid, start in present
+            if (pid, start) not in self.known
+            or (self.known[pid, start] is None and (pid + self.scans) % RESCAN_EVERY == 0)
+        ]
+        starts = dict(present.keys())
+        for begin in range(0, len(unknown), 200):
+            some = unknown[begin : begin + 200]
+            text = printed(["/bin/ps", "-Eww", "-o", "pid=,command=", "-p", ",".join(map(str, some))])
+            environments = ps_environments(text)
+            for pid in some:
+                self.known[pid, starts[pid]] = process_owner(environments.get(pid, {}), starts[pid])
+        sums: dict[tuple[str, int], int] = {}
+        for key, (rss, cpu_s) in present.items():
+            mark = self.known.get(key)
+            if mark is not None and rss:
+                sums[mark.run, mark.rank] = sums.get((mark.run, mark.rank), 0) + rss
+            if self.stream is not None and self.stream.process is not None and key[0] == self.stream.process.pid:
+                self.stream.settle(cpu_s)
+        return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items())]}
+
+
+def process_owner(environment: dict[str, str], start: str) -> ProcessOwner | None:
+    """Whose the process with this environment is; None for one of no rank."""
+    found = SPEC_PATH.search(environment.get(SPEC, ""))
+    rank = environment.get(RANK, "")
+    if not environment.get(NONCE) or found is None or not rank.isdigit() or not start:
+        return None
+    return ProcessOwner(start, found.group(1), int(rank))
+
+
+def ps_list(text: str) -> dict[tuple[int, str], tuple[int, float]]:
+    """`ps -o pid=,rss=,time=,lstart=`: (pid, start) → (bytes, CPU seconds)."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split(None, 3)
+        if len(words) == 4 and words[0].isdigit() and words[1].isdigit():
+            found[int(words[0]), words[3].strip()] = (int(words[1]) * 1024, cpu_time_s(words[2]))
+    return found
+
+
+def cpu_time_s(text: str) -> float:
+    """ps's TIME: "1:35.69", "12:01:35"; 0 for anything else."""
+    try:
+        seconds = 0.0
+        for part in text.replace("-", ":").split(":"):
+            seconds = seconds * 60 + float(part)
+    except ValueError:
+        return 0.0
+    return seconds
+
+
+def ps_environments(text: str) -> dict[int, dict[str, str]]:
+    """`ps -Eww -o pid=,command=`: the three variables that matter, of each process that has them."""
+    found = {}
+    for line in text.splitlines():
+        pid, _, rest = line.strip().partition(" ")
+        if pid.isdigit() and NONCE in rest:
+            values = {name: re.findall(rf" {name}=(\S*)", rest) for name in (NONCE, RANK)}
+            values[SPEC] = re.findall(rf" {SPEC}=(.*?/spec\.json)(?: |$)", rest)
+            # The command comes first, and may name such a variable itself.
+            found[int(pid)] = {name: value[-1] for name, value in values.items() if value}
+    return found
+
+
+class Linux:
+    """Values that Linux reports without root: /proc, /sys, and nvidia-smi where there is one."""
+
+    def __init__(self, interval: float) -> None:
+        self.readings = [Paced(self.quick, interval, BUDGET / 4), Paced(LinuxRanks().read, interval, BUDGET / 2)]
+        self.thermometers = thermometers()
+        self.stream: Stream | None = None
+        smi = shutil.which("nvidia-smi")
+        if smi is not None:
+            self.stream = Stream(lambda every: nvidia_command(smi, every), interval, BUDGET / 4)
+        self.leads = False
+        self.interval = interval
+
+    def rest_s(self, now: float) -> float:
+        """To the next sample."""
+        return self.interval
+
+    def quick(self) -> dict[str, object]:
+        report: dict[str, object] = {
+            "cpu": content("/proc/stat", 1024).split(b"\n", 1)[0].decode(errors="replace"),
+            "meminfo": content("/proc/meminfo", 8192).decode(errors="replace"),
+        }
+        for name, path in self.thermometers.items():
+            value = content(path, 64).strip()
+            if value.isdigit():
+                report[name] = int(value) / 1000
+        if self.stream is not None and self.stream.process is not None:
+            ticks = content(f"/proc/{self.stream.process.pid}/stat", 4096).rpartition(b")")[2].split()
+            if len(ticks) > 12:
+                self.stream.settle((int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"))
+        return report
+
+    def sample(self, now: float) -> dict[str, object]:
+        report: dict[str, object] = {"system": "Linux"}
+        for reading in self.readings:
+            report.update(reading.take(now))
+        if self.stream is not None and self.stream.lines:
+            report["nvidia"] = list(self.stream.lines)
+            self.stream.lines.clear()
+        return report
+
+
+def nvidia_command(smi: str, every: float) -> list[str]:
+    return [smi, f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits", f"--loop={max(1, round(every))}"]
+
+
+def thermometers() -> dict[str, str]:
+    """{"cpu_temperature_c": file of millidegrees}; empty where the machine has none."""
+    root = "/sys/class/hwmon"
+    try:
+        chips = sorted(os.listdir(root))
+    except OSError:
+        return {}
+    for chip in chips:
+        name = content(f"{root}/{chip}/name", 64).strip()
+        if name in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
+            return {"cpu_temperature_c": f"{root}/{chip}/temp1_input"}
+    return {}
+
+
+class Mac:
+    """Values that macOS reports without root: macmon where it is installed, else its own tools."""
+
+    def __init__(self, interval: float) -> None:
+        self.stream: Stream | None = None
+        macmon = shutil.which("macmon", path=os.pathsep.join([os.environ.get("PATH", ""), *map(os.path.expanduser, MACMON_PLACES)]))  # noqa: E501  # fmt: skip
+        if macmon is not None:
+            # The option before the subcommand: so do all versions take it.
+            self.stream = Stream(lambda every: [macmon, "-i", str(int(every * 1000)), "pipe"], interval, BUDGET / 2)
+        self.ticks = MacTicks()
+        self.own = Paced(self.tools, interval, BUDGET / 2)
+        self.interval = interval
+        self.slow = [Paced(MacRanks(self.stream).read, SLOW_S, BUDGET / 4), Paced(thermal, SLOW_S, BUDGET / 8)]
+
+    @property
+    def leads(self) -> bool:
+        """Samples are sent when macmon prints a line."""
+        return self.stream is not None and self.stream.process is not None
+
+    def rest_s(self, now: float) -> float:
+        """To the next sample: when macmon has nothing to say, or when the tools may be asked again."""
+        return self.interval * 2.5 if self.leads else max(self.interval, self.own.due - now)
+
+    def tools(self) -> dict[str, object]:
+        statistics = printed(["/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"])
+        return {
+            "vm_stat": printed(["/usr/bin/vm_stat"]),
+            "swapusage": printed(["/usr/sbin/sysctl", "vm.swapusage"]),
+            "ioreg": "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:8192],
+        }
+
+    def sample(self, now: float) -> dict[str, object]:
+        report: dict[str, object] = {"system": "Darwin", "ticks": self.ticks.read()}
+        if self.stream is not None and self.stream.lines:
+            report["macmon"] = self.stream.lines[-1]
+            self.stream.lines.clear()
+        else:
+            report.update(self.own.take(now))
+        for reading in self.slow:
+            report.update(reading.take(now))
+        return report
+
+
+def thermal() -> dict[str, object]:
+    return {"thermal": printed(["/usr/bin/notifyutil", "-g", "com.apple.system.thermalpressurelevel"])}
+
+
+class MacTicks:
+    """user, system, idle, nice since boot, summed over the cores: host_statistics(HOST_CPU_LOAD_INFO)."""
+
+    def __init__(self) -> None:
+        try:
+            self.system: ctypes.CDLL | None = ctypes.CDLL("/usr/lib/libSystem.dylib")
+            self.system.mach_host_self.restype = ctypes.c_uint
+            self.system.host_statistics.argtypes = [ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+            # Once: each call gives another right to the port, which nobody returns.
+            self.host = self.system.mach_host_self()
+        except (OSError, AttributeError):
+            self.system = None
+
+    def read(self) -> list[int] | None:
+        if self.system is None:
+            return None
+        ticks, count = (ctypes.c_uint * 4)(), ctypes.c_uint(4)
+        failed = self.system.host_statistics(self.host, 3, ctypes.byref(ticks), ctypes.byref(count))
+        return None if failed else list(ticks)
+
+
+def stream_samples(machine: Linux | Mac, interval: float) -> None:
+    """Print samples until stdin ends or nobody reads them."""
+    os.set_blocking(1, False)
+    unsent = b""
+    now = due = time.monotonic()
+    while True:
+        stream = machine.stream if machine.stream is not None and machine.stream.process is not None else None
+        readers = [0] if stream is None else [0, stream.fileno()]
+        ready, writable, _ = select.select(readers, [1] if unsent else [], [], max(0.0, due - now))
+        now = time.monotonic()
+        if 0 in ready and not os.read(0, 4096):
+            return
+        if stream is not None and stream.fileno() in ready:
+            stream.take_in()
+            if machine.leads and stream.lines:
+                due = now
+        # What could not be sent is not piled up: the next sample waits until the reader has taken the last one.
+        if now >= due and not unsent:
+            unsent = json.dumps(machine.sample(now)).encode() + b"\n"
+            due = now + machine.rest_s(now)
+        if unsent or writable:
+            try:
+                unsent = unsent[os.write(1, unsent) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+        if unsent and now >= due:
+            due = now + interval
+
+
+def leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
+    interval = float(interval_s)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    machine = Mac(interval) if platform.system() == "Darwin" else Linux(interval)
+    try:
+        stream_samples(machine, interval)
+    finally:
+        if machine.stream is not None:
+            machine.stream.stop()
+    # It has printed its samples itself.
+    return iter(())

@@ -1,0 +1,204 @@
+"""A rank's process, the trainer or the user's own command, and the log of its output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from engine.node import processes
+from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
+
+_CHUNK_BYTES = 65_536
+
+
+class RankLog:
+    """An append-only file. Errors of the disk never raise."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._unreported = 0
+        self._marker = b""
+        self.dropped_bytes = 0
+
+    def append(self, data: bytes) -> None:
+        """Store `data`, or as much of its beginning as fits on the disk."""
+        lost = len(data) - self._store(data) if self._write_gap_marker() else len(data)
+        self._unreported += lost
+        self.dropped_bytes += lost
+
+    def close(self) -> None:
+        self._write_gap_marker()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def _write_gap_marker(self) -> bool:
+        """Write the marker of an earlier gap; False while not even that fits on the disk."""
+        while self._unreported or self._marker:
+            if not self._marker:
+                marker = f"\n[flightdeck] {self._unreported} bytes of output are missing here: disk full\n".encode()
+                stored = self._store(marker)
+                # Until its first byte is stored, the marker's number may still grow.
+                if not stored:
+                    return False
+                self._unreported = 0
+                self._marker = marker[stored:]
+            else:
+                self._marker = self._marker[self._store(self._marker) :]
+            if self._marker:
+                return False
+        return True
+
+    def _store(self, data: bytes) -> int:
+        """Append what fits; returns the bytes stored."""
+        stored = 0
+        view = memoryview(data)
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            while stored < len(data):
+                stored += os.write(self._descriptor, view[stored:])
+        except OSError:
+            pass
+        return stored
+
+
+class Pump:
+    """A thread that copies bytes from the program's pipe to its log until the pipe ends, or until `finish`."""
+
+    def __init__(self, source: int, log: RankLog) -> None:
+        self._source = source
+        self._log = log
+        self._wake_read, self._wake_write = os.pipe()
+        self._drain_deadline = float("inf")
+        os.set_blocking(source, False)
+        self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
+        self._thread.start()
+
+    def finish(self, within_s: float) -> bool:
+        """Read what is in the pipe now, without waiting for a process that still holds it; False when the log's disk
+        did not take it within `within_s` seconds."""
+        self._drain_deadline = time.monotonic() + within_s
+        os.write(self._wake_write, b".")
+        self._thread.join(within_s + 1.0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        # poll, not select, whose limit is descriptor 1,024.
+        waiting = select.poll()
+        waiting.register(self._source, select.POLLIN)
+        waiting.register(self._wake_read, select.POLLIN)
+        while time.monotonic() < self._drain_deadline:
+            waiting.poll()
+            try:
+                chunk = os.read(self._source, _CHUNK_BYTES)
+            except BlockingIOError:
+                if self._drain_deadline != float("inf"):
+                    break
+                continue
+            if not chunk:
+                break
+            self._log.append(chunk)
+        os.close(self._source)
+        self._log.close()
+
+
+class RankProcess:
+    """The rank's program in its own session and process group, with its output pipe and its control descriptor."""
+
+    def __init__(self, spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> None:
+        """Start it. Raises OSError, ValueError."""
+        self.cooperative = spec.command is None
+        control_read, self._control = os.pipe()
+        self.output, output_write = os.pipe()
+        environment = _environment(spec, rank, files)
+        environment[CONTROL_FD_ENV] = str(control_read)
+        if not Path(rank.workdir).is_dir():
+            raise FileNotFoundError(2, "no such working directory", rank.workdir)
+        try:
+            self._process = subprocess.Popen(
+                _arguments(spec, rank),
+                # The trainer imports from the bundle and changes to its working directory by itself.
+                cwd=_bundle_root() if self.cooperative else rank.workdir,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                pass_fds=(control_read,) if self.cooperative else (),
+                start_new_session=True,
+            )
+        finally:
+            os.close(control_read)
+            os.close(output_write)
+        self.pid = self._process.pid
+
+    def returncode(self) -> int | None:
+        """As subprocess has it: negative for a signal, None while it runs."""
+        return self._process.poll()
+
+    def send(self, command: bytes) -> None:
+        """STOP or EMERGENCY_CHECKPOINT, to a trainer."""
+        # One that has already exited is seen by its return code.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control, command)
+
+    def signal_group(self, number: int) -> None:
+        processes.kill_group(self.pid, number)
+
+
+def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[str, str]:
+    environment = {**os.environ, **spec.env}
+    environment[NONCE_ENV] = spec.nonce
+    environment[SPEC_ENV] = str(files.spec)
+    environment[EVENTS_ENV] = str(files.events(rank.rank))
+    environment["MLX_RANK"] = str(rank.rank)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if spec.world_size == 1:
+        # mlx.launch gives a single rank an empty hostfile, which MLX's ring rejects as broken.
+        environment.pop("MLX_HOSTFILE", None)
+    bundle = str(_bundle_root())
+    paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", bundle)]
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
+    """The program's arguments, with this node's python and paths in place of the placeholders."""
+    if spec.command is None:
+        return [sys.executable, "-m", "engine.trainer.main"]
+    if not spec.command:
+        raise ValueError("the command is empty")
+    values = {
+        "{workdir}": rank.workdir,
+        "{model}": rank.model or "",
+        "{data}": rank.data or "",
+        "{python}": rank.python,
+        "{rank}": str(rank.rank),
+    }
+    program, *arguments = spec.command
+    if program in ("python", "python3"):
+        program = rank.python
+    command = [program, *arguments]
+    for placeholder, value in values.items():
+        command = [argument.replace(placeholder, value) for argument in command]
+    return command
+
+
+def _bundle_root() -> Path:
+    """The folder that `engine` is imported from."""
+    return Path(__file__).resolve().parents[2]

@@ -1,0 +1,249 @@
+"""Chooses the address at which the other ranks reach each rank, from the nodes' interfaces.
+
+In order of preference: addresses on the Thunderbolt cables between neighbours of the ring, a Thunderbolt bridge that
+all nodes are in, a network that all nodes share. Addresses in the configuration are used as they are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config.models import NodeConfig
+from engine.errors import LaunchError
+from engine.models import NodeFacts, Topology
+from engine.plan.thunderbolt_setup import shared_addresses
+from engine.security.identifiers import LOCAL, SshTarget
+
+Network = ipaddress.IPv4Network
+_SET_IPS = 'set ips = ["…"] in its [[node]]'
+_POINT_TO_POINT = 31
+"""Networks with this prefix length or a longer one have no room for two hosts."""
+_WIFI_NAMES = frozenset({"Wi-Fi", "WLAN", "AirPort"})
+
+
+@dataclass(frozen=True)
+class Addresses:
+    ips: tuple[tuple[str, ...], ...]
+    """By rank."""
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Address:
+    ip: ipaddress.IPv4Address
+    network: Network
+    interface: str
+    thunderbolt: bool
+    wifi: bool
+
+
+def choose_addresses(
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
+) -> Addresses:
+    """In a `ring` every rank listens, on the cables to its neighbours if possible; with the other backends all ranks
+    connect to rank 0. Raises LaunchError that names each node without a known address."""
+    if len({node.ssh for node in nodes}) == 1:
+        reasons = () if all(node.ips for node in nodes) else (f"all ranks run on one machine, at {LOCAL}",)
+        return Addresses(tuple(node.ips or (LOCAL,) for node in nodes), reasons)
+    given = [_given(node) for node in nodes]
+    warnings = tuple(f"{node.name}: the other nodes cannot reach {LOCAL}" for node in nodes if _loopback_alone(node))
+    if all(given):
+        return Addresses(_equally_many(nodes, given, ring=ring), ("the configuration sets the addresses",), warnings)
+    if ring and not any(given) and (cables := _over_cables(nodes, facts, topology)) is not None:
+        return Addresses(cables, ("each rank listens on the Thunderbolt cable from the previous rank",), warnings)
+    unknown = [node.name for node, ips in zip(nodes, given, strict=True) if not ips and _problem(facts.get(node.name))]
+    if unknown:
+        why = "; ".join(f"{name}: {_problem(facts.get(name))}" for name in unknown)
+        raise LaunchError("no address is known", where=", ".join(unknown), why=why, todo=_SET_IPS)
+    chosen = _shared_network(nodes, facts, topology, given, ring=ring)
+    ips = _equally_many(nodes, chosen.ips, ring=ring)
+    return Addresses(ips, chosen.reasons, warnings + chosen.warnings)
+
+
+def _given(node: NodeConfig) -> tuple[str, ...]:
+    return () if _loopback_alone(node) else node.ips
+
+
+def _loopback_alone(node: NodeConfig) -> bool:
+    return bool(node.ips) and all(_is_loopback(ip) for ip in node.ips)
+
+
+def _is_loopback(text: str) -> bool:
+    ip = _ip(text)
+    return ip is not None and ip.is_loopback
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | None:
+    try:
+        return ipaddress.IPv4Address(text)
+    except ValueError:
+        return None
+
+
+def _problem(fact: NodeFacts | None) -> str | None:
+    return "not probed" if fact is None else fact.problem
+
+
+def _equally_many(
+    nodes: Sequence[NodeConfig], ips: Sequence[tuple[str, ...]], *, ring: bool
+) -> tuple[tuple[str, ...], ...]:
+    """MLX's ring does not start when a rank has more connections on one side than on the other."""
+    counts = {len(own) for own in ips}
+    if ring and len(counts) > 1:
+        why = ", ".join(f"{node.name} has {len(own)}" for node, own in zip(nodes, ips, strict=True))
+        todo = "give every node the same number of ips"
+        raise LaunchError("the ring needs the same number of addresses on every node", why=why, todo=todo)
+    return tuple(ips)
+
+
+def _over_cables(
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology
+) -> tuple[tuple[str, ...], ...] | None:
+    """Addresses of rank k on the cables to rank k-1, which connects to it; None unless every rank has some."""
+    if len({node.ssh for node in nodes}) < len(nodes):
+        return None
+    rows = []
+    for rank, node in enumerate(nodes):
+        before = nodes[rank - 1].name
+        own = []
+        for cable in topology.cables:
+            if {cable.a, cable.b} != {node.name, before}:
+                continue
+            if (ends := shared_addresses(cable, facts.values())) is not None:
+                own.append(ends[0] if cable.a == node.name else ends[1])
+        rows.append(tuple(own))
+    count = min(map(len, rows))
+    return tuple(row[:count] for row in rows) if count else None
+
+
+def _shared_network(
+    nodes: Sequence[NodeConfig],
+    facts: Mapping[str, NodeFacts],
+    topology: Topology,
+    given: Sequence[tuple[str, ...]],
+    *,
+    ring: bool,
+) -> Addresses:
+    own: dict[str, list[_Address]] = {}
+    for node in nodes:
+        own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
+    named = {node.ssh: [ip for text in ips if (ip := _ip(text))] for node, ips in zip(nodes, given, strict=True) if ips}
+    shared = _common(own, named)
+    if not shared:
+        _check_known(nodes, facts, given)
+        raise _nothing_shared(nodes, own, named)
+    reached = [ip for node in nodes if (ip := _ip(SshTarget.parse(node.ssh).host)) and not ip.is_loopback]
+
+    def worse(network: Network) -> tuple[bool, int, bool]:
+        found = shared[network].values()
+        thunderbolt = all(address.thunderbolt for address in found)
+        far = sum(ip not in network for ip in reached)
+        # With RDMA the bridge is down and a cable reaches only one peer, so any other network is better.
+        return thunderbolt != ring, far, any(address.wifi for address in found)
+
+    best, *others = sorted(shared, key=lambda network: (worse(network), network))
+    found = shared[best]
+    warnings = []
+    if any(address.wifi for address in found.values()):
+        warnings.append(f"{best} is Wi-Fi, which is slow for training")
+    if ring and topology.cables and not all(address.thunderbolt for address in found.values()):
+        warnings.append("the Thunderbolt cables are not used: their ends have no addresses in a common network")
+    ips = tuple(ips or (str(found[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
+    equally_good = [str(network) for network in others if worse(network) == worse(best)]
+    return Addresses(ips, _reasons(best, found, equally_good, nodes), tuple(warnings))
+
+
+def _check_known(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], given: Sequence[tuple[str, ...]]) -> None:
+    """Raises LaunchError when some node's own addresses are not known, whatever the reason: they may be shared."""
+    unknown = {
+        node.name: why
+        for node, ips in zip(nodes, given, strict=True)
+        if not ips and (fact := facts.get(node.name)) is not None
+        for name in ("ifconfig", "ip")
+        if (why := fact.unknown.get(name)) is not None
+    }
+    if unknown:
+        reasons = "; ".join(f"{name}: {why}" for name, why in unknown.items())
+        todo = f"probe again, or {_SET_IPS}"
+        raise LaunchError("the addresses are not known", where=", ".join(unknown), why=reasons, todo=todo)
+
+
+def _common(
+    own: Mapping[str, Sequence[_Address]], named: Mapping[str, Sequence[ipaddress.IPv4Address]]
+) -> dict[Network, dict[str, _Address]]:
+    """The networks in which every host has an address, with that address; `named` hosts, whose addresses are
+    configured, must have one of those there and are not in the result."""
+    networks = {address.network for addresses in own.values() for address in addresses}
+    shared = {}
+    for network in networks:
+        if not all(any(ip in network for ip in ips) for ips in named.values()):
+            continue
+        inside = {
+            host: [address for address in addresses if address.network == network]
+            for host, addresses in own.items()
+            if host not in named
+        }
+        found = {host: addresses[0] for host, addresses in inside.items() if addresses}
+        # A network local to each machine, such as Docker's, has the same address everywhere.
+        if len(found) == len(inside) and len({address.ip for address in found.values()}) == len(found):
+            shared[network] = found
+    return shared
+
+
+def _reasons(
+    network: Network, found: Mapping[str, _Address], equally_good: Sequence[str], nodes: Sequence[NodeConfig]
+) -> tuple[str, ...]:
+    kind = "the Thunderbolt network" if all(address.thunderbolt for address in found.values()) else "the network"
+    on = {node.ssh: node.name for node in reversed(nodes)}
+    where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
+    reasons = [f"all nodes share {kind} {network} ({where})"]
+    if equally_good:
+        also = ", ".join(equally_good)
+        reasons.append(f"{also} would work as well; which is faster is unknown: set ips in each [[node]] to choose")
+    return tuple(reasons)
+
+
+def _nothing_shared(
+    nodes: Sequence[NodeConfig],
+    own: Mapping[str, Sequence[_Address]],
+    named: Mapping[str, Sequence[ipaddress.IPv4Address]],
+) -> LaunchError:
+    ips = {host: {address.ip for address in addresses} for host, addresses in own.items()}
+    same = [node for node in nodes if ips[node.ssh] and list(ips.values()).count(ips[node.ssh]) > 1]
+    if same:
+        return LaunchError(
+            f"{', '.join(node.name for node in same)} have the same addresses",
+            why=f"they are one machine, reached as {' and as '.join(dict.fromkeys(node.ssh for node in same))}",
+            todo="write the same ssh, letter for letter, for all ranks on one machine",
+        )
+    found = []
+    for node in nodes:
+        networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]
+        networks = [str(ip) for ip in named.get(node.ssh, ())] or networks
+        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback addresses'}")
+    where = ", ".join(node.name for node in nodes if node.ssh not in named)
+    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=_SET_IPS)
+
+
+def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
+    if fact is None:
+        return
+    ports = {port.device for port in fact.thunderbolt}
+    bridges = {interface.bridge for interface in fact.interfaces if interface.name in ports}
+    for interface in fact.interfaces:
+        if interface.active is False:
+            continue
+        for text in interface.ipv4:
+            address = ipaddress.IPv4Interface(text)
+            if address.is_loopback or address.is_link_local or address.network.prefixlen >= _POINT_TO_POINT:
+                continue
+            yield _Address(
+                ip=address.ip,
+                network=address.network,
+                interface=interface.name,
+                thunderbolt=interface.name in ports or interface.name in bridges,
+                wifi=interface.port_name in _WIFI_NAMES or interface.name.startswith("wl"),
+            )

@@ -1,0 +1,239 @@
+"""Batch size, gradient accumulation, learning rate and warm-up: the scaling rules, and the plan's
+batch_configuration section.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.plan.context import PlanContext
+from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
+
+ScalingRule = Literal["linear", "sqrt"]
+
+START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
+"""Initial sequences per rank. On Apple silicon measured throughput does not depend on the batch (about 340 tokens/s at
+4 and at 16 in full fine-tuning), so a larger batch only costs memory; the CPU build is treated the same."""
+ROBUST_TOTAL = (32, 128)
+"""Range of sequences per update in which fine-tuning is robust; the lower end is the target if the job sets no
+batch."""
+WARMUP_EPOCHS = 5
+WARMUP_SHARE = (0.05, 0.10)
+"""Shortest and longest warm-up, as a share of all updates."""
+
+
+@dataclass(frozen=True)
+class BaseRate:
+    """A learning rate that is known to work at a total batch size."""
+
+    batch: int
+    learning_rate: float
+    source: str
+
+
+BASE_RATES: dict[ScalingRule, BaseRate] = {
+    "linear": BaseRate(64, 1e-3, "Goyal et al. 2017, Accurate, Large Minibatch SGD: the rate grows with the batch"),
+    "sqrt": BaseRate(1, 1e-5, "Krizhevsky 2014; Malladi et al. 2022 for Adam: the rate grows with the batch's root"),
+}
+
+
+def scaling_rule(optimizer: str) -> ScalingRule:
+    """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
+    return "linear" if optimizer.lower() == "sgd" else "sqrt"
+
+
+def scaled_rate(learning_rate: float, before: float, after: float, rule: ScalingRule) -> float:
+    """Scale a learning rate from a total batch of `before` sequences to one of `after`.
+
+    linear: lr · after/before (64 at 0.001 → 512 at 0.008). sqrt: lr · √(after/before) (1 at 1e-5 → 8 at 2.8e-5).
+    Raises ValueError unless both are positive.
+    """
+    if not (before > 0 and after > 0):
+        raise ValueError(f"batches must be positive: {before}, {after}")
+    ratio = after / before
+    return learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+def accumulation_steps(target: int, per_rank: int, ranks: int) -> int:
+    """Micro-batches per update: ceil(target / (per_rank · ranks)). Raises ValueError unless all are at least 1."""
+    for name, value in (("target", target), ("per_rank", per_rank), ("ranks", ranks)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1: {value}")
+    return -(-target // (per_rank * ranks))
+
+
+def warmup_steps(updates: int, per_epoch: float | None) -> int:
+    """Warm-up in updates: 5 epochs, limited to 5-10 % of all updates; 5 % if the length of an epoch is unknown."""
+    least, most = (max(1, math.ceil(updates * share)) for share in WARMUP_SHARE)
+    if per_epoch is None:
+        return least
+    return min(most, max(least, math.ceil(WARMUP_EPOCHS * per_epoch)))
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    per_rank: int
+    accumulation: int
+    total: int
+    learning_rate: float
+    rule: ScalingRule
+
+
+def suggest_batch(*, ranks: int, start: int, fits: int | None, target: int, optimizer: str) -> Suggestion:
+    """A batch of at least `target` sequences per update. Each rank starts with `start` sequences, or with as many as
+    `fits` its memory (None if unknown); the rest is accumulated. Raises ValueError when not even one sequence fits."""
+    if fits is not None and fits < 1:
+        raise ValueError("not even one sequence fits")
+    per_rank = min(start, fits) if fits is not None else start
+    per_rank = min(per_rank, max(1, -(-target // ranks)))
+    steps = accumulation_steps(target, per_rank, ranks)
+    total = per_rank * ranks * steps
+    rule = scaling_rule(optimizer)
+    base = BASE_RATES[rule]
+    return Suggestion(per_rank, steps, total, scaled_rate(base.learning_rate, base.batch, total, rule), rule)
+
+
+_KEY = "batch_configuration."
+
+
+def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) -> BatchSection:
+    """`fits` is the largest batch per rank that fits every node; None if unknown."""
+    total, settings = context.total_batch, context.settings
+    if total is None:
+        rationale.explain(_KEY + "total_batch_size", Source.UNKNOWN, "the job runs a custom command")
+        return _unknown()
+    _explain_batch(context, fits, rationale)
+    rule = scaling_rule(str(settings["optimizer"]))
+    base = BASE_RATES[rule]
+    by_rule = scaled_rate(base.learning_rate, base.batch, total, rule)
+    warm = int((settings.get("lr_schedule") or {}).get("warmup", 0))
+    per_epoch = context.updates_per_epoch
+    _explain_rate(context, rule, by_rule, rationale)
+    ranks = context.ranks
+    per_rank = int(settings["batch_size"]) / ranks
+    return BatchSection(
+        per_gpu_batch_size=int(per_rank) if per_rank.is_integer() else per_rank,
+        total_batch_size=total,
+        gradient_accumulation_steps=context.accumulation,
+        learning_rate=_peak_rate(context),
+        warmup_epochs=warm / per_epoch if per_epoch else (0.0 if warm == 0 else None),
+        micro_batch=dict(context.micro_batches) if context.micro_batches is not None else None,
+        learning_rate_rule=rule,
+        base_learning_rate=base.learning_rate,
+        base_batch_size=base.batch,
+        rule_learning_rate=by_rule,
+        warmup_steps=warm,
+        updates=context.updates,
+        epochs=context.updates / per_epoch if context.updates is not None and per_epoch else None,
+        largest_per_gpu_batch_size=fits,
+        suggested=_suggested(context, fits, rationale),
+    )
+
+
+def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale) -> None:
+    settings = context.settings
+    given = context.given("batch_size")
+    origin = "the job sets" if given else "mlx-lm's default is"
+    rationale.explain(
+        _KEY + "total_batch_size",
+        Source.USER if given else Source.DEFAULT,
+        f"{origin} batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update",
+    )
+    if context.inputs.strategy == "pipeline":
+        rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
+    else:
+        source = {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[context.shares.source]
+        rationale.explain(_KEY + "micro_batch", source, context.shares.reason)
+    if fits is None:
+        rationale.explain(
+            _KEY + "largest_per_gpu_batch_size", Source.UNKNOWN, "the memory or its limit is not known for every node"
+        )
+    else:
+        rationale.explain(
+            _KEY + "largest_per_gpu_batch_size", Source.RULE, f"{fits} fit every node according to the memory estimate"
+        )
+
+
+def _explain_rate(context: PlanContext, rule: str, by_rule: float, rationale: Rationale) -> None:
+    settings = context.settings
+    if settings.get("lr_schedule"):
+        rationale.explain(_KEY + "learning_rate", Source.USER, "the highest rate in lr_schedule")
+    elif context.given("learning_rate"):
+        rationale.explain(_KEY + "learning_rate", Source.USER, "the job sets it")
+    else:
+        rationale.explain(_KEY + "learning_rate", Source.DEFAULT, "mlx-lm's default; the job sets none")
+    base = BASE_RATES["linear" if rule == "linear" else "sqrt"]
+    rationale.explain(
+        _KEY + "rule_learning_rate",
+        Source.RULE,
+        f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch} gives {by_rule:.2g} at "
+        f"batch {context.total_batch} ({base.source})",
+    )
+    warm = (settings.get("lr_schedule") or {}).get("warmup")
+    rationale.explain(
+        _KEY + "warmup_steps",
+        Source.USER if warm else Source.DEFAULT,
+        "set by lr_schedule" if warm else "mlx-lm warms up only if lr_schedule sets it",
+    )
+
+
+def _peak_rate(context: PlanContext) -> float | None:
+    """The constant rate, or the highest rate of a schedule: all of mlx-lm's start with it, a linear one may end with
+    it."""
+    schedule = context.settings.get("lr_schedule")
+    if not schedule:
+        return float(context.settings["learning_rate"])
+    arguments = [float(number) for number in schedule["arguments"]]
+    rates = arguments[:2] if schedule["name"] == "linear_schedule" else arguments[:1]
+    return max(rates, default=None)
+
+
+def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> SuggestedBatch | None:
+    """None when nothing fits, or when the user set a batch that fits."""
+    given = context.given("batch_size", "grad_accumulation_steps")
+    too_large = fits is not None and context.micro_batches is not None and max(context.micro_batches.values()) > fits
+    if (given and not too_large) or (fits is not None and fits < 1):
+        return None
+    platform = context.platform if context.platform in START_PER_RANK else "cpu"
+    target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
+    choice = suggest_batch(
+        ranks=context.ranks,
+        start=START_PER_RANK[platform],
+        fits=fits,
+        target=target,
+        optimizer=str(context.settings["optimizer"]),
+    )
+    updates = math.ceil(int(context.settings["iters"]) / choice.accumulation)
+    per_epoch = context.inputs.examples / choice.total if context.inputs.examples else None
+    warm = warmup_steps(updates, per_epoch)
+    keys = (
+        f"batch_size = {choice.per_rank * context.ranks}",
+        f"grad_accumulation_steps = {choice.accumulation}",
+        f"learning_rate = {choice.learning_rate:.2g}",
+    )
+    low, high = ROBUST_TOTAL
+    aim = "the job's own total" if given else f"{target} per update: fine-tuning is robust from {low} to {high}"
+    start = START_PER_RANK[platform]
+    rationale.explain(
+        _KEY + "suggested",
+        Source.RULE,
+        f"{aim}; starts with {start} per rank on {platform}"
+        + (f", at most the {fits} that fit" if fits is not None and fits < start else "")
+        + ", and accumulates the rest. The launch uses the job's own settings",
+    )
+    return SuggestedBatch(
+        per_gpu_batch_size=choice.per_rank,
+        gradient_accumulation_steps=choice.accumulation,
+        total_batch_size=choice.total,
+        learning_rate=choice.learning_rate,
+        learning_rate_rule=choice.rule,
+        warmup_steps=warm,
+        warmup_epochs=warm / per_epoch if per_epoch else None,
+        job_keys="\n".join(keys),
+    )
+
+
+def _unknown() -> BatchSection:
+    return BatchSection.model_validate(dict.fromkeys(BatchSection.model_fields))

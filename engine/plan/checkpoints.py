@@ -1,0 +1,112 @@
+"""How often a run saves, and the plan's checkpoint_strategy section: what a run can resume from, and where it is
+stored."""
+
+from __future__ import annotations
+
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import Config
+from engine.plan.context import PlanContext
+from engine.plan.document import CheckpointSection, Rationale, Source
+
+MAX_SAVE_EVERY = 1000
+"""Most iterations between two saves: with a longer interval a user lost 1,780 iterations twice."""
+MAX_SAVE_EVERY_FULL = 500
+"""The same for full fine-tuning, whose iterations take longer."""
+MIN_SAVES = 20
+"""Fewest saves per run."""
+
+
+def save_every(iterations: int, *, full: bool) -> int:
+    """Iterations between two saves: min(1000, iterations / 20), at most 500 in full fine-tuning, at least 1. Raises
+    ValueError unless iterations are positive."""
+    if iterations <= 0:
+        raise ValueError(f"iterations must be positive: {iterations}")
+    return max(1, min(max_save_every(full=full), iterations // MIN_SAVES))
+
+
+def state_every(config: Config) -> int:
+    """Optimizer updates between two checkpoints of the training state; 0 means none. By default as often as the job
+    saves its adapters, which it counts in iterations."""
+    if not config.checkpoint.enabled or config.job.command is not None:
+        return 0
+    if config.checkpoint.every is not None:
+        return config.checkpoint.every
+    settings = {**DEFAULTS, **config.job.mlx_lm}
+    return max(1, int(settings["save_every"]) // int(settings["grad_accumulation_steps"]))
+
+
+def max_save_every(*, full: bool) -> int:
+    return MAX_SAVE_EVERY_FULL if full else MAX_SAVE_EVERY
+
+
+_KEY = "checkpoint_strategy."
+_RECOVERY_TIME = "null: it depends on how fast the nodes load the model, which is not measured before a launch"
+_COMMAND = "the job runs a custom command, which saves by itself"
+
+
+def checkpoint_section(context: PlanContext, rationale: Rationale) -> CheckpointSection:
+    rationale.explain(_KEY + "expected_recovery_time", Source.UNKNOWN, _RECOVERY_TIME)
+    frequency = suggested = storage = None
+    checkpoint = context.inputs.config.checkpoint
+    if not context.settings:
+        rationale.explain(_KEY + "approach", Source.USER, _COMMAND)
+        rationale.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
+    else:
+        _approach(context, rationale)
+        frequency, suggested = (
+            int(context.settings["save_every"]),
+            save_every(int(context.settings["iters"]), full=context.full),
+        )
+        _frequency(context, rationale, frequency, suggested)
+        where = "the node of rank 0" if context.inputs.strategy == "data" else "each node, which stores its own part"
+        storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
+    return CheckpointSection(
+        async_=bool(context.settings) and checkpoint.enabled,
+        compression=checkpoint.compression,
+        storage=storage,
+        frequency=frequency,
+        retention=f"last_{checkpoint.keep}_checkpoints",
+        expected_recovery_time=None,
+        suggested_frequency=suggested,
+    )
+
+
+def _approach(context: PlanContext, rationale: Rationale) -> None:
+    """Replicas hold the whole state; when it is partitioned, only the periodic checkpoint has all of it."""
+    if context.inputs.strategy == "data" and context.ranks > 1:
+        text = (
+            "when a rank is lost, the others have the state of the last finished step, and the run continues from there"
+        )
+        rationale.explain(_KEY + "approach", Source.RULE, text)
+        return
+    alone = context.ranks == 1
+    why = (
+        "with one rank there is no replica of the state"
+        if alone
+        else f"with strategy {context.inputs.strategy} no rank has the whole state"
+    )
+    text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
+    rationale.explain(_KEY + "approach", Source.RULE, text)
+    if not context.inputs.config.checkpoint.enabled:
+        rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank ends the run")
+
+
+def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int) -> None:
+    given = context.given("save_every")
+    limit = max_save_every(full=context.full)
+    updates = state_every(context.inputs.config)
+    state = (
+        f"the training state every {updates} updates" if updates else "no training state: [checkpoint] enabled = false"
+    )
+    rationale.explain(
+        _KEY + "frequency",
+        Source.USER if given else Source.DEFAULT,
+        f"{'the job sets save_every' if given else 'save_every is the default'}; {state}; the rule, min(1000, iters/20)"
+        f"{' and at most 500 in full fine-tuning' if context.full else ''}, gives {suggested}",
+    )
+    if frequency > limit:
+        text = f"save_every = {frequency} can lose that many iterations: use at most {limit} (the rule: {suggested})"
+        rationale.warn("checkpoint_strategy", text)
+    if frequency > int(context.settings["iters"]):
+        text = f"save_every = {frequency} exceeds the {context.settings['iters']} iterations: only the end is saved"
+        rationale.warn("checkpoint_strategy", text)

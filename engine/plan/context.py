@@ -1,0 +1,197 @@
+"""The inputs of a plan, collected beforehand, and the context that its sections share. Planning itself contacts no node
+and reads neither files nor the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import Config, JobConfig, Strategy
+from engine.measurements import Calibration, Division
+from engine.models import NodeFacts, Topology
+from engine.plan.data_report import DataReport
+from engine.plan.document import PlannedCheck, Rationale
+from engine.plan.fingerprint import age_days, is_stale
+from engine.plan.network import NetworkPlan
+from engine.plan.prediction import ThroughputPrediction, predict_throughput
+from engine.plan.shares import Shares, divide_batch
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The commands that start the ranks by hand."""
+
+    command: str | None = None
+    notes: tuple[str, ...] = ()
+    hostfile: Mapping[str, Any] | None = None
+    hostfile_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Paths of programs on this machine that the plan mentions."""
+
+    python: str
+    flightdeck: str
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    config: Config
+    """Contains only the nodes that would take part."""
+    strategy: Strategy
+    """The job's strategy, or the one given on the command line."""
+    now: datetime
+    topology: Topology
+    tools: Tools
+    facts: Mapping[str, NodeFacts] = field(default_factory=dict)
+    """Last known facts by node, however old; nodes that were never probed are missing."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Why a node does not respond now."""
+    network: NetworkPlan | None = None
+    network_problem: str | None = None
+    """Why `network` is None."""
+    model: Mapping[str, Any] | None = None
+    """The model's config.json."""
+    model_source: str = ""
+    """Where `model` was read, or why it was not."""
+    examples: int | None = None
+    """Number of training examples."""
+    examples_source: str = ""
+    report: DataReport | None = None
+    report_problem: str | None = None
+    """Why the job's data report could not be read."""
+    calibration: Calibration | None = None
+    division: Division | None = None
+    """How the batch was divided when the run was created; None before that, when the calibration decides."""
+    left_out: tuple[str, ...] = ()
+    """Nodes of the configuration that would not take part."""
+    launching: Launching = Launching()
+    rank_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that `flightdeck launch` sets for every rank, without secrets."""
+    checks: tuple[PlannedCheck, ...] = ()
+
+
+def usable_calibration(inputs: PlanInputs) -> Calibration | None:
+    return inputs.calibration if why_unused(inputs) is None else None
+
+
+def why_unused(inputs: PlanInputs) -> str | None:
+    """Why an existing calibration is not used; None when it is used, and when there is none."""
+    taken = inputs.calibration
+    if taken is None:
+        return None
+    if not inputs.config.calibration.enabled:
+        return "[calibration] enabled = false"
+    if is_stale(inputs.config, taken, inputs.now):
+        return f"the calibration is {age_days(taken, inputs.now):.0f} days old"
+    return None
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    inputs: PlanInputs
+    platform: str
+    """ "apple", "cuda", "cpu" or "unknown"."""
+    shares: Shares
+    micro_batches: Mapping[str, int] | None
+    """Sequences of the global batch by node; None for a custom command, for a batch that is too small, and for a
+    pipeline, in which every stage processes the whole batch."""
+    throughput: ThroughputPrediction
+
+    @property
+    def job(self) -> JobConfig:
+        return self.inputs.config.job
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """mlx-lm's keys; {} for a custom command."""
+        return {} if self.job.command is not None else self.job.mlx_lm
+
+    @property
+    def names(self) -> list[str]:
+        """Node names in rank order."""
+        return [node.name for node in self.inputs.config.nodes]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.inputs.config.nodes)
+
+    @property
+    def full(self) -> bool:
+        return bool(self.settings) and self.job.fine_tune_type == "full"
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.settings.get("grad_accumulation_steps") or 1)
+
+    @property
+    def total_batch(self) -> int | None:
+        """Sequences per update; None for a custom command."""
+        return int(self.settings["batch_size"]) * self.accumulation if self.settings else None
+
+    @property
+    def updates(self) -> int | None:
+        """Optimizer updates in the whole run; an incomplete last accumulation is applied too."""
+        return -(-int(self.settings["iters"]) // self.accumulation) if self.settings else None
+
+    @property
+    def updates_per_epoch(self) -> float | None:
+        if self.total_batch is None or self.inputs.examples is None:
+            return None
+        return self.inputs.examples / self.total_batch
+
+    def given(self, *keys: str) -> bool:
+        """True if the configuration sets any of these keys of [job], or one differs from its default."""
+        return any(key in self.job.given or self.settings.get(key) != DEFAULTS.get(key) for key in keys)
+
+
+def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
+    """Divide the batch and predict the throughput. A batch that cannot be divided is refused in `rationale`."""
+    config = inputs.config
+    shares = _shares(inputs, rationale)
+    # A division brings its own warnings about them.
+    for name in inputs.left_out if inputs.division is None else ():
+        rationale.warn("hardware_calibration", f"{name} completed no step during calibration and is left out")
+    for name in inputs.division.excluded if inputs.division is not None else ():
+        rationale.warn("nodes", f"{name} is left out: a preflight check excluded it")
+    for warning in shares.warnings:
+        rationale.warn("hardware_calibration", warning)
+    micro = None
+    if config.job.command is None and inputs.strategy != "pipeline":
+        try:
+            micro = shares.micro_batches(int(config.job.mlx_lm["batch_size"]))
+        except ValueError as error:
+            rationale.refuse("batch_size", str(error))
+    calibration, why_not = usable_calibration(inputs), why_unused(inputs)
+    predicted = predict_throughput(config, calibration, shares)
+    if why_not is not None:
+        predicted = ThroughputPrediction(why_not=why_not)
+    if inputs.division is not None and inputs.division.why_not is not None:
+        predicted = predicted.without_totals(inputs.division.why_not)
+    if inputs.strategy != "data":
+        predicted = ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
+    return PlanContext(inputs, _platform(inputs), shares, micro, predicted)
+
+
+def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:
+    if inputs.division is not None:
+        return Shares.from_division(inputs.division)
+    try:
+        return divide_batch(inputs.config, inputs.calibration, now=inputs.now)
+    except ValueError as error:
+        rationale.refuse("hardware_calibration", str(error))
+        return divide_batch(inputs.config, None)
+
+
+def _platform(inputs: PlanInputs) -> str:
+    facts = list(inputs.facts.values())
+    if any(fact.system == "Darwin" for fact in facts):
+        return "apple"
+    if any(fact.gpu == "gpu" for fact in facts):
+        return "cuda"
+    return "cpu" if facts else "unknown"

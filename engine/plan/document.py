@@ -1,0 +1,403 @@
+"""The training plan document, version 2.0.0, which `flightdeck plan` prints and every run stores, and the rationale
+that explains it. Other programs read the first sections, so their keys are fixed. null means "unknown", with the reason
+in `reasons`. Sizes are bytes, `*_s` seconds, and batches count sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.models import PreRdmaSync, WorkerConsistency
+
+
+class Source(StrEnum):
+    """Origin of a value."""
+
+    FACT = "fact"
+    """Reported by a node."""
+    CALIBRATION = "calibration"
+    """Measured by `flightdeck calibrate`."""
+    RULE = "rule"
+    """Derived from other values; the reason names the rule."""
+    USER = "user"
+    """Set in the configuration."""
+    DEFAULT = "default"
+    """Default of mlx-lm or Flight Deck."""
+    UNKNOWN = "unknown"
+    """The value is null; the reason explains why."""
+
+
+class ChoiceReason(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    key: str
+    """Path in the document: "batch_configuration.learning_rate"."""
+    source: Source
+    reason: str
+    """One sentence."""
+
+
+class PlanIssue(BaseModel):
+    """A named warning or refusal."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    text: str
+    override: str | None = None
+    """Command that launches anyway."""
+
+
+@dataclass
+class Rationale:
+    """Reasons, warnings and refusals, collected while the sections of a plan are made, in their order."""
+
+    reasons: list[ChoiceReason] = field(default_factory=list)
+    warnings: list[PlanIssue] = field(default_factory=list)
+    refusals: list[PlanIssue] = field(default_factory=list)
+
+    def explain(self, key: str, source: Source, reason: str) -> None:
+        self.reasons.append(ChoiceReason(key=key, source=source, reason=reason))
+
+    def warn(self, name: str, text: str) -> None:
+        self.warnings.append(PlanIssue(name=name, text=text))
+
+    def refuse(self, name: str, text: str, override: str | None = None) -> None:
+        self.refusals.append(PlanIssue(name=name, text=text, override=override))
+
+
+VERSION: Final = "2.0.0"
+FIRST_SECTIONS: Final = (
+    "strategy",
+    "batch_configuration",
+    "distributed_config",
+    "rdma_config",
+    "checkpoint_strategy",
+    "performance_targets",
+    "verification_steps",
+)
+"""All sections of version 1."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Disabled(_Section):
+    """A section that is switched off or does not apply."""
+
+    enabled: Literal[False] = False
+    reason: str
+
+
+class StrategySection(_Section):
+    approach: str
+    total_gpus: int
+    """World size: on Apple silicon each process drives one GPU."""
+    nodes: int
+    """Number of machines."""
+    gpus_per_node: int | None
+    """Ranks per machine; null if they differ."""
+    parallelism: str
+    """ "data", "sharded" or "pipeline"."""
+    layer_split: str | None
+    """Layers of each pipeline rank as half-open ranges: "0-8,8-36"."""
+    world_size: int
+    bubble: float | None = None
+    """Share of a pipeline step that a stage spends waiting."""
+    pipeline_micro_batches: int | None = None
+    launchable: bool
+    not_launchable: str | None = None
+
+
+class SuggestedBatch(_Section):
+    """The batch that the rules would choose; a launch uses the job's own."""
+
+    per_gpu_batch_size: int
+    gradient_accumulation_steps: int
+    total_batch_size: int
+    learning_rate: float
+    learning_rate_rule: str
+    warmup_steps: int | None
+    warmup_epochs: float | None
+    job_keys: str
+    """Lines for [job]."""
+
+
+class BatchSection(_Section):
+    """Batch and learning rate, as set in the job."""
+
+    per_gpu_batch_size: int | float | None
+    """Mean of `micro_batch`; an integer if the shares are equal."""
+    total_batch_size: int | None
+    """Sequences per update: per_gpu_batch_size · ranks · gradient_accumulation_steps."""
+    gradient_accumulation_steps: int | None
+    learning_rate: float | None
+    """The highest rate of a schedule."""
+    warmup_epochs: float | None
+    micro_batch: dict[str, int] | None
+    """Sequences of the global batch by node."""
+    learning_rate_rule: str | None
+    """How the rate of this optimizer scales with the batch: "linear" or "sqrt"."""
+    base_learning_rate: float | None
+    """Learning rate of the rule at `base_batch_size`."""
+    base_batch_size: int | None
+    rule_learning_rate: float | None
+    """Learning rate of the rule at total_batch_size."""
+    warmup_steps: int | None
+    """Updates."""
+    updates: int | None
+    """Updates in the whole run."""
+    epochs: float | None
+    """Passes through the data in the whole run."""
+    largest_per_gpu_batch_size: int | None
+    """Largest batch per rank that fits every node according to the memory estimate."""
+    suggested: SuggestedBatch | None
+
+
+class PlannedHostfile(_Section):
+    path: str | None
+    """Where `flightdeck plan` wrote it on this machine."""
+    document: dict[str, Any]
+
+
+class DistributedSection(_Section):
+    mlx_launch_command: str | None
+    """Shell command for this machine, with stock mlx.launch and stock mlx-lm."""
+    gradient_sync: str
+    unified_memory: bool | None
+    mlx_env_vars: dict[str, str]
+    """Variables that `flightdeck launch` sets for every rank."""
+    hostfile: PlannedHostfile | None
+    launch_notes: tuple[str, ...] = ()
+    """How the command differs from `flightdeck launch`, or why it is null."""
+
+
+class RdmaSection(_Section):
+    enabled: bool
+    platform: str
+    """ "apple", "cuda" or "cpu"."""
+    backend: str | None
+    expected_speedup: float | None
+    """Throughput of all ranks over that of the fastest node alone, calibrated with this backend."""
+    env_vars: dict[str, str]
+    """NCCL variables that `flightdeck launch` sets for every rank."""
+    setup: tuple[str, ...]
+    """Manual steps to run once."""
+    reason: str
+    latency_s: float | None = None
+    """Measured latency of a small all_sum over all ranks."""
+    bandwidth_bytes_per_s: float | None = None
+
+
+class CheckpointSection(_Section):
+    approach: Literal["FlashRecovery"] = "FlashRecovery"
+    async_: bool
+    compression: str
+    storage: str | None
+    frequency: int | None
+    """Iterations between two saves, as set in the job."""
+    retention: str = "last_3_checkpoints"
+    expected_recovery_time: float | None
+    suggested_frequency: int | None
+
+    model_config = ConfigDict(frozen=True, alias_generator=lambda name: name.rstrip("_"), populate_by_name=True)
+
+
+class PerformanceSection(_Section):
+    throughput: float | None
+    """Samples per second over all ranks."""
+    gpu_utilization: str = ">80%"
+    checkpoint_overhead: str = "<5%"
+    tokens_per_second: float | None
+    step_s: float | None
+    speed_up: float | None
+    """Throughput over that of the fastest node alone."""
+    efficiency: float | None
+    """Throughput over the sum of all nodes running alone."""
+    duration_s: float | None
+    """Duration of all iterations, without validation and saving."""
+
+
+class MeasuredNode(_Section):
+    examples_per_s: float | None
+    spread: float | None
+    tokens_per_s: float | None
+    problem: str | None
+
+
+class CalibrationSection(_Section):
+    enabled: Literal[True] = True
+    measured_performance: dict[str, MeasuredNode]
+    workload_distribution: dict[str, float]
+    """Share of the batch by node; they sum to 1."""
+    macos_qos_api: str
+    calibration_notes: tuple[str, ...]
+    taken_at: datetime
+    age_days: float
+
+
+class NoCalibrationSection(Disabled):
+    """Not calibrated; the shares are assumed."""
+
+    workload_distribution: dict[str, float]
+    macos_qos_api: str
+    calibration_notes: tuple[str, ...]
+
+
+class ReplicaWatch(_Section):
+    """Comparison of the replicas during training."""
+
+    enabled: Literal[True] = True
+    every_updates: int
+    staleness_threshold: int
+    staleness_rule: str
+    """The measure compared with the threshold, since ranks in lockstep are never updates apart."""
+    kl_threshold: float
+    wasserstein_threshold: float
+    byzantine_rule: str
+    on_corruption: str
+
+
+class ConsistencySection(WorkerConsistency):
+    """Comparison of the workers before the launch and during training."""
+
+    workers: int
+    compared: tuple[str, ...]
+    while_training: ReplicaWatch | Disabled
+
+
+class ChunkingSection(_Section):
+    enabled: Literal[True] = True
+    dataset_size: int
+    chunk_size: int
+    num_chunks: int
+    progress: str
+    """Progress text of the first chunk."""
+
+
+class PlannedCheck(_Section):
+    name: str
+    what: str
+    overridden: bool
+
+
+class ChecklistSection(_Section):
+    checks: tuple[PlannedCheck, ...]
+
+
+class RankMemory(_Section):
+    """Memory that a rank needs, and the limit of its node."""
+
+    node: str
+    weights_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activations_bytes: int | None = None
+    logits_bytes: int | None = None
+    communication_bytes: int | None = None
+    update_bytes: int | None = None
+    """Working memory of the optimizer's step."""
+    reserve_bytes: int | None = None
+    """Memory of the process outside MLX's arrays."""
+    peak_bytes: int | None = None
+    """Peak of MLX: the state plus the larger of the backward pass and the update."""
+    needed_bytes: int | None = None
+    """peak_bytes + reserve_bytes."""
+    source: str | None = None
+    """ "estimate" from config.json, or "calibration"."""
+    limit_bytes: int | None = None
+    limit_from: str | None = None
+    fits: bool | None = None
+    """null if the need or the limit is unknown."""
+
+
+class MemorySection(_Section):
+    enabled: Literal[True] = True
+    parameters: int
+    trainable_parameters: int
+    trainable_share: float
+    layers: int
+    assumptions: tuple[str, ...]
+    ranks: tuple[RankMemory, ...]
+
+
+class PlannedAdvice(_Section):
+    name: str
+    text: str
+    source: str
+    disputed: bool = False
+    override: str | None = None
+
+
+class PlannedNode(_Section):
+    rank: int
+    node: str
+    host: str
+    chip: str | None
+    memory_bytes: int | None
+    share: float | None
+    facts_age_s: float | None
+    """null if the node was never probed."""
+    problem: str | None
+    """Why the node did not respond."""
+
+
+class DataSection(_Section):
+    examples: int | None
+    source: str
+
+
+class DataQualitySection(_Section):
+    enabled: Literal[True] = True
+    overall_score: float | None
+    quality_tier: str | None
+    total_examples: int | None
+    dpo_metrics: dict[str, Any] | None
+    rlvr_verifiability: dict[str, Any] | float | None
+    poisoning_detected: bool
+    overall_ready: bool | None
+    recommendations: tuple[str, ...]
+
+
+class TrainingPlan(_Section):
+    version: Literal["2.0.0"] = VERSION
+    strategy: StrategySection
+    batch_configuration: BatchSection
+    distributed_config: DistributedSection
+    rdma_config: RdmaSection
+    checkpoint_strategy: CheckpointSection
+    performance_targets: PerformanceSection
+    verification_steps: tuple[str, ...]
+    pre_rdma_sync: PreRdmaSync
+    hardware_calibration: CalibrationSection | NoCalibrationSection
+    worker_consistency: ConsistencySection
+    coordinator_chunking: ChunkingSection | Disabled
+    pre_flight_checklist: ChecklistSection
+    cluster: str
+    job: str
+    made_at: datetime
+    nodes: tuple[PlannedNode, ...]
+    memory: MemorySection | Disabled
+    data: DataSection
+    data_quality: DataQualitySection | Disabled
+    advice: tuple[PlannedAdvice, ...]
+    warnings: tuple[PlanIssue, ...]
+    refusals: tuple[PlanIssue, ...]
+    """Reasons against launching it; empty if it can be launched."""
+    reasons: tuple[ChoiceReason, ...]
+    """Reason of each choice, in the order of the document."""
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.refusals)
+
+    def document(self, form: Literal["v1", "v2"] = "v2") -> dict[str, Any]:
+        """JSON values; "v1" has only the first seven sections and no version."""
+        whole: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return {name: whole[name] for name in FIRST_SECTIONS} if form == "v1" else whole

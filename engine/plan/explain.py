@@ -1,0 +1,157 @@
+"""The plan as text for people: a summary, and the reason and source of each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engine.plan.document import ChunkingSection, MemorySection, Source, TrainingPlan
+
+_FROM = {
+    Source.FACT: "reported by the nodes",
+    Source.CALIBRATION: "measured by calibrate",
+    Source.RULE: "rule",
+    Source.USER: "configuration",
+    Source.DEFAULT: "default",
+    Source.UNKNOWN: "unknown",
+}
+Row = tuple[str, str]
+
+
+def summary(plan: TrainingPlan) -> list[Row]:
+    """The planned launch, its nodes and its needs, as (label, text)."""
+    rows = [("job", f"{plan.job} on {plan.cluster}"), ("strategy", _strategy(plan)), ("batch", _batch(plan))]
+    if (rate := _rate(plan)) is not None:
+        rows.append(("learning rate", rate))
+    rows += [
+        ("shares", _shares(plan)),
+        ("backend", f"{plan.rdma_config.backend or 'not known'}: {plan.rdma_config.reason}"),
+    ]
+    rows.append(("memory", _memory(plan)))
+    rows.append(("throughput", _throughput(plan)))
+    rows.append(("saves", _saves(plan)))
+    rows.append(("data", _data(plan)))
+    return rows
+
+
+def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
+    """(section, rows) where a row is (key and value, reason and source); the key "" means the whole section."""
+    values = plan.model_dump(mode="json", by_alias=True)
+    sections: dict[str, list[Row]] = {}
+    for reason in plan.reasons:
+        section, _, key = reason.key.partition(".")
+        value = _value(values, reason.key)
+        label = f"{key} = {value}" if key and value is not None else key
+        sections.setdefault(section, []).append((label, f"{reason.reason} ({_FROM[reason.source]})"))
+    yield from sections.items()
+    if plan.advice:
+        yield (
+            "advice",
+            [(advice.name, _advised(advice.text, advice.source, disputed=advice.disputed)) for advice in plan.advice],
+        )
+
+
+def _strategy(plan: TrainingPlan) -> str:
+    section = plan.strategy
+    text = f"{section.parallelism}, {_count(section.world_size, 'rank')} on {_count(section.nodes, 'machine')}"
+    if section.layer_split is not None:
+        text += f", layers {section.layer_split}"
+    if section.bubble is not None:
+        text += f", waiting {section.bubble:.0%} of each step"
+    return text if section.launchable else f"{text}; {section.not_launchable}"
+
+
+def _batch(plan: TrainingPlan) -> str:
+    section = plan.batch_configuration
+    if section.total_batch_size is None:
+        return "chosen by the command"
+    micro = " + ".join(f"{node} {count}" for node, count in (section.micro_batch or {}).items())
+    text = f"{section.total_batch_size} per update"
+    if micro:
+        text += f": {micro}"
+    if section.gradient_accumulation_steps != 1:
+        text += f", accumulated {section.gradient_accumulation_steps} times"
+    if section.largest_per_gpu_batch_size is not None:
+        text += f"; up to {section.largest_per_gpu_batch_size:,} per rank would fit"
+    return text
+
+
+def _rate(plan: TrainingPlan) -> str | None:
+    section = plan.batch_configuration
+    if section.learning_rate is None:
+        return None
+    text = f"{section.learning_rate:g}"
+    if section.rule_learning_rate is not None:
+        text += f" ({section.learning_rate_rule} rule: {section.rule_learning_rate:.2g})"
+    return text + (f", {_count(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
+
+
+def _shares(plan: TrainingPlan) -> str:
+    shares = plan.hardware_calibration.workload_distribution
+    return ", ".join(f"{node} {share:.1%}" for node, share in shares.items())
+
+
+def _memory(plan: TrainingPlan) -> str:
+    section = plan.memory
+    if not isinstance(section, MemorySection):
+        return f"not known: {section.reason}"
+    text = []
+    for rank in section.ranks:
+        need = f"{rank.needed_bytes / 1e9:,.1f}" if rank.needed_bytes is not None else "?"
+        limit = f"{rank.limit_bytes / 1e9:,.1f} GB" if rank.limit_bytes is not None else "an unknown limit"
+        text.append(f"{rank.node} {need} of {limit}" + (", too much" if rank.fits is False else ""))
+    return "; ".join(dict.fromkeys(text))
+
+
+def _throughput(plan: TrainingPlan) -> str:
+    section = plan.performance_targets
+    if section.throughput is None:
+        why = next((r.reason for r in plan.reasons if r.key == "performance_targets.throughput"), "")
+        return f"not known: {why}"
+    text = f"{section.throughput:.2f} samples/s"
+    return text + (f", {section.speed_up:.2f} times the fastest node alone" if section.speed_up is not None else "")
+
+
+def _saves(plan: TrainingPlan) -> str:
+    section = plan.checkpoint_strategy
+    if section.frequency is None:
+        return "by the command itself"
+    state = "with the training state in the background" if section.async_ else "without the training state"
+    frequency = f"every {section.frequency:,} iterations (rule: {section.suggested_frequency:,})"
+    return f"adapters {frequency}, {state}, to {section.storage}"
+
+
+def _data(plan: TrainingPlan) -> str:
+    size = f"{plan.data.examples:,} examples, " if plan.data.examples is not None else "not known: "
+    chunks = plan.coordinator_chunking
+    tail = f"; {chunks.num_chunks} chunks of {chunks.chunk_size:,}" if isinstance(chunks, ChunkingSection) else ""
+    return f"{size}{plan.data.source}{tail}"
+
+
+def _advised(text: str, source: str, *, disputed: bool) -> str:
+    return f"{text} ({source}{'; disputed' if disputed else ''})"
+
+
+def _count(number: int | None, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}" if number is not None else f"? {noun}s"
+
+
+def _value(values: Mapping[str, Any], key: str) -> str | None:
+    """The value at `key` of the document, if it is short enough to print."""
+    found: Any = values
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if isinstance(found, bool):
+        return str(found).lower()
+    if isinstance(found, float):
+        return f"{found:g}"
+    if isinstance(found, Mapping):
+        short = all(isinstance(item, int | float) for item in found.values()) and 0 < len(found) <= 16
+        return (
+            ", ".join(
+                f"{name} {item:.3g}" if isinstance(item, float) else f"{name} {item}" for name, item in found.items()
+            )
+            if short
+            else None
+        )
+    return str(found) if isinstance(found, int | str) and len(str(found)) <= 60 else None

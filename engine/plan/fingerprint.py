@@ -1,0 +1,105 @@
+"""Fingerprints of everything that calibration results depend on: they apply only if the fingerprint is unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from engine.config.models import Config, NodeConfig
+from engine.measurements import Calibration
+from engine.models import NodeFacts
+
+STEP_KEYS = (
+    "batch_size",
+    "grad_accumulation_steps",
+    "grad_checkpoint",
+    "lora_parameters",
+    "mask_prompt",
+    "max_seq_length",
+    "num_layers",
+    "optimizer",
+    "optimizer_config",
+    "optimizer_precision",
+)
+"""The mlx-lm keys that affect the time or memory of a step."""
+
+
+def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
+    """SHA-256, hexadecimal, of the job's model, data and settings, and the nodes' hosts, chips and versions as last
+    reported (empty for a node that was never probed)."""
+    seen = {(fact.node, fact.host): fact for fact in facts}
+    job = config.job
+    what = {
+        "job": {
+            "command": job.command,
+            "model": job.model,
+            "fine_tune_type": job.fine_tune_type,
+            "strategy": job.strategy,
+            "env": job.env,
+            **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
+        },
+        "backend": config.cluster.backend,
+        "nodes": [_node(node, seen.get((node.name, node.ssh))) for node in config.nodes],
+    }
+    return _digest(what)
+
+
+def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, str]:
+    """SHA-256, hexadecimal, by node of its part of the fingerprint, for nodes with facts."""
+    seen = {(fact.node, fact.host): fact for fact in facts if fact.problem is None}
+    return {
+        node.name: _digest(_node(node, seen[node.name, node.ssh]))
+        for node in config.nodes
+        if (node.name, node.ssh) in seen
+    }
+
+
+def changed_nodes(config: Config, facts: Iterable[NodeFacts], calibration: Calibration) -> tuple[str, ...]:
+    """Nodes whose chip, python, mlx, mlx-lm or address changed since they were calibrated. A node that does not respond
+    does not count as changed."""
+    now = node_fingerprints(config, facts)
+    return tuple(
+        name for name, digest in now.items() if name in calibration.machines and calibration.machines[name] != digest
+    )
+
+
+def latest_matching(
+    config: Config, facts: Iterable[NodeFacts], calibrations: Iterable[Calibration]
+) -> Calibration | None:
+    """The newest of `calibrations` of this job on these nodes, however old."""
+    wanted = fingerprint(config, facts)
+    return max(
+        (taken for taken in calibrations if taken.fingerprint == wanted),
+        key=lambda taken: taken.taken_at,
+        default=None,
+    )
+
+
+def age_days(calibration: Calibration, now: datetime) -> float:
+    """At least 0, even if the clock was set back."""
+    return max(0.0, (now - calibration.taken_at).total_seconds() / 86_400)
+
+
+def is_stale(config: Config, calibration: Calibration, now: datetime) -> bool:
+    return age_days(calibration, now) > config.calibration.max_age_days
+
+
+def _digest(what: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "ssh": node.ssh,
+        "ips": node.ips,
+        "model": node.model,
+        "data": node.data,
+        "chip": facts.chip if facts else None,
+        "python": facts.python if facts else None,
+        "mlx": facts.mlx if facts else None,
+        "mlx_lm": facts.mlx_lm if facts else None,
+    }

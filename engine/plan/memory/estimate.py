@@ -1,0 +1,407 @@
+"""Estimates the memory of one training step on one rank, in bytes, and extrapolates the peak at another batch size from
+calibration's probes. Activations are counted for MLX's operations without fused kernels, as its CPU build runs them;
+for a Mac's GPU that is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.errors import InputError
+from engine.measurements import MemoryProbe
+from engine.plan.memory.architecture import Layer, Matrix, Sublayer
+from engine.plan.memory.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RankWorkload:
+    """One rank's share of a job."""
+
+    fine_tune_type: Literal["lora", "dora", "full"] = "lora"
+    num_layers: int = -1
+    """Trained layers, counted from the last; -1 means all."""
+    lora_rank: int = 8
+    lora_keys: tuple[str, ...] | None = None
+    """Paths of the matrices that get an adapter; None means every matrix of a trained layer, as in mlx-lm."""
+    batch: int = 1
+    """Sequences in flight on this rank at once: one micro-batch, or several in a pipeline."""
+    sequence: int = 2048
+    """Tokens per sequence, padding included."""
+    grad_checkpoint: bool = False
+    optimizer: str = "adam"
+    optimizer_precision: Literal["float32", "parameter"] = "float32"
+    strategy: Literal["data", "sharded", "pipeline"] = "data"
+    world_size: int = 1
+    layers: tuple[int, int] | None = None
+    """Layers of a pipeline stage, half-open; None means all of them."""
+    accumulation: int = 1
+    """Micro-batches per update; with 2 or more, the accumulated gradients stay in memory beside the next ones."""
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The trained parameters, grouped as the optimizer sees them."""
+
+    tables: tuple[tuple[int, int, int], ...]
+    """(copies, rows, columns) of each parameter with two or more dimensions."""
+    vectors: int
+    """Elements of all one-dimensional parameters."""
+
+    @property
+    def parameters(self) -> int:
+        return self.vectors + sum(copies * rows * columns for copies, rows, columns in self.tables)
+
+    @property
+    def rows_and_columns(self) -> int:
+        """Elements of a factored second moment (Adafactor)."""
+        return self.vectors + sum(copies * (rows + columns) for copies, rows, columns in self.tables)
+
+
+def adapted(matrix: Matrix, workload: RankWorkload) -> bool:
+    return workload.fine_tune_type != "full" and (workload.lora_keys is None or matrix.name in workload.lora_keys)
+
+
+def trained_layers(shape: ModelShape, workload: RankWorkload, stage: range) -> range:
+    """The layers of the stage that are trained: mlx-lm trains the model's last ones."""
+    first = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
+    return range(min(max(stage.start, first), stage.stop), stage.stop)
+
+
+def trained_parameters(shape: ModelShape, workload: RankWorkload, stage: range) -> TrainedParameters:
+    """The trained parameters of a stage. Raises InputError for full fine-tuning of quantized weights."""
+    layers = [shape.architecture.layers[number] for number in trained_layers(shape, workload, stage)]
+    if workload.fine_tune_type == "full":
+        if shape.quantization is not None:
+            raise InputError(
+                "a quantized model cannot be fully fine-tuned",
+                where="[job] fine_tune_type",
+                why="MLX has no gradients for quantized weights",
+                todo='use fine_tune_type = "lora", or the unquantized model',
+            )
+        return _all_parameters(layers)
+    matrices = [matrix for layer in layers for matrix in layer.matrices if adapted(matrix, workload)]
+    matrices += [
+        matrix
+        for matrix in embedding_and_head(shape, stage)
+        if workload.lora_keys is not None and adapted(matrix, workload)
+    ]
+    rank = workload.lora_rank
+    tables = [
+        table
+        for matrix in matrices
+        for table in ((matrix.copies, matrix.inputs, rank), (matrix.copies, rank, matrix.outputs))
+    ]
+    magnitudes = sum(matrix.outputs for matrix in matrices) if workload.fine_tune_type == "dora" else 0
+    return TrainedParameters(tuple(tables), magnitudes)
+
+
+def embedding_and_head(shape: ModelShape, stage: range) -> Iterator[Matrix]:
+    """The embedding on the first stage, the head on the last; a tied matrix is on both."""
+    first, last = stage.start == 0, stage.stop == shape.layers
+    if first or (last and shape.tied):
+        yield shape.architecture.embedding
+    if last and shape.architecture.head is not None:
+        yield shape.architecture.head
+
+
+def _all_parameters(layers: list[Layer]) -> TrainedParameters:
+    tables = tuple((matrix.copies, matrix.outputs, matrix.inputs) for layer in layers for matrix in layer.matrices)
+    vectors = sum(layer.unquantized + sum(matrix.biases for matrix in layer.matrices) for layer in layers)
+    return TrainedParameters(tables, vectors)
+
+
+_FLOAT32_BYTES = 4
+_WORKING = 1.0
+"""Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
+states do not count: the backward pass visits them one token at a time and frees each gradient."""
+_RECOMPUTED = 2.75
+"""The same ratio under gradient checkpointing, which first repeats the layer's forward pass: what the layer keeps, as
+much again for the backward pass, and three quarters of the next layer, which MLX starts early. Measured at three model
+sizes: 2.75 to 2.80."""
+_LOSS_ARRAYS = 6
+"""Arrays of tokens × vocabulary alive while the gradient of the loss is computed: logits, logits minus their maximum,
+exponentials, softmax, scattered targets, and their sum."""
+_WAITING_LOSS_ARRAYS = 2
+"""Arrays of those still alive during the layers' backward pass, since the value of the loss is computed last."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activation memory of one rank, bytes."""
+
+    layers: int
+    """Kept by all layers, plus the working memory of the largest."""
+    logits: int
+    """Added by the head and the loss at the peak, whichever of the two moments is larger."""
+
+
+def activations(shape: ModelShape, workload: RankWorkload, stage: range) -> Activations:
+    # Layers before the first trained one keep nothing.
+    tokens = workload.batch * workload.sequence
+    one = shape.dtype_bytes
+    trained = [shape.architecture.layers[number] for number in trained_layers(shape, workload, stage)]
+    whole = [tokens * kept_per_token(shape, layer, workload) for layer in trained]
+    most = max((tokens * _working_per_token(shape, layer, workload) for layer in trained), default=0)
+    transient = max((_adapter_outputs(shape, layer, workload) for layer in trained), default=0)
+    if workload.grad_checkpoint:
+        held = len(trained) * tokens * shape.hidden * one
+        working = int((_RECOMPUTED - _WORKING) * max(whole, default=0) + _WORKING * most) + transient
+    else:
+        held, working = sum(whole), int(_WORKING * most)
+    if stage.stop < shape.layers:
+        return Activations(held + working, 0)
+    last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
+    vocabulary = tokens * shape.vocabulary * one
+    backward = working + _WAITING_LOSS_ARRAYS * vocabulary
+    loss = _LOSS_ARRAYS * vocabulary
+    return Activations(held + working, last_norm + max(backward, loss) - working)
+
+
+def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload, *, fused: bool = False) -> int:
+    """Bytes per token that one trained layer keeps for the backward pass. With `fused`, attention's kernel recomputes
+    the scores, as a GPU's can, and keeps none."""
+    one = shape.dtype_bytes
+    normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
+    # A norm is computed in float32 and needs its input; a trained norm needs its output too.
+    kept = normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
+    for sublayer in layer.sublayers:
+        kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(shape, sublayer, workload)
+        if not fused:
+            kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
+    return kept
+
+
+def _working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
+    """Working memory of one layer's backward pass, bytes per token."""
+    states = sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES
+    return kept_per_token(shape, layer, workload) - states
+
+
+def _inputs(shape: ModelShape, sublayer: Sublayer, workload: RankWorkload) -> int:
+    """Bytes per token of the inputs of trained matrices. Full fine-tuning keeps each shared array once; with 16-bit
+    weights each adapter makes its own float32 copy, since mlx-lm's adapters are float32."""
+    one = shape.dtype_bytes
+    if workload.fine_tune_type == "full":
+        return sum(_sources(sublayer.matrices).values()) * one
+    chosen = [matrix for matrix in sublayer.matrices if adapted(matrix, workload)]
+    ranks = sum(matrix.active for matrix in chosen) * workload.lora_rank * _FLOAT32_BYTES
+    if workload.fine_tune_type == "dora":
+        ranks += sum(matrix.outputs for matrix in chosen) * one
+    if one < _FLOAT32_BYTES:
+        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
+    return ranks + sum(_sources(chosen).values()) * _FLOAT32_BYTES
+
+
+def _sources(matrices: tuple[Matrix, ...] | list[Matrix]) -> dict[str, int]:
+    """Elements per token of each array that the matrices multiply."""
+    return {matrix.source: matrix.inputs * matrix.active for matrix in matrices}
+
+
+def _adapter_outputs(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
+    """Short-lived float32 outputs of a 16-bit layer's adapters, bytes."""
+    if workload.fine_tune_type == "full" or shape.dtype_bytes == _FLOAT32_BYTES:
+        return 0
+    outputs = sum(matrix.outputs * matrix.active for matrix in layer.matrices if adapted(matrix, workload))
+    return workload.batch * workload.sequence * outputs * _FLOAT32_BYTES
+
+
+_UPDATE_COPIES = 2
+"""Working memory of the optimizer's step, in multiples of the gradients: the mean gradients sliced out of the flat
+buckets, and as much again of new moments and weights before the old ones are freed."""
+MOST_SEQUENCES = 2**20
+"""Upper limit of the search for the largest batch."""
+RESERVE_BYTES = 3 * 2**29
+"""Memory of a rank's process beyond MLX's live arrays: up to 1 GiB of freed buffers that the trainer lets MLX cache,
+and half a GiB for Python, the tokenizer and the data."""
+
+
+class MemoryEstimate(BaseModel):
+    """Breakdown of the memory of one rank."""
+
+    model_config = ConfigDict(frozen=True)
+
+    weights_bytes: int
+    """Weights as stored, adapters included."""
+    gradients_bytes: int
+    """Float32 sums in flat buckets."""
+    optimizer_bytes: int
+    """Float32 master copies of 16-bit weights, and the optimizer's moments."""
+    activations_bytes: int
+    """Kept for the backward pass, and its working memory, without the logits."""
+    logits_bytes: int
+    """Output of the head and the loss: several arrays of batch × sequence × vocabulary."""
+    communication_bytes: int
+    """Reduced gradients beside the local ones (data), or one fully gathered layer (sharded)."""
+    update_bytes: int
+    """Working memory of the optimizer's step."""
+    before_bytes: int
+    """Weights, optimizer state, and the gradients alive at the peak of the activations."""
+    peak_bytes: int
+    """MLX's peak: the larger of the backward pass and the update, each with the state alive at that time."""
+    reserve_bytes: int
+    """Memory of the process outside MLX's live arrays."""
+    trainable_parameters: int
+    total_parameters: int
+    """Parameters of this rank's layers, adapters included; the full number when they are sharded."""
+    assumption: str
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer state, which do not depend on the batch."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Peak plus reserve: what the node must provide."""
+        return self.peak_bytes + self.reserve_bytes
+
+
+@dataclass(frozen=True)
+class _State:
+    """State of one rank before sharding, bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
+    """Raises InputError for layers that the model does not have, and for what MLX cannot train."""
+    stage = _stage(shape, workload)
+    trained = trained_parameters(shape, workload, stage)
+    state = _state(shape, workload, stage, trained)
+    share = max(1, workload.world_size) if workload.strategy == "sharded" else 1
+    weights, gradients, optimizer = (-(-each // share) for each in (state.weights, state.gradients, state.optimizer))
+    activation = activations(shape, workload, stage)
+    gathered = _gathered(shape, workload, stage) if share > 1 else 0
+    summed = gradients if workload.strategy == "data" and workload.world_size > 1 else 0
+    update = _UPDATE_COPIES * gradients
+    # When the backward pass starts there are no gradients of this micro-batch yet. With checkpointing every layer needs
+    # the same working memory, so the peak comes later: measured when half of the gradients exist.
+    waiting = gradients * (workload.accumulation > 1) + gradients // 2 * workload.grad_checkpoint
+    before = weights + optimizer + waiting
+    backward = before + activation.layers + activation.logits + gathered
+    return MemoryEstimate(
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activation.layers,
+        logits_bytes=activation.logits,
+        communication_bytes=summed + gathered,
+        update_bytes=update,
+        before_bytes=before,
+        peak_bytes=max(backward, weights + optimizer + gradients + summed + update),
+        reserve_bytes=RESERVE_BYTES,
+        trainable_parameters=trained.parameters,
+        total_parameters=_parameters(shape, stage) + (0 if workload.fine_tune_type == "full" else trained.parameters),
+        assumption=_assumption(shape, workload),
+    )
+
+
+def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int | None:
+    """Most sequences of a rank that fit `limit_bytes`, reserve included; None when not even one fits."""
+
+    def fits(batch: int) -> bool:
+        return estimate(shape, replace(workload, batch=batch)).needed_bytes <= limit_bytes
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high <= MOST_SEQUENCES and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MOST_SEQUENCES + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _stage(shape: ModelShape, workload: RankWorkload) -> range:
+    first, end = workload.layers if workload.layers is not None else (0, shape.layers)
+    if not 0 <= first < end <= shape.layers:
+        raise InputError(f"the model has {shape.layers} layers, not {first}-{end}", where="layer_split")
+    return range(first, end)
+
+
+def _state(shape: ModelShape, workload: RankWorkload, stage: range, trained: TrainedParameters) -> _State:
+    count = trained.parameters
+    whole = workload.fine_tune_type == "full"
+    weights = sum(shape.layer_bytes(shape.architecture.layers[number]) for number in stage)
+    weights += sum(map(shape.matrix_bytes, embedding_and_head(shape, stage)))
+    if stage.stop == shape.layers:
+        weights += shape.architecture.last_norm * shape.dtype_bytes
+    if not whole:
+        # mlx-lm's adapters are float32, whatever the model's type.
+        weights += count * _FLOAT32_BYTES
+    in_16_bits = whole and shape.dtype_bytes < _FLOAT32_BYTES
+    kept = workload.optimizer_precision == "float32"
+    masters = count * _FLOAT32_BYTES if in_16_bits and kept else 0
+    moment_bytes = shape.dtype_bytes if in_16_bits and not kept else _FLOAT32_BYTES
+    return _State(weights, count * _FLOAT32_BYTES, masters + _moments(workload.optimizer, trained) * moment_bytes)
+
+
+def _moments(optimizer: str, trained: TrainedParameters) -> int:
+    """Elements of optimizer state: first and second moments, a momentum, or factored second moments."""
+    name = optimizer.lower()
+    if name == "adafactor":
+        return trained.rows_and_columns
+    return trained.parameters * (2 if name in ("adam", "adamw") else 1)
+
+
+def _gathered(shape: ModelShape, workload: RankWorkload, stage: range) -> int:
+    """Bytes of the largest layer fully gathered: its weights, and its gradient before the scatter."""
+    trained = trained_layers(shape, workload, stage)
+    whole = workload.fine_tune_type == "full"
+    return max(
+        shape.layer_bytes(layer) + (layer.parameters * _FLOAT32_BYTES if whole and number in trained else 0)
+        for number, layer in ((number, shape.architecture.layers[number]) for number in stage)
+    )
+
+
+def _parameters(shape: ModelShape, stage: range) -> int:
+    last_norm = shape.architecture.last_norm if stage.stop == shape.layers else 0
+    around = sum(matrix.parameters for matrix in embedding_and_head(shape, stage)) + last_norm
+    return around + sum(shape.layer_parameters[number] for number in stage)
+
+
+def _assumption(shape: ModelShape, workload: RankWorkload) -> str:
+    packing = shape.quantization
+    stored = f"{packing.bits}-bit" if packing else shape.dtype
+    kept = (
+        "float32 masters and moments" if workload.optimizer_precision == "float32" else "moments in the weights' type"
+    )
+    worked = "gradient checkpointing" if workload.grad_checkpoint else "all activations kept"
+    return (
+        f"{workload.fine_tune_type}, {stored} weights, float32 gradients, {workload.optimizer} with {kept}, {worked}, "
+        "operations not fused"
+    )
+
+
+_MIN_GROWTH = 0.001
+"""Growth per sequence, relative to the peak, below which the optimizer's step was the peak at both batches, so that the
+probes tell nothing about the activations of a larger batch."""
+
+
+def peak_from_probes(probes: Sequence[MemoryProbe], batch: int, *, before_bytes: int | None = None) -> int | None:
+    """The peak at `batch` sequences, bytes, which grows linearly with the batch.
+
+    With `before_bytes` (MemoryEstimate.before_bytes), the line runs from there at batch 0 through the largest probed
+    batch, and never below the smallest peak: at batch 1 or 2 of full fine-tuning the peak may be the optimizer's step,
+    which is not on the activations' line. Without it, the line runs through the smallest and the largest batch; the
+    result is None beyond them if the peak did not grow. None with fewer than two different batches.
+    """
+    ordered = sorted(probes, key=lambda probe: probe.batch)
+    if len({probe.batch for probe in ordered}) < 2:
+        return None
+    low, high = ordered[0], ordered[-1]
+    if before_bytes is not None:
+        slope = max(0.0, (high.peak_bytes - before_bytes) / high.batch)
+        return max(low.peak_bytes, round(high.peak_bytes + slope * (batch - high.batch)))
+    slope = (high.peak_bytes - low.peak_bytes) / (high.batch - low.batch)
+    if slope < _MIN_GROWTH * low.peak_bytes:
+        return low.peak_bytes if batch <= low.batch else None
+    return max(0, round(low.peak_bytes + slope * (batch - low.batch)))

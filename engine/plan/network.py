@@ -1,0 +1,323 @@
+"""How the ranks are connected: the backend, each rank's addresses and RDMA devices, what prevents RDMA, and NCCL's
+environment variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.cluster import hardware
+from engine.cluster.topology import ring_order
+from engine.config.models import Config, NodeConfig
+from engine.errors import LaunchError
+from engine.models import Interface, NodeFacts, Topology
+from engine.plan.addresses import choose_addresses
+from engine.security.identifiers import SshTarget
+
+RdmaRow = tuple[str | tuple[str, ...] | None, ...]
+"""RDMA device to each rank (several devices with several cables); None for the rank itself and without a cable."""
+
+
+class LaunchHost(BaseModel):
+    """One rank's entry of the hostfile."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ssh: str
+    """In OpenSSH's form (SshTarget.openssh)."""
+    ips: tuple[str, ...] = ()
+    rdma: RdmaRow | None = None
+    """None without RDMA."""
+
+
+class NetworkPlan(BaseModel):
+    """The chosen backend and hosts, with the reasons."""
+
+    model_config = ConfigDict(frozen=True)
+
+    backend: str
+    """ "ring", "jaccl", "jaccl-ring" or "nccl"."""
+    hosts: tuple[LaunchHost, ...]
+    infiniband: bool = False
+    """With nccl: every node has an active InfiniBand device."""
+    reasons: tuple[str, ...] = ()
+    """One sentence each: why this backend, and where the addresses came from."""
+    warnings: tuple[str, ...] = ()
+    """Improvements that are not possible now, such as RDMA that is off on one node."""
+
+
+NCCL_BUFFER_BYTES = 8 << 20
+"""NCCL_BUFFSIZE for gradients that fill it many times; NCCL's default is half of it."""
+NCCL_SMALL_BUFFER_BYTES = 4 << 20
+_MIN_BUFFERS = 8
+"""Number of buffers that a gradient must fill for the larger size to help."""
+INFINIBAND_PLATFORM = "Red Hat OpenShift AI 2.19 or later"
+"""Supports InfiniBand for distributed training."""
+
+
+def has_infiniband(names: Sequence[str], facts: Mapping[str, NodeFacts]) -> bool:
+    return all(
+        any(device.port_state == "PORT_ACTIVE" for device in facts[name].rdma_devices) if name in facts else False
+        for name in names
+    )
+
+
+def nccl_environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[str, str]:
+    """Variables for every rank: InfiniBand with GPUDirect RDMA, or else TCP; NCCL logs the network it uses. The buffer
+    size depends on the bytes of one all_sum, None if unknown."""
+    if not infiniband:
+        return {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    small = gradient_bytes is not None and gradient_bytes < _MIN_BUFFERS * NCCL_BUFFER_BYTES
+    size = NCCL_SMALL_BUFFER_BYTES if small else NCCL_BUFFER_BYTES
+    return {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "5", "NCCL_BUFFSIZE": str(size), "NCCL_DEBUG": "INFO"}
+
+
+MIN_MACOS = (26, 2)
+MAX_MESH_RANKS = 8
+"""Limit of a full mesh in MLX's jaccl."""
+_ENABLE = "boot into Recovery OS, open Terminal, run rdma_ctl enable"
+_PREFIX = "rdma_"
+_OWN_NETWORK = "give each cable its own /30 network, and take the Thunderbolt bridge down"
+
+
+@dataclass(frozen=True)
+class Rdma:
+    """The matrix of RDMA devices, one row per rank, valid if there are no obstacles."""
+
+    rows: tuple[RdmaRow, ...]
+    obstacles: tuple[str, ...]
+    """One sentence each, starting with the node's name if it concerns one node."""
+
+
+def rdma_over_cables(
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
+) -> Rdma:
+    """Connect every pair, or with `ring` the neighbours in rank order. Rows in the configuration are used as they
+    are."""
+    obstacles = _cluster_obstacles(nodes, facts, ring=ring)
+    for node in nodes:
+        obstacles += [f"{node.name}: {fault}" for fault in node_obstacles(facts.get(node.name))]
+    pairs = _pairs(len(nodes), ring=ring)
+    given = all(node.rdma is not None for node in nodes)
+    if given:
+        unnamed = [(i, j) for i, j in pairs if not (nodes[i].rdma or ())[j] or not (nodes[j].rdma or ())[i]]
+        obstacles += [f"{nodes[i].name}: its rdma row has no device for {nodes[j].name}" for i, j in unnamed]
+        rows = tuple(node.rdma or () for node in nodes)
+        return Rdma(rows, tuple(obstacles))
+    unknown = {node.name: why for node in nodes if (why := topology.unknown.get(node.name)) is not None}
+    obstacles += [f"{name}: its Thunderbolt cables are not known: {why}" for name, why in unknown.items()]
+    chosen: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    missing = []
+    for i, j in pairs:
+        usable, faults, cabled = _cables(nodes[i].name, nodes[j].name, facts, topology)
+        chosen[i, j] = usable
+        if not cabled and unknown.keys().isdisjoint((nodes[i].name, nodes[j].name)):
+            missing.append(f"{nodes[i].name} and {nodes[j].name}")
+        elif cabled and not usable:
+            obstacles += faults
+    if missing:
+        shape = "the nodes do not form a ring in their order" if ring else "the nodes do not form a full mesh"
+        obstacles.append(f"{shape}: no Thunderbolt cable between {', '.join(missing)}")
+    return Rdma(_rows(nodes, chosen), tuple(dict.fromkeys(obstacles)))
+
+
+def _pairs(ranks: int, *, ring: bool) -> list[tuple[int, int]]:
+    if not ring:
+        return [(i, j) for i in range(ranks) for j in range(i + 1, ranks)]
+    around = {(min(k, (k + 1) % ranks), max(k, (k + 1) % ranks)) for k in range(ranks)}
+    return sorted(pair for pair in around if pair[0] != pair[1])
+
+
+def _rows(nodes: Sequence[NodeConfig], chosen: Mapping[tuple[int, int], list[tuple[str, str]]]) -> tuple[RdmaRow, ...]:
+    """Every pair uses the same number of cables: that of the pair with the fewest."""
+    count = min((len(cables) for cables in chosen.values()), default=0)
+    matrix: list[list[str | tuple[str, ...] | None]] = [[None] * len(nodes) for _ in nodes]
+    for (i, j), cables in chosen.items():
+        for here, there, end in ((i, j, 0), (j, i, 1)):
+            devices = tuple(cable[end] for cable in cables[:count])
+            matrix[here][there] = devices if count > 1 else next(iter(devices), None)
+    given = [node.rdma for node in nodes]
+    return tuple(own if own is not None else tuple(row) for own, row in zip(given, matrix, strict=True))
+
+
+def _cluster_obstacles(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], *, ring: bool) -> list[str]:
+    obstacles = []
+    if len(nodes) > MAX_MESH_RANKS and not ring:
+        obstacles.append(f"{len(nodes)} ranks: jaccl connects at most {MAX_MESH_RANKS} in a mesh")
+    hosts = [node.ssh for node in nodes]
+    if shared := sorted({node.name for node in nodes if hosts.count(node.ssh) > 1}):
+        obstacles.append(f"{', '.join(shared)} are one machine: RDMA connects different Macs")
+    builds: dict[str, list[str]] = {}
+    for node in nodes:
+        if (fact := facts.get(node.name)) is not None and fact.os_build:
+            builds.setdefault(f"{fact.os_version} ({fact.os_build})", []).append(node.name)
+    if len(builds) > 1:
+        found = "; ".join(f"{build} on {', '.join(names)}" for build, names in builds.items())
+        obstacles.append(f"macOS builds differ ({found}): update all nodes to the same build")
+    return obstacles
+
+
+def node_obstacles(fact: NodeFacts | None) -> list[str]:
+    """Reasons why one node cannot use RDMA, apart from its cables."""
+    if fact is None:
+        return ["not probed"]
+    if fact.problem is not None:
+        return [f"facts not known: {fact.problem}"]
+    if fact.system != "Darwin":
+        return [f"{fact.os or fact.system or 'its system'} does not support RDMA over Thunderbolt"]
+    faults = []
+    version = tuple(map(int, re.findall(r"\d{1,4}", fact.os_version or "")))
+    if not version:
+        faults.append("its macOS version is not known")
+    elif version < MIN_MACOS:
+        faults.append(f"macOS {fact.os_version} is too old for RDMA: update to 26.2 or later")
+    chip = hardware.apple_chip(fact.chip)
+    if chip is not None and chip.thunderbolt < 5:
+        faults.append(f"{fact.chip} has Thunderbolt {chip.thunderbolt}: RDMA needs 5")
+    elif fact.rdma_enabled is False:
+        faults.append(f"RDMA is disabled: {_ENABLE}")
+    elif fact.rdma_enabled is None:
+        why = fact.unknown.get("rdma_ctl") or "rdma_ctl is missing, or its output is not understood"
+        faults.append(f"cannot tell whether RDMA is enabled: {why}")
+    if fact.backends and "jaccl" not in fact.backends:
+        faults.append(f"MLX {fact.mlx or '(unknown version)'} was built without jaccl")
+    return faults
+
+
+def _cables(
+    a: str, b: str, facts: Mapping[str, NodeFacts], topology: Topology
+) -> tuple[list[tuple[str, str]], list[str], bool]:
+    """(devices of each usable cable, faults of the others, whether there is any cable)."""
+    usable, faults, cabled = [], [], False
+    for cable in topology.cables:
+        if {cable.a, cable.b} != {a, b}:
+            continue
+        cabled = True
+        ends = {cable.a: cable.a_device, cable.b: cable.b_device}
+        found = [f"{node}: {fault}" for node in (a, b) for fault in _port_faults(facts.get(node), ends[node])]
+        faults += found
+        if not found:
+            usable.append((f"{_PREFIX}{ends[a]}", f"{_PREFIX}{ends[b]}"))
+    return usable, faults, cabled
+
+
+def _port_faults(fact: NodeFacts | None, device: str | None) -> list[str]:
+    """Unknown facts are not faults: MLX reports at start what it cannot do."""
+    if fact is None or device is None:
+        return ["the interface of a Thunderbolt port is not known"]
+    if hardware.port_without_rdma(fact.model) == device:
+        return [f"{device} is the port next to Ethernet, which does not support RDMA: use another port"]
+    name = f"{_PREFIX}{device}"
+    rdma = next((found for found in fact.rdma_devices if found.name == name), None)
+    if rdma is None and fact.rdma_devices:
+        return [f"device {name} does not exist"]
+    faults = []
+    if rdma is not None and rdma.port_state not in (None, "PORT_ACTIVE"):
+        faults.append(f"{name} is {rdma.port_state}: both ends need RDMA enabled and a Thunderbolt 5 cable")
+    interface = next((found for found in fact.interfaces if found.name == device), None)
+    if interface is not None and not interface.ipv4 and "ifconfig" not in fact.unknown:
+        faults.append(_no_address(interface))
+    elif rdma is not None and rdma.ipv4_gid is False:
+        faults.append(f"{name} has no IPv4 address in its GID table: {_OWN_NETWORK}")
+    return faults
+
+
+def _no_address(interface: Interface) -> str:
+    member = f" (a member of {interface.bridge})" if interface.bridge else ""
+    return f"{interface.name} has no IPv4 address{member}: {_OWN_NETWORK}"
+
+
+@dataclass(frozen=True)
+class _BackendChoice:
+    backend: str
+    reasons: tuple[str, ...]
+    rdma_rows: Sequence[RdmaRow] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology) -> NetworkPlan:
+    """Choose the backend, and each rank's addresses and devices; rank k is the k-th node.
+
+    "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA. Raises LaunchError that names every
+    node that cannot use the backend which the configuration sets, or that has no known address.
+    """
+    known = {fact.node: fact for fact in facts}
+    nodes = config.nodes
+    if config.cluster.backend == "auto":
+        choice = _choose_backend(nodes, known, topology)
+    else:
+        choice = _configured_backend(config.cluster.backend, nodes, known, topology)
+    addresses = choose_addresses(nodes, known, topology, ring=choice.backend == "ring")
+    rows = choice.rdma_rows if choice.rdma_rows is not None else [None] * len(nodes)
+    return NetworkPlan(
+        backend=choice.backend,
+        infiniband=choice.backend == "nccl" and has_infiniband([node.name for node in nodes], known),
+        hosts=tuple(
+            LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=ips, rdma=row)
+            for node, ips, row in zip(nodes, addresses.ips, rows, strict=True)
+        ),
+        reasons=(*choice.reasons, *addresses.reasons),
+        warnings=(*addresses.warnings, *choice.warnings),
+    )
+
+
+def _configured_backend(
+    backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology
+) -> _BackendChoice:
+    reasons = (f"the configuration sets {backend}",)
+    if backend not in ("jaccl", "jaccl-ring"):
+        return _BackendChoice(backend, reasons)
+    rdma = rdma_over_cables(nodes, facts, topology, ring=backend == "jaccl-ring")
+    if rdma.obstacles:
+        todo = 'fix that, or set backend = "ring" in [cluster]'
+        raise LaunchError(f"{backend} is not possible", why="; ".join(rdma.obstacles), todo=todo)
+    return _BackendChoice(backend, reasons, rdma.rows)
+
+
+def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
+    if len({node.ssh for node in nodes}) == 1:
+        return _BackendChoice("ring", ("all ranks run on one machine",))
+    found = [facts.get(node.name) for node in nodes]
+    if all(fact is not None and fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
+        return _BackendChoice("nccl", ("every node has CUDA", _infiniband(nodes, facts)))
+    if not any(fact is not None and fact.system == "Darwin" for fact in found):
+        return _BackendChoice("ring", ("no node is known to be a Mac, and not all are known to have CUDA",))
+    mesh = rdma_over_cables(nodes, facts, topology, ring=False)
+    if not mesh.obstacles:
+        return _BackendChoice("jaccl", (f"the {len(nodes)} Macs form a full mesh, all with RDMA on",), mesh.rows)
+    ring = rdma_over_cables(nodes, facts, topology, ring=True)
+    if not ring.obstacles:
+        reason = f"the {len(nodes)} Macs form a ring in rank order, all with RDMA on"
+        return _BackendChoice("jaccl-ring", (reason, *mesh.obstacles), ring.rows)
+    warnings = dict.fromkeys(f"no RDMA: {obstacle}" for obstacle in (*mesh.obstacles, *ring.obstacles))
+    if (order := _other_ring_order(nodes, topology)) is not None:
+        warnings[f"the cables form a ring in the order {', '.join(order)}: put the [[node]] tables in that order"] = (
+            None
+        )
+    return _BackendChoice("ring", ("TCP, because RDMA is not possible",), warnings=tuple(warnings))
+
+
+def _other_ring_order(nodes: Sequence[NodeConfig], topology: Topology) -> Sequence[str] | None:
+    """The order in which the cables form a ring of all nodes, unless it is the order of the nodes."""
+    order = ring_order(topology)
+    names = [node.name for node in nodes]
+    if order is None or len(order) != len(names) or topology.shape != "ring":
+        return None
+    start = order.index(names[0])
+    rotated = [*order[start:], *order[:start]]
+    return None if names in (rotated, [rotated[0], *reversed(rotated[1:])]) else order
+
+
+def _infiniband(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> str:
+    active = {
+        node.name: [device.name for device in facts[node.name].rdma_devices if device.port_state == "PORT_ACTIVE"]
+        for node in nodes
+    }
+    if all(active.values()):
+        return "InfiniBand: " + ", ".join(f"{name} {devices[0]}" for name, devices in active.items())
+    without = ", ".join(name for name, devices in active.items() if not devices)
+    return f"TCP, not InfiniBand: no active device on {without}"

@@ -1,0 +1,259 @@
+"""Makes the training plan from PlanInputs, section by section, and collects the rationale. The short sections are made
+here: performance_targets, hardware_calibration, coordinator_chunking, data, data_quality, nodes, advice.
+"""
+
+from __future__ import annotations
+
+from engine.plan.advice import OVERRIDE, Case, advice, text_of
+from engine.plan.batch import batch_section
+from engine.plan.checkpoints import checkpoint_section
+from engine.plan.context import PlanContext, PlanInputs, make_context
+from engine.plan.distributed import distributed_section, rdma_section, verification_steps
+from engine.plan.document import (
+    CalibrationSection,
+    ChecklistSection,
+    ChunkingSection,
+    DataQualitySection,
+    DataSection,
+    Disabled,
+    MeasuredNode,
+    NoCalibrationSection,
+    PerformanceSection,
+    PlannedAdvice,
+    PlannedNode,
+    Rationale,
+    Source,
+    TrainingPlan,
+)
+from engine.plan.fingerprint import age_days
+from engine.plan.memory.fit import MemoryFit, memory_fit
+from engine.plan.preflight import consistency_section, sync_section
+from engine.plan.shares import MISSING
+from engine.plan.strategy import split_layers, strategy_section
+from engine.protocol.batches import chunk_plan, progress_text
+
+_QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
+
+
+def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
+    found = context.throughput
+    key = "performance_targets.throughput"
+    if found.examples_per_s is None:
+        rationale.explain(key, Source.UNKNOWN, found.why_not or "not predicted")
+    else:
+        text = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
+        rationale.explain(key, Source.CALIBRATION, text)
+    iterations = int(context.settings["iters"]) if context.settings else None
+    return PerformanceSection(
+        throughput=found.examples_per_s,
+        tokens_per_second=found.tokens_per_s,
+        step_s=found.step_s,
+        speed_up=found.speed_up,
+        efficiency=found.efficiency,
+        duration_s=found.step_s * iterations if found.step_s is not None and iterations is not None else None,
+    )
+
+
+def calibration_section(context: PlanContext, rationale: Rationale) -> CalibrationSection | NoCalibrationSection:
+    inputs, calibration, shares = context.inputs, context.inputs.calibration, dict(context.shares.parts)
+    qos = _QOS if context.platform == "apple" else "not on macOS"
+    rationale.explain(
+        "hardware_calibration.workload_distribution",
+        {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[context.shares.source],
+        context.shares.reason,
+    )
+    if calibration is None or not inputs.config.calibration.enabled:
+        reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
+        hint = "flightdeck calibrate measures the job's step on every node, and the links"
+        notes = tuple(dict.fromkeys((*context.shares.warnings, hint)))
+        return NoCalibrationSection(
+            reason=reason, workload_distribution=shares, macos_qos_api=qos, calibration_notes=notes
+        )
+    notes = (*calibration.notes, *context.shares.warnings)
+    if calibration.synthetic_model:
+        notes = (*notes, "measured with a synthetic model, since the job runs a custom command")
+    if calibration.quick:
+        notes = (*notes, "quick calibration: 10 s per node")
+    return CalibrationSection(
+        measured_performance={
+            measure.node: MeasuredNode(
+                examples_per_s=measure.examples_per_s,
+                spread=measure.spread,
+                tokens_per_s=measure.tokens_per_s,
+                problem=measure.problem,
+            )
+            for measure in calibration.nodes
+        },
+        workload_distribution=shares,
+        macos_qos_api=qos,
+        calibration_notes=tuple(dict.fromkeys(notes)),
+        taken_at=calibration.taken_at,
+        age_days=age_days(calibration, inputs.now),
+    )
+
+
+_KEY = "coordinator_chunking"
+
+
+def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSection | Disabled:
+    """Datasets of one chunk or more are streamed."""
+    if not context.settings:
+        return _off("the job runs a custom command, which reads its own data", rationale)
+    if not context.job.chunking:
+        rationale.warn(_KEY, "[job] chunking = false: the whole dataset is kept in memory")
+        return _off("[job] chunking = false", rationale)
+    size = context.inputs.examples
+    if size is None:
+        rationale.warn(_KEY, f"dataset_size is not known: {context.inputs.examples_source}")
+        return _off(f"dataset_size is not known: {context.inputs.examples_source}", rationale)
+    try:
+        found = chunk_plan(size, context.job.chunk_size)
+    except ValueError as error:
+        rationale.refuse(_KEY, str(error))
+        return _off(str(error), rationale)
+    if not found.enabled:
+        return _off(f"{size:,} examples are fewer than one chunk of {found.chunk_size:,}", rationale)
+    rationale.explain(
+        _KEY,
+        Source.FACT,
+        f"{size:,} examples ({context.inputs.examples_source}): "
+        f"{found.num_chunks} chunks of {found.chunk_size:,}, streamed by offset",
+    )
+    return ChunkingSection(
+        dataset_size=size,
+        chunk_size=found.chunk_size,
+        num_chunks=found.num_chunks,
+        progress=progress_text(1, found.num_chunks),
+    )
+
+
+def data_section(context: PlanContext) -> DataSection:
+    return DataSection(examples=context.inputs.examples, source=context.inputs.examples_source or "not counted")
+
+
+def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQualitySection | Disabled:
+    report = context.inputs.report
+    if report is None:
+        reason = "[job] data_quality_report is not set"
+        if context.inputs.report_problem is not None:
+            reason = context.inputs.report_problem
+            rationale.warn("data_quality", reason)
+        return Disabled(reason=reason)
+    if report.blocks:
+        rationale.refuse("data_quality", report.blocks)
+    if report.warns:
+        rationale.warn("data_quality", report.warns)
+    return DataQualitySection(
+        overall_score=report.ifd_score.overall_score,
+        quality_tier=report.ifd_score.quality_tier,
+        total_examples=report.ifd_score.total_examples,
+        dpo_metrics=report.dpo_metrics,
+        rlvr_verifiability=report.rlvr_verifiability,
+        poisoning_detected=report.poisoning_detected,
+        overall_ready=report.overall_ready,
+        recommendations=report.recommendations,
+    )
+
+
+def _off(reason: str, rationale: Rationale) -> Disabled:
+    rationale.explain(_KEY, Source.RULE, f"off: {reason}")
+    return Disabled(reason=reason)
+
+
+def make_plan(inputs: PlanInputs) -> TrainingPlan:
+    """Reasons against a launch are in `refusals`; nothing is raised for them."""
+    rationale = Rationale()
+    context = make_context(inputs, rationale)
+    _warn_unreachable(context, rationale)
+    needed = memory_fit(context, lambda layers, limits: split_layers(context, layers, limits, rationale), rationale)
+    advised = _advice(context, needed, rationale)
+    return TrainingPlan(
+        strategy=strategy_section(context, needed.split, rationale),
+        batch_configuration=batch_section(context, needed.largest_batch, rationale),
+        distributed_config=distributed_section(context, rationale),
+        rdma_config=rdma_section(context, rationale),
+        checkpoint_strategy=checkpoint_section(context, rationale),
+        performance_targets=performance_section(context, rationale),
+        verification_steps=verification_steps(context),
+        pre_rdma_sync=sync_section(context, rationale),
+        hardware_calibration=calibration_section(context, rationale),
+        worker_consistency=consistency_section(context, rationale),
+        coordinator_chunking=chunking_section(context, rationale),
+        pre_flight_checklist=ChecklistSection(checks=inputs.checks),
+        cluster=inputs.config.cluster.name,
+        job=inputs.config.job.name,
+        made_at=inputs.now,
+        nodes=_nodes(context),
+        memory=needed.section,
+        data=data_section(context),
+        data_quality=data_quality_section(context, rationale),
+        advice=advised,
+        warnings=tuple(dict.fromkeys(rationale.warnings)),
+        refusals=tuple(dict.fromkeys(rationale.refusals)),
+        reasons=tuple(rationale.reasons),
+    )
+
+
+def _warn_unreachable(context: PlanContext, rationale: Rationale) -> None:
+    for name, why in context.inputs.problems.items():
+        seen = context.inputs.facts.get(name)
+        age = f"its facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used" if seen else ""
+        rationale.warn("nodes", f"{name} does not respond ({why}): {age or 'its facts are unknown'}")
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} seconds ago"
+
+
+def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
+    rows = []
+    for rank, node in enumerate(context.inputs.config.nodes):
+        seen = context.inputs.facts.get(node.name)
+        rows.append(
+            PlannedNode(
+                rank=rank,
+                node=node.name,
+                host=node.ssh,
+                chip=seen.chip if seen is not None else None,
+                memory_bytes=seen.memory_total_bytes if seen is not None else None,
+                share=context.shares.parts.get(node.name),
+                facts_age_s=max(0.0, (context.inputs.now - seen.probed_at).total_seconds())
+                if seen is not None
+                else None,
+                problem=context.inputs.problems.get(node.name),
+            )
+        )
+    return tuple(rows)
+
+
+def _advice(context: PlanContext, needed: MemoryFit, rationale: Rationale) -> tuple[PlannedAdvice, ...]:
+    network = context.inputs.network
+    case = Case(
+        ranks=context.ranks,
+        parameters=needed.parameters,
+        strategy=context.inputs.strategy,
+        fine_tune_type=context.job.fine_tune_type if context.settings else None,
+        backend=network.backend if network is not None else None,
+        settings=context.settings,
+        facts=context.inputs.facts,
+        trainable_share=needed.trainable_share,
+        known_to_fit=needed.fits is True,
+    )
+    found = []
+    for rule in advice(case):
+        text = text_of(rule, case)
+        if rule.refuses:
+            rationale.refuse(rule.name, text, OVERRIDE)
+        found.append(
+            PlannedAdvice(
+                name=rule.name,
+                text=text,
+                source=rule.source,
+                disputed=rule.disputed,
+                override=OVERRIDE if rule.refuses else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,181 @@
+"""Predicts the throughput of a launch from each node's calibration and the links between them, with the shares of the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from engine.config.models import Config
+from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
+from engine.plan.fingerprint import is_stale
+from engine.plan.shares import Shares, divide_batch
+from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
+
+
+@dataclass(frozen=True)
+class ThroughputPrediction:
+    """Throughput of all ranks together. None means unknown, and `why_not` gives the reason."""
+
+    examples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    """One iteration over the global batch, communication included."""
+    compute_s: Mapping[str, float] = field(default_factory=dict)
+    """Compute part of an iteration by node."""
+    communicate_s: float | None = None
+    """Communication part of an iteration."""
+    speed_up: float | None = None
+    """Throughput over that of the fastest node with the whole batch."""
+    efficiency: float | None = None
+    """Throughput over the sum of all nodes running alone, 0 to 1."""
+    why_not: str | None = None
+
+    def without_totals(self, why_not: str) -> ThroughputPrediction:
+        """Only the compute times by node, without the figures for all ranks."""
+        return ThroughputPrediction(compute_s=self.compute_s, why_not=why_not)
+
+
+def predict_throughput(config: Config, calibration: Calibration | None, shares: Shares) -> ThroughputPrediction:
+    """Predict the job's global batch, divided by `shares`."""
+    if calibration is None:
+        return ThroughputPrediction(why_not="not calibrated")
+    if calibration.synthetic_model:
+        why_not = "calibrated with a synthetic model: the throughput of the job's command is unknown"
+        return ThroughputPrediction(why_not=why_not)
+    measures = [measure for name in shares.parts if (measure := calibration.measure_of(name)) is not None]
+    missing = [
+        name for name in shares.parts if (found := calibration.measure_of(name)) is None or not found.examples_per_s
+    ]
+    if missing:
+        return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
+    batch = int(config.job.mlx_lm.get("batch_size") or len(measures))
+    try:
+        counts = shares.micro_batches(batch)
+    except ValueError as error:
+        return ThroughputPrediction(why_not=str(error))
+    accumulation = int(config.job.mlx_lm.get("grad_accumulation_steps") or 1)
+    communicate_s = 0.0
+    if len(measures) > 1:
+        seconds = all_sum_s(calibration.all_ranks, calibration.gradient_bytes)
+        if seconds is None:
+            return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
+        communicate_s = seconds / accumulation
+    return predict_iteration(measures, counts, communicate_s)
+
+
+def predict_iteration(
+    measures: list[NodeMeasure], micro_batches: Mapping[str, int], communicate_s: float
+) -> ThroughputPrediction:
+    """A synchronous data-parallel iteration: all ranks wait for the slowest, then for the all_sum.
+
+        compute_i = overhead_i + (step_i - overhead_i) · micro_i / batch_i
+        step      = max(compute_i) + communicate_s
+
+    `measures` have a positive throughput, `communicate_s` is per iteration. A node's step is affine in its batch;
+    without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l (Valiant, "A
+    bridging model for parallel computation", CACM 33(8), 1990), with the measured all_sum as h·g + l. Speed-up relative
+    to the fastest node and efficiency relative to the sum of all nodes follow Pastor and Bosque, "An efficiency and
+    scalability model for heterogeneous clusters" (IEEE Cluster 2001).
+    """
+    batch = sum(micro_batches[measure.node] for measure in measures)
+    compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
+    step = max(compute.values()) + communicate_s
+    alone = [batch / step_s(measure, batch) for measure in measures]
+    throughput = batch / step
+    return ThroughputPrediction(
+        examples_per_s=throughput,
+        tokens_per_s=_tokens_per_s(measures, throughput),
+        step_s=step,
+        compute_s=compute,
+        communicate_s=communicate_s,
+        speed_up=throughput / max(alone),
+        efficiency=throughput / sum(alone),
+    )
+
+
+def step_s(measure: NodeMeasure, batch: int) -> float:
+    """Seconds of one step of this node alone with `batch` sequences. Its throughput must be known and positive."""
+    assert measure.examples_per_s
+    if measure.step_s is None or not measure.batch:
+        return batch / measure.examples_per_s
+    # Uses the throughput, not the median step: the other ranks wait for occasional slow steps too.
+    whole = measure.batch / measure.examples_per_s
+    overhead = min(measure.overhead_s or 0.0, whole)
+    return overhead + (whole - overhead) * batch / measure.batch
+
+
+def all_sum_s(link: LinkMeasure | None, nbytes: int | None) -> float | None:
+    """Seconds of an all_sum of `nbytes`: latency + bytes · β, the line through the two measured sizes (one number, and
+    ALL_SUM_LARGE_BYTES), after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. None if
+    not measured."""
+    if link is None or nbytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
+        return None
+    per_byte = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
+    return link.latency_s + nbytes * per_byte
+
+
+def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:
+    """Uses the mean length of the sequences in the calibration."""
+    known = [(m.tokens_per_s, m.examples_per_s) for m in measures if m.tokens_per_s is not None and m.examples_per_s]
+    if not known:
+        return None
+    return examples_per_s * sum(tokens / examples for tokens, examples in known) / len(known)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    calibration: Calibration | None
+    """The newest calibration of this job on these nodes, however old."""
+    stale: bool
+    """The calibration is older than [calibration] max_age_days."""
+    shares: Shares
+    """Computed without a stale calibration."""
+    throughput: ThroughputPrediction
+    micro_batches: Mapping[str, int] | None
+    """Sequences of the global batch by node; None for a custom command, and for a batch that is too small."""
+
+
+def predict(
+    config: Config, calibration: Calibration | None, now: datetime, division: Division | None = None
+) -> Prediction:
+    """With the `division` of an existing run its shares are used, else those that the calibration gives now. Raises
+    ValueError when no node has any throughput."""
+    shares = Shares.from_division(division) if division is not None else divide_batch(config, calibration, now=now)
+    predicted = predict_throughput(config, calibration, shares)
+    if division is not None and division.why_not is not None:
+        predicted = predicted.without_totals(division.why_not)
+    return Prediction(
+        calibration,
+        calibration is not None and is_stale(config, calibration, now),
+        shares,
+        predicted,
+        _micro_batches(config, shares),
+    )
+
+
+def division_of(found: Prediction) -> Division:
+    """The division that a new run stores."""
+    throughput = found.throughput
+    return Division(
+        source=found.shares.source,
+        reason=found.shares.reason,
+        parts=dict(found.shares.parts),
+        left_out=found.shares.left_out,
+        warnings=found.shares.warnings,
+        examples_per_s=throughput.examples_per_s,
+        tokens_per_s=throughput.tokens_per_s,
+        compute_s=dict(throughput.compute_s),
+        speed_up=throughput.speed_up,
+        efficiency=throughput.efficiency,
+        why_not=throughput.why_not,
+    )
+
+
+def _micro_batches(config: Config, shares: Shares) -> dict[str, int] | None:
+    batch = config.job.mlx_lm.get("batch_size")
+    if config.job.command is not None or not isinstance(batch, int) or batch < len(shares.parts):
+        return None
+    return shares.micro_batches(batch)

@@ -1,0 +1,157 @@
+"""Divides the global batch over the nodes: equally, unless the measured throughputs clearly differ."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, cast
+
+from engine.config.models import Config
+from engine.measurements import Calibration, Division, HardwareMetrics, NodeMeasure
+from engine.plan.fingerprint import age_days, is_stale
+from engine.protocol.batches import share_counts
+
+UNEQUAL_ABOVE = 0.10
+"""Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
+WARN_ABOVE = 0.20
+MISSING = "hardware calibration missing, assuming equal performance"
+
+ShareSource = Literal["fixed", "calibrated", "equal"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The share of the global batch that each node gets."""
+
+    parts: Mapping[str, float]
+    """Share by node; they sum to 1. In the configuration's order, without the nodes that are left out."""
+    source: ShareSource
+    reason: str
+    """One line."""
+    variation: float | None = None
+    """Coefficient of variation of the measured throughputs; None unless all are known."""
+    noise: float | None = None
+    """Variation between equal nodes that measurement noise alone explains; None if unknown."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that completed no step during calibration."""
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_division(cls, division: Division) -> Shares:
+        """The shares that a run stored."""
+        source = cast(ShareSource, division.source)
+        return cls(division.parts, source, division.reason, left_out=division.left_out, warnings=division.warnings)
+
+    def micro_batches(self, batch: int) -> dict[str, int]:
+        """Sequences of the global batch by node, as in training. Raises ValueError for a batch that is too small."""
+        counts = share_counts(batch, list(self.parts.values()))
+        return dict(zip(self.parts, counts, strict=True))
+
+
+def divide_batch(config: Config, calibration: Calibration | None, *, now: datetime | None = None) -> Shares:
+    """`calibration` must match the configuration's fingerprint; with `now`, one older than [calibration] max_age_days
+    is not used.
+
+    A `share` in [[node]] has priority. Without a calibration, or with calibration switched off, the shares are equal;
+    also if the measured throughputs vary by at most UNEQUAL_ABOVE, or by at most the measurement noise. Raises
+    ValueError when no node has any throughput.
+    """
+    names = [node.name for node in config.nodes]
+    fixed = {node.name: node.share for node in config.nodes if node.share is not None}
+    if fixed:
+        relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
+        return Shares(_normalised(relative), "fixed", "set by share in [[node]]")
+    if not config.calibration.enabled:
+        return _equal(names, f"{MISSING} ([calibration] enabled = false)")
+    if calibration is None:
+        return _equal(names, MISSING)
+    if now is not None and is_stale(config, calibration, now):
+        age, limit = age_days(calibration, now), config.calibration.max_age_days
+        return _equal(
+            names, f"hardware calibration is {age:.0f} days old (limit {limit:g}), assuming equal performance"
+        )
+    return _measured(names, calibration)
+
+
+def calculate_workload_distribution(metrics: Sequence[HardwareMetrics]) -> dict[str, float]:
+    """Share of the work by node: its throughput over the sum of all. They sum to 1.
+
+    A node without throughput counts as offline: it is left out, with a logged warning. Raises ValueError for an empty
+    list, for duplicate nodes, and when no node is left.
+    """
+    if not metrics:
+        raise ValueError("no metrics to distribute the work by")
+    names = [measured.node_id for measured in metrics]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"duplicate metrics of a node: {', '.join(twice)}")
+    online = {measured.node_id: measured.throughput for measured in metrics if measured.throughput > 0}
+    if not online:
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    for name in names:
+        if name not in online:
+            _log.warning("node %s has no throughput: it counts as offline and is left out", name)
+    return _normalised(online)
+
+
+def variation(throughputs: Sequence[float]) -> float:
+    """Coefficient of variation with the population standard deviation, since all nodes are measured."""
+    return statistics.pstdev(throughputs) / statistics.fmean(throughputs)
+
+
+def noise(measures: Iterable[NodeMeasure | None]) -> float | None:
+    """Two standard errors of a node's mean throughput (its spread over the measurement windows, divided by the square
+    root of their number), as a root mean square over the nodes; equal nodes rarely appear to vary more. None when no
+    spread is known."""
+    known = [measure for measure in measures if measure is not None and measure.spread is not None]
+    errors = [(measure.spread or 0.0) ** 2 / max(measure.windows, 1) for measure in known]
+    return 2 * math.sqrt(statistics.fmean(errors)) if errors else None
+
+
+def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
+    measures = {name: calibration.measure_of(name) for name in names}
+    speeds = {name: measure.examples_per_s if measure is not None else None for name, measure in measures.items()}
+    unknown = [name for name, speed in speeds.items() if speed is None]
+    offline = tuple(name for name, speed in speeds.items() if speed == 0)
+    warnings = [
+        f"{name} completed no step during calibration: it counts as offline and is left out" for name in offline
+    ]
+    online = {name: speed for name, speed in speeds.items() if speed}
+    left = [name for name in names if name not in offline]
+    if not left:
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    if unknown:
+        warnings.append(f"hardware calibration missing for {', '.join(unknown)}, assuming equal performance")
+        parts = _normalised(dict.fromkeys(left, 1.0))
+        return Shares(parts, "equal", warnings[-1], left_out=offline, warnings=tuple(warnings))
+    found, own = variation(list(online.values())), noise(measures[name] for name in online)
+    if found > WARN_ABOVE:
+        warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold up the others")
+    parts = _normalised(dict.fromkeys(left, 1.0))
+    source: ShareSource = "equal"
+    if found <= UNEQUAL_ABOVE:
+        reason = f"equal: the measured throughputs vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%})"
+    elif own is not None and found <= own:
+        reason = (
+            f"equal: the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again "
+            "while nothing else runs on the nodes"
+        )
+        warnings.append(reason.removeprefix("equal: "))
+    else:
+        parts, source = _normalised(online), "calibrated"
+        limit = f"{UNEQUAL_ABOVE:.0%}, noise {own:.0%}" if own is not None else f"{UNEQUAL_ABOVE:.0%}, noise unknown"
+        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {limit})"
+    return Shares(parts, source, reason, found, own, offline, tuple(warnings))
+
+
+def _equal(names: Sequence[str], warning: str) -> Shares:
+    return Shares(_normalised(dict.fromkeys(names, 1.0)), "equal", warning, warnings=(warning,))
+
+
+def _normalised(relative: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(relative.values())
+    return {name: part / whole for name, part in relative.items()}

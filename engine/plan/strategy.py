@@ -1,0 +1,119 @@
+"""The strategy section: which ranks run where, and how a pipeline splits its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.plan.advice import is_m4_max
+from engine.plan.context import PlanContext
+from engine.plan.document import Rationale, Source, StrategySection
+from engine.protocol.pipeline import (
+    SPLITTABLE_MODULES,
+    LayerSplit,
+    bubble_fraction,
+    check_split,
+    format_split,
+    layer_split,
+    micro_batches,
+    mlx_module,
+    parse_split,
+)
+
+M4_MAX_LAYERS = 8
+"""Most pipeline layers on an M4 Max in full fine-tuning: users hit Metal's GPU watchdog with more."""
+_APPROACH = {
+    "data": "data parallelism: every rank holds the whole model and computes its share of each batch",
+    "sharded": "sharded data parallelism: parameters, gradients and optimizer state are partitioned over the ranks",
+    "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
+}
+
+
+def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: Rationale) -> StrategySection:
+    """`split` is None unless the strategy is a pipeline whose layers could be split."""
+    name, config = context.inputs.strategy, context.inputs.config
+    hosts = [node.ssh for node in config.nodes]
+    per_host = {hosts.count(host) for host in hosts}
+    origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
+    rationale.explain("strategy.parallelism", Source.USER, f"{name}: {origin}")
+    rationale.explain(
+        "strategy.world_size",
+        Source.USER,
+        f"one rank per [[node]]: {context.ranks} on {len(set(hosts))} machine{'s' * (len(set(hosts)) != 1)}"
+        + ("; one process drives the GPU of a Mac" if context.platform == "apple" else ""),
+    )
+    not_launchable = None
+    if name != context.job.strategy:
+        not_launchable = (
+            f'the job uses strategy {context.job.strategy}: set [job] strategy = "{name}" to launch this one'
+        )
+        rationale.explain("strategy.launchable", Source.USER, not_launchable)
+    kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
+    if name != "data" and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+        rationale.refuse("strategy", f"{name} does not support model_type {kind}, only {', '.join(SPLITTABLE_MODULES)}")
+    if name == "pipeline" and context.ranks < 2:
+        rationale.refuse("strategy", "a pipeline needs at least two nodes")
+    pieces = wait = None
+    if name == "pipeline" and context.settings:
+        pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
+        wait = bubble_fraction(context.ranks, pieces)
+        rationale.explain(
+            "strategy.bubble",
+            Source.RULE,
+            f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting",
+        )
+    return StrategySection(
+        approach=_APPROACH[name],
+        total_gpus=context.ranks,
+        nodes=len(set(hosts)),
+        gpus_per_node=per_host.pop() if len(per_host) == 1 else None,
+        parallelism=name,
+        layer_split=format_split(split) if split is not None else None,
+        world_size=context.ranks,
+        bubble=wait,
+        pipeline_micro_batches=pieces,
+        launchable=not_launchable is None,
+        not_launchable=not_launchable,
+    )
+
+
+def split_layers(
+    context: PlanContext, layers: int | None, limits: Sequence[int | None], rationale: Rationale
+) -> LayerSplit | None:
+    """Layers of each pipeline rank, as the job sets them or else by the memory `limits` in bytes; None for other
+    strategies, and when layers or memory are unknown. An impossible split is refused."""
+    if context.inputs.strategy != "pipeline":
+        return None
+    key = "strategy.layer_split"
+    if layers is None:
+        rationale.explain(key, Source.UNKNOWN, f"the model's layers are not known: {context.inputs.model_source}")
+        return None
+    if context.job.layer_split is not None:
+        return _split_of_the_job(context.job.layer_split, layers, context.ranks, rationale)
+    sizes = [size for size in limits if size]
+    if len(sizes) < context.ranks:
+        unknown = ", ".join(name for name, size in zip(context.names, limits, strict=True) if not size)
+        rationale.explain(key, Source.UNKNOWN, f"the memory of {unknown} is not known")
+        return None
+    most = [
+        M4_MAX_LAYERS if context.full and is_m4_max(context.inputs.facts.get(name)) else None for name in context.names
+    ]
+    try:
+        split = layer_split(layers, sizes, most)
+    except ValueError as error:
+        rationale.refuse("layer_split", str(error))
+        return None
+    shown = " : ".join(f"{size / 1e9:.0f} GB" for size in sizes)
+    cap = f"; at most {M4_MAX_LAYERS} on an M4 Max in full fine-tuning" if any(most) else ""
+    rationale.explain(key, Source.FACT, f"{layers} layers over {shown}, nodes with less memory never get more{cap}")
+    return split
+
+
+def _split_of_the_job(given: str, layers: int, ranks: int, rationale: Rationale) -> LayerSplit | None:
+    try:
+        split = parse_split(given)
+        check_split(split, layers, ranks)
+    except ValueError as error:
+        rationale.refuse("layer_split", f"{given}: {error}")
+        return None
+    rationale.explain("strategy.layer_split", Source.USER, f"the job sets layer_split = {given}")
+    return split

@@ -1,3 +1,0 @@
-"""Memory of a training step on one rank, from the model's config.json and the job: no weights, no node, no MLX.
-
-`shape` reads the config into sizes, `estimate` does the arithmetic, `probes` extrapolates what calibration measured."""

@@ -1,0 +1,221 @@
+"""The files of one attempt on a node (the head's specification, the keeper's identity and exit record), and the
+commands on a rank's control FIFO."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SPEC_VERSION = 1
+
+NONCE_ENV = "FLIGHTDECK_NONCE"
+"""In the environment of every process of an attempt: an abort proves by it that no process is left."""
+CHECK_PREFIX = "preflight-"
+"""Begins the names of the folders of preflight's own attempts, so that the cleanup of a check never removes a run's."""
+EVENTS_ENV = "FLIGHTDECK_EVENTS"
+"""Path of the trainer's event file."""
+SPEC_ENV = "FLIGHTDECK_SPEC"
+"""Path of spec.json."""
+CONTROL_FD_ENV = "FLIGHTDECK_CONTROL_FD"
+"""File descriptor on which the trainer reads commands; its EOF means that the keeper is gone."""
+
+HEARTBEAT, STOP, END, EMERGENCY_CHECKPOINT = b"heartbeat\n", b"stop\n", b"end\n", b"emergency_checkpoint\n"
+"""The head's commands to a keeper: renew the lease; stop cooperatively; end the group now; a peer is lost, so the
+trainer saves the state of its last finished update and exits."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One rank: where it runs, and with which files."""
+
+    rank: int
+    node: str
+    host: str
+    """Address of the node, for messages."""
+    python: str
+    """Absolute path of the interpreter on the node."""
+    workdir: str
+    """Directory the rank's program runs in, on the node."""
+    model: str | None = None
+    data: str | None = None
+    adapter_path: str | None = None
+    resume_adapter_file: str | None = None
+    share: float = 1.0
+    """Relative share of the global batch, > 0."""
+    checkpoint_folder: str | None = None
+    """Path on the node or fsspec URL; None: below the run's folder on the node."""
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """One launch of a run, the same bytes on every node."""
+
+    run_id: str
+    attempt: int
+    nonce: str
+    backend: str
+    world_size: int
+    ranks: list[RankSpec]
+    job: dict[str, Any] | None = None
+    """mlx-lm's keys and ours; None when `command` is given."""
+    command: list[str] | None = None
+    """The user's own program instead of the trainer."""
+    env: dict[str, str] = field(default_factory=dict)
+    lease_s: float = 60.0
+    on_lease_expiry: str = "end"
+    """"end" or "continue"."""
+    stop_grace_s: float = 3.0
+    """From "stop" to TERM, unless the trainer is saving."""
+    save_grace_s: float = 30.0
+    """From "stop" to TERM while the trainer is saving."""
+    term_grace_s: float = 1.0
+    """From TERM to KILL."""
+    replica_check_every: int = 50
+    """Updates from one comparison of the ranks' parameters to the next; 0: never."""
+    on_corruption: str = "stop"
+    """"stop" or "warn"."""
+    checkpoint_every: int = 0
+    """Updates from one checkpoint of the state to the next; 0: none."""
+    checkpoint_keep: int = 3
+    checkpoint_compression: str = "none"
+    """"none", "gzip" or "zstd"."""
+    resume: bool = False
+    """Resume from the newest complete state that any rank has."""
+    reached: int = 0
+    """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
+    version: int = SPEC_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttemptSpec:
+        """Raises ValueError for another version."""
+        raw = json.loads(text)
+        if raw.get("version") != SPEC_VERSION:
+            raise ValueError(f"its version is {raw.get('version')}, and this keeper reads {SPEC_VERSION}")
+        raw["ranks"] = [RankSpec(**rank) for rank in raw["ranks"]]
+        return cls(**raw)
+
+    def rank(self, number: int) -> RankSpec:
+        """Raises ValueError."""
+        for rank in self.ranks:
+            if rank.rank == number:
+                return rank
+        raise ValueError(f"it has no rank {number}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A rank's processes: a pid alone is reused, a pid with start time and boot id is not."""
+
+    rank: int
+    run_id: str
+    attempt: int
+    nonce: str
+    boot_id: str
+    keeper_pid: int
+    keeper_start: str
+    trainer_pid: int
+    trainer_pgid: int
+    trainer_start: str
+    started_at: float
+    """Wall clock, seconds since the epoch, on the node."""
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How a rank ended, by its own keeper. Either `code` or `signal` is set."""
+
+    rank: int
+    attempt: int
+    code: int | None
+    signal: int | None
+    ended_at: float
+    """Wall clock, seconds since the epoch, on the node."""
+    log_bytes: int
+    """Size of rank<k>.log after the program's last output."""
+    dropped_bytes: int = 0
+    """Output that could not be stored (disk full)."""
+    stopped_by: str | None = None
+    """Why the keeper ended it: "stop", "end", "lease", "signal TERM" …; None if it ended by itself."""
+    error: str | None = None
+    """Why the program could not be started, in one line."""
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """The paths of one attempt on a node."""
+
+    directory: Path
+
+    @classmethod
+    def for_attempt(cls, node_root: Path, run_id: str, attempt: int) -> NodeFiles:
+        return cls(node_root / "runs" / run_id / "attempts" / str(attempt))
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "spec.json"
+
+    @property
+    def start(self) -> Path:
+        return self.directory / "start.sh"
+
+    def control(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.in"
+
+    def identity(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.identity.json"
+
+    def log(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.log"
+
+    def events(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.events.jsonl"
+
+    def exit(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.exit.json"
+
+    def keeper_log(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.keeper.log"
+
+    @property
+    def fenced(self) -> Path:
+        return self.directory / "fenced"
+
+    def fence(self) -> None:
+        """No rank of the attempt starts here from now on. Does nothing on a full disk, or before the directory exists:
+        the caller kills what has started in any case."""
+        with contextlib.suppress(OSError):
+            self.fenced.touch(mode=0o600)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a small file, mode 0600, so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_identity(path: Path) -> Identity | None:
+    """None while there is no file."""
+    try:
+        return Identity(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def read_exit(path: Path) -> ExitRecord | None:
+    """None while there is no file."""
+    try:
+        return ExitRecord(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

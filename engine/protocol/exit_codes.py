@@ -1,0 +1,42 @@
+"""The exit codes of our own programs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The `flightdeck` command."""
+
+    OK = 0
+    FAILED = 1
+    """A run or a check failed."""
+    USAGE = 2
+    """Bad usage or configuration."""
+    INTERRUPTED = 130
+    """128 + SIGINT."""
+
+
+class TrainerExit(IntEnum):
+    """The trainer (engine.trainer.main)."""
+
+    OK = 0
+    """Completed, or stopped on request."""
+    EXCEPTION = 1
+    GROUP = 3
+    """The group is not the planned one."""
+    DIVERGED = 4
+    PEER_LOST = 5
+    """The state of the last finished update has been saved where possible."""
+    KEEPER_GONE = 6
+    CORRUPTED = 7
+    """This rank's parameters differ from the other ranks'."""
+
+
+class KeeperExit(IntEnum):
+    """The keeper (engine.node.keeper), where it has no exit code of the program to pass on."""
+
+    STARTUP_UNKNOWN = 125
+    """A detached keeper ended before it reported that its rank had started."""
+    CANNOT_START = 127
+    """As a shell reports a missing program."""

@@ -1,0 +1,130 @@
+"""The training job as the trainer uses it: mlx-lm's keys with mlx-lm's defaults, and a few of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from engine.protocol.batches import COORDINATOR_CHUNK_SIZE
+
+_LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
+
+
+class JobError(ValueError):
+    """The job cannot be trained as configured: one line that says what, where and what to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job. Sizes and counts are mlx-lm's: batch_size is global, iters counts micro-batches."""
+
+    model: Path
+    data: Path
+    adapter_path: Path
+    home: Path
+    """The run's folder on this node."""
+    fine_tune_type: str = "lora"
+    strategy: str = "data"
+    layer_split: str | None = None
+    """Each rank's layers in a pipeline, such as "0-8,8-36"; None: by the ranks' memory."""
+    optimizer: str = "adam"
+    optimizer_config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    num_layers: int | None = None
+    """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
+    batch_size: int = 4
+    iters: int = 1000
+    val_batches: int = 25
+    """-1: the whole validation set; 0: no validation."""
+    learning_rate: float = 1e-5
+    steps_per_report: int = 10
+    steps_per_eval: int = 200
+    resume_adapter_file: str | None = None
+    save_every: int = 100
+    test: bool = False
+    test_batches: int = 500
+    max_seq_length: int = 2048
+    grad_checkpoint: bool = False
+    grad_accumulation_steps: int = 1
+    clear_cache_threshold: int = 0
+    """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
+    lr_schedule: dict[str, Any] | None = None
+    lora_parameters: dict[str, Any] = field(default_factory=lambda: dict(_LORA))
+    mask_prompt: bool = False
+    prompt_feature: str = "prompt"
+    completion_feature: str = "completion"
+    chat_feature: str = "messages"
+    text_feature: str = "text"
+    report_to: str | None = None
+    project_name: str | None = None
+    trust_remote_code: bool = False
+    max_grad_norm: float | None = None
+    """Ours: clip the global gradient to this norm."""
+    optimizer_precision: str = "float32"
+    """Ours: "float32" keeps float32 master weights and moments, "parameter" the model's own type."""
+    chunking: bool = True
+    """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
+    chunk_size: int = COORDINATOR_CHUNK_SIZE
+
+    @classmethod
+    def from_spec(cls, raw: dict[str, Any], *, model: str | None, data: str | None, workdir: Path, home: Path) -> Job:
+        """The job of one rank. `model` and `data`: this node's paths; paths are relative to `workdir`. The adapter goes
+        below `home` unless the job names a path. Raises JobError."""
+        known = {entry.name for entry in fields(cls)}
+        chosen = {key: value for key, value in raw.items() if key in known and value is not None}
+        for key, path in (("model", model or raw.get("model")), ("data", data or raw.get("data"))):
+            if not path:
+                raise JobError(f"[job] {key} is not set: name a local directory")
+            chosen[key] = workdir / Path(str(path)).expanduser()
+        adapter_path = raw.get("adapter_path")
+        chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
+        chosen["home"] = home
+        chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
+        job = cls(**chosen)
+        job.check()
+        return job
+
+    def check(self) -> None:
+        """Raises JobError for values that would otherwise fail in the middle of the training."""
+        for key, accepted in (
+            ("fine_tune_type", ("lora", "dora", "full")),
+            ("strategy", ("data", "sharded", "pipeline")),
+            ("optimizer", ("adam", "adamw", "muon", "sgd", "adafactor")),
+            ("optimizer_precision", ("float32", "parameter")),
+        ):
+            if str(getattr(self, key)).lower() not in accepted:
+                raise JobError(f"[job] {key} = {getattr(self, key)!r}: must be one of {', '.join(accepted)}")
+        for key in (
+            "batch_size",
+            "iters",
+            "grad_accumulation_steps",
+            "steps_per_report",
+            "steps_per_eval",
+            "save_every",
+            "max_seq_length",
+            "chunk_size",
+        ):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise JobError(f"[job] {key} = {value!r}: must be a whole number, at least 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise JobError(f"[job] max_grad_norm = {self.max_grad_norm!r}: must be above 0")
+        if not self.model.is_dir():
+            raise JobError(f"the model {self.model} is not a directory on this node")
+        if not self.data.is_dir():
+            raise JobError(f"the data {self.data} is not a directory on this node: it must hold train.jsonl")
+
+    def layers(self, available: int) -> int:
+        """Layers to train of a model with `available`: -1, or at most that many."""
+        layers = self.num_layers if self.num_layers is not None else (-1 if self.fine_tune_type == "full" else 16)
+        return -1 if layers < 0 else min(layers, available)
+
+
+def config_hash(raw: dict[str, Any]) -> str:
+    """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
+    split, so that another number of ranks can resume with another split."""
+    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,83 @@
+"""Measurements that a node reports: preflight's all_sum, and the calibration of one node's throughput."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ALL_SUM_LARGE_BYTES = 4 * 2**20
+"""The largest array that `engine.trainer.allreduce_check` sums; its bandwidth is that array's."""
+
+
+@dataclass
+class AllSumResult:
+    """One rank's result of `engine.trainer.allreduce_check`."""
+
+    rank: int
+    size: int = 0
+    """Ranks in MLX's group; 0 without a group."""
+    exact: bool = False
+    """Sums of small and of large arrays are right bit for bit."""
+    latency_s: float | None = None
+    """Median of one number's all_sum."""
+    bandwidth_bytes_per_s: float | None = None
+    """Median, payload bytes over time, of the largest array."""
+    error: str | None = None
+    """One line."""
+
+
+@dataclass(frozen=True)
+class MeasureSpec:
+    """The input of `engine.trainer.calibrate`. Paths are absolute on the node."""
+
+    workdir: str
+    job: dict[str, Any] | None
+    """See AttemptSpec; None for a job with its own command: a synthetic model is measured then."""
+    model: str | None
+    data: str | None
+    batch: int
+    """Sequences of each step."""
+    seconds: float
+    """Duration of measuring, without loading and warming up."""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MeasureSpec:
+        return cls(**json.loads(text))
+
+
+@dataclass
+class MeasureProgress:
+    """The progress of `engine.trainer.calibrate`."""
+
+    phase: str
+    """ "loading", "probing", "warming up" or "measuring"."""
+    elapsed_s: float = 0.0
+    """Seconds of measuring so far."""
+    steps: int = 0
+    examples_per_s: float | None = None
+
+
+@dataclass
+class MeasureReport:
+    """The result of `engine.trainer.calibrate`; for the fields see engine.measurements.NodeMeasure."""
+
+    examples_per_s: float | None = None
+    spread: float | None = None
+    windows: int = 0
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    batch: int | None = None
+    overhead_s: float | None = None
+    steps: int = 0
+    measured_s: float = 0.0
+    state_bytes: int | None = None
+    gradient_bytes: int | None = None
+    probes: list[tuple[int, int]] = field(default_factory=list)
+    """(batch, peak bytes)"""
+    qos: str | None = None
+    problem: str | None = None

@@ -1,0 +1,300 @@
+"""The messages between the head and the agent of a host, and their frames on one pair of pipes: a line of JSON, then
+as many raw bytes as it announces.
+
+A frame's JSON has the message's `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Union
+
+from engine.protocol.attempt import ExitRecord, Identity
+from engine.protocol.events import ExitOutput
+
+VERSION = 2
+MAX_LINE_BYTES = 4 << 20
+MAX_DATA_BYTES = 4 << 20
+
+
+# From the head.
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Watch the ranks of one attempt on this host: report their starts and ends, and pass heartbeats to their
+    keepers."""
+
+    attempt: str
+    """The attempt's directory on the host."""
+    nonce: str
+    ranks: list[int]
+    known: list[Identity]
+    """Identities that the head knows already: a host that has lost its files would never miss their keepers."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    number: int
+    answered: int
+    """The last heartbeat that had been sent when the head last received anything."""
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    rank: int
+    command: str
+    """ "stop", "end" or "emergency_checkpoint"."""
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    """KILL to the process groups of the ranks' programs."""
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """Send a file of the attempt as it grows, up to the offset `until`."""
+
+    file: str
+    until: int
+    begin: int | None = None
+    """None goes on where the last ReadFile of the same file ended."""
+
+
+@dataclass(frozen=True)
+class ListProcesses:
+    """List what carries the attempt's nonce. With `kill`, fence the attempt first and kill what was listed."""
+
+    number: int
+    kill: bool
+
+
+@dataclass(frozen=True)
+class ExitOutputRequest:
+    rank: int
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Run a probe of engine.node.probes."""
+
+    request: int
+    probe: str
+    arguments: list[str]
+
+
+@dataclass(frozen=True)
+class CommandRequest:
+    """Run a program in a session of its own, in the user's home; `data` is its stdin."""
+
+    request: int
+    argv: list[str]
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class RequestInput:
+    """More stdin for a probe that goes on."""
+
+    request: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CancelRequest:
+    request: int
+
+
+# From the agent.
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The agent's first message."""
+
+    version: int
+    boot_id: str
+    memory_kills: int | None
+    """Processes that the host has killed for lack of memory since it started."""
+    at: float
+    """Wall clock of the host."""
+
+
+@dataclass(frozen=True)
+class HeartbeatAck:
+    number: int
+    at: float
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    rank: int
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    rank: int
+    record: ExitRecord | None
+    """None when its keeper is gone without one."""
+    memory_kills: int | None
+    output: ExitOutput
+
+
+@dataclass(frozen=True)
+class ExitOutputReply:
+    rank: int
+    output: ExitOutput
+
+
+@dataclass(frozen=True)
+class FileData:
+    file: str
+    begin: int
+    end: bool
+    """Nothing followed these bytes when they were read."""
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class FileError:
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class ProcessList:
+    number: int
+    processes: list[list[Any]]
+    """[pid, command] each."""
+    sizes: dict[str, int]
+    """Bytes of each file that is being read."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The next part of a request's stdout."""
+
+    request: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class RequestEnded:
+    request: int
+    exit_code: int
+    """Negative for a signal."""
+    stderr: str
+    """The end of it."""
+
+
+Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
+    Watch, Heartbeat, RankCommand, KillRanks, ReadFile, ListProcesses, ExitOutputRequest, ProbeRequest, CommandRequest,
+    RequestInput, CancelRequest, Hello, HeartbeatAck, RankStarted, RankEnded, ExitOutputReply, FileData, FileError,
+    ProcessList, RequestOutput, RequestEnded,
+]  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+_TYPES: dict[str, Any] = {_kind(kind.__name__): kind for kind in Message.__args__}  # type: ignore[attr-defined]
+_KINDS = {kind: name for name, kind in _TYPES.items()}
+_NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
+_PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    document = {"kind": _KINDS[type(message)], **_document(message)}
+    data = document.pop("data", b"")
+    if data:
+        document["bytes"] = len(data)
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n" + bytes(data)
+
+
+def _document(value: Any) -> Any:
+    """As dataclasses.asdict, which copies the bytes and every list's items deeply."""
+    if is_dataclass(value):
+        return {each.name: _document(getattr(value, each.name)) for each in fields(value)}
+    return [_document(item) for item in value] if isinstance(value, list) else value
+
+
+class Decoder:
+    """Takes a stream of frames apart, however it is cut into pieces."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._header: dict[str, Any] | None = None
+
+    def feed(self, received: bytes) -> Iterator[Message]:
+        """The messages that `received` completes. Raises ValueError for what is not such a stream."""
+        self._pending += received
+        while (message := self._next()) is not None:
+            yield message
+
+    def _next(self) -> Message | None:
+        if self._header is None:
+            end = self._pending.find(b"\n")
+            if end < 0:
+                if len(self._pending) > MAX_LINE_BYTES:
+                    raise ValueError("a line without an end")
+                return None
+            self._header = _parse_header(bytes(self._pending[:end]))
+            del self._pending[: end + 1]
+        size = self._header.get("bytes", 0)
+        if len(self._pending) < size:
+            return None
+        header, data = self._header, bytes(self._pending[:size])
+        del self._pending[:size]
+        self._header = None
+        return _message(header, data)
+
+
+def _parse_header(line: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"not a message: {line[:200]!r}") from None
+    if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or header["kind"] not in _TYPES:
+        raise ValueError(f"not a message: {line[:200]!r}")
+    size = header.get("bytes", 0)
+    if type(size) is not int or not 0 <= size <= MAX_DATA_BYTES:
+        raise ValueError(f"{size!r} bytes cannot follow a message")
+    return header
+
+
+def _message(header: dict[str, Any], data: bytes) -> Message:
+    kind = _TYPES[header["kind"]]
+    values = {name: value for name, value in header.items() if name not in ("kind", "bytes")}
+    declared = {each.name: str(each.type) for each in fields(kind)}
+    if "data" in declared:
+        values["data"] = data
+    try:
+        message: Message = kind(**{name: _value(declared.get(name, ""), value) for name, value in values.items()})
+    except TypeError as error:
+        raise ValueError(f"not a message: {header['kind']}: {error}") from None
+    return message
+
+
+def _value(declared: str, value: Any) -> Any:
+    """A JSON value as the field's declared type. Raises TypeError for another type."""
+    if declared.endswith(" | None"):
+        if value is None:
+            return None
+        declared = declared[: -len(" | None")]
+    if declared.startswith("list["):
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r:.80} is not a list")
+        return [_value(declared[5:-1], item) for item in value]
+    if declared in _NESTED:
+        return _NESTED[declared](**value)
+    expected = _PLAIN.get(declared)
+    if expected is not None and (not isinstance(value, expected) or isinstance(value, bool) != (declared == "bool")):
+        raise TypeError(f"{value!r:.80} is not {declared}")
+    return value

@@ -1,0 +1,165 @@
+"""The layer split of a pipeline and its 1F1B schedule: the same arithmetic for plan and trainer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LayerSplit = tuple[tuple[int, int], ...]
+"""Each rank's layers as a half-open range."""
+SPLITTABLE_MODULES = ("llama", "ministral3", "mistral3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Modules of mlx_lm.models with embeddings, equal layers, a norm and a head, which accept embeddings instead of tokens:
+their layers can be on several ranks."""
+_KNOWN_AS = {"mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "llava": "mistral3"}
+"""model_type of a config.json → mlx-lm's module, where they differ (mlx_lm.utils.MODEL_REMAPPING)."""
+_RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
+
+
+def mlx_module(model_type: str) -> str:
+    """mlx-lm's module for a config.json's `model_type`."""
+    return _KNOWN_AS.get(model_type, model_type)
+
+
+def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None] | None = None) -> LayerSplit:
+    """Each rank's layers in proportion to its memory (any unit), half-open ranges, in rank order.
+
+    Starting with the weakest, each rank gets its proportion of the remaining layers, rounded up, but no more than an
+    even part of them and its entry in `most` (None: no limit); the strongest gets the rest. So 36 layers over 128:512
+    are 7.2:28.8, and 0-8, 8-36; a weaker rank never gets more than a stronger one.
+
+    Raises ValueError for fewer layers than ranks, a memory that is not above 0, and limits that leave layers over.
+    """
+    ranks = len(memory)
+    limits = [None] * ranks if most is None else list(most)
+    if not ranks or len(limits) != ranks:
+        raise ValueError("memory and most are per rank")
+    if layers < ranks:
+        raise ValueError(f"{layers} layers are too few for {ranks} stages")
+    if not all(0 < size < math.inf for size in memory):
+        raise ValueError(f"memory must be above 0: {list(memory)}")
+    counts = [0] * ranks
+    order = sorted(range(ranks), key=lambda rank: (memory[rank], math.inf if limits[rank] is None else limits[rank]))
+    left, left_memory, last = layers, float(sum(memory)), 1
+    for index, rank in enumerate(order):
+        ranks_left = ranks - index
+        even = left // ranks_left
+        proportion = math.ceil(left * memory[rank] / left_memory - 1e-9)
+        wanted = left if ranks_left == 1 else max(last, min(proportion, even))
+        limit = limits[rank]
+        counts[rank] = last = wanted if limit is None else min(wanted, limit)
+        left, left_memory = left - counts[rank], left_memory - memory[rank]
+    if left:
+        raise ValueError(f"{left} of {layers} layers are left over: {_counts_text(counts, limits)}")
+    pairs = [(order[index], order[index + 1]) for index in range(ranks - 1)]
+    if any(memory[weak] < memory[strong] and counts[weak] > counts[strong] for weak, strong in pairs):
+        raise ValueError(f"a stronger rank may take fewer layers than a weaker one: {_counts_text(counts, limits)}")
+    ends = [sum(counts[: rank + 1]) for rank in range(ranks)]
+    return tuple((end - counts[rank], end) for rank, end in enumerate(ends))
+
+
+def format_split(split: LayerSplit) -> str:
+    """ "0-8,8-36"."""
+    return ",".join(f"{start}-{end}" for start, end in split)
+
+
+def parse_split(text: str) -> LayerSplit:
+    """The ranges of a text such as "0-8,8-36". Raises ValueError unless they start at 0, are not empty, and are
+    contiguous."""
+    ranges = []
+    for part in text.replace(" ", "").split(","):
+        matched = _RANGE.fullmatch(part)
+        if matched is None:
+            raise ValueError(f'{part!r} is not a range of layers; accepted: one per rank, such as "0-8,8-36"')
+        ranges.append((int(matched[1]), int(matched[2])))
+    reached = 0
+    for start, end in ranges:
+        if start != reached or end <= start:
+            raise ValueError(f"{start}-{end} does not continue at layer {reached} with at least one layer")
+        reached = end
+    return tuple(ranges)
+
+
+def check_split(split: LayerSplit, layers: int, ranks: int) -> None:
+    """Raises ValueError unless `split` divides `layers` over `ranks`."""
+    if len(split) != ranks:
+        raise ValueError(f"it has {len(split)} ranges for {ranks} ranks")
+    if split[-1][1] != layers:
+        raise ValueError(f"it ends at layer {split[-1][1]}, and the model has {layers}")
+
+
+def _counts_text(counts: Sequence[int], limits: Sequence[int | None]) -> str:
+    return ", ".join(
+        f"rank {rank} takes {count}" + (f" (at most {limits[rank]})" if limits[rank] is not None else "")
+        for rank, count in enumerate(counts)
+    )
+
+
+Action = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
+_MICRO_BATCHES_PER_STAGE = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action of a stage."""
+
+    act: Action
+    micro: int
+    """The micro-batch, from 0."""
+
+
+def bubble_fraction(stages: int, micro_batches: int) -> float:
+    """The fraction of a step that a stage of a 1F1B pipeline waits: (p-1)/(m+p-1), 0 to below 1. Source: Narayanan et
+    al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters. Raises ValueError for counts below 1."""
+    if stages < 1 or micro_batches < 1:
+        raise ValueError(f"stages and micro-batches must be at least 1: {stages}, {micro_batches}")
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def micro_batches(rows: int, stages: int) -> int:
+    """Micro-batches of a batch of `rows`: two per stage, as far as there are rows. More would shorten the wait at its
+    ends ((p-1)/(m+p-1) of a step), but also make each matrix product smaller."""
+    return max(1, min(rows, _MICRO_BATCHES_PER_STAGE * stages))
+
+
+def schedule(stage: int, stages: int, micro: int, first_trained: int = 0) -> list[Step]:
+    """The actions of `stage` of `stages` for `micro` micro-batches, in order: one forward, one backward (1F1B), so that
+    a stage holds the activations of at most `stages - stage` micro-batches. Source: Narayanan et al. 2021, Efficient
+    Large-Scale Language Model Training on GPU Clusters.
+
+    Of two neighbours that send to each other, one receives first, so that no message needs a buffer. The stages before
+    `first_trained` have nothing to train, and only go forward.
+    """
+    warm = min(stages - stage - 1, micro)
+    steps: list[Step] = []
+
+    def both(send: Step, receive: Step) -> list[Step]:
+        return [send, receive] if stage % 2 == 0 else [receive, send]
+
+    for number in range(warm):
+        steps += [Step("receive_forward", number), Step("forward", number), Step("send_forward", number)]
+    for number in range(micro - warm):
+        ahead = warm + number
+        if number == 0:
+            steps.append(Step("receive_forward", ahead))
+        steps.append(Step("forward", ahead))
+        steps += both(Step("send_forward", ahead), Step("receive_backward", number))
+        steps.append(Step("backward", number))
+        if ahead + 1 < micro:
+            steps += both(Step("send_backward", number), Step("receive_forward", ahead + 1))
+        else:
+            steps.append(Step("send_backward", number))
+    for number in range(micro - warm, micro):
+        steps += [Step("receive_backward", number), Step("backward", number), Step("send_backward", number)]
+    absent: set[Action] = set()
+    if stage == 0:
+        absent |= {"receive_forward", "send_backward"}
+    if stage == stages - 1:
+        absent |= {"send_forward", "receive_backward"}
+    if stage < first_trained:
+        absent |= {"receive_backward", "backward"}
+    if stage <= first_trained:
+        absent |= {"send_backward"}
+    return [step for step in steps if step.act not in absent]

@@ -1,0 +1,95 @@
+"""Reads and verifies the header of a safetensors file without MLX and without its tensors: a malformed header must
+not reach a C++ parser. Used by the trainer, the storage probe and the head.
+
+The format: 8 bytes little-endian length, that many bytes of JSON (name -> dtype, shape, data_offsets), the data.
+https://huggingface.co/docs/safetensors (Format)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A file or checkpoint is incomplete, damaged, hostile or of another job: one line that says what is wrong."""
+
+
+_HEADER_BYTES = 100_000_000
+"""The limit of the reference implementation."""
+_DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """One file's header."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """Name → (dtype, shape)."""
+    metadata: dict[str, Any]
+    """Unverified: strings by name in a valid file."""
+
+
+def check_header(path: Path) -> Header:
+    """Raises CheckpointError when the header does not describe exactly the file's bytes, OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        if len(head) < 8:
+            raise CheckpointError("it has no safetensors header")
+        (length,) = struct.unpack("<Q", head)
+        if length > min(size - 8, _HEADER_BYTES):
+            raise CheckpointError("its header is longer than the file")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("its safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise CheckpointError("its safetensors header is not an object")
+    # MLX writes null when it has no metadata.
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise CheckpointError("its metadata is not an object")
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _tensor(name, entry)
+        tensors[name] = (dtype, shape)
+        spans.append((begin, end))
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise CheckpointError("its tensors overlap or leave a gap")
+        at = end
+    if at != size - 8 - length:
+        raise CheckpointError(f"its tensors need {at:,} bytes, it has {size - 8 - length:,}")
+    return Header(tensors, metadata)
+
+
+def _tensor(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
+    fault = CheckpointError(f"its tensor {ascii(name)[:80]} has an invalid description")
+    if not isinstance(entry, dict):
+        raise fault
+    dtype, shape, span = entry.get("dtype"), _naturals(entry.get("shape")), _naturals(entry.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES or shape is None or span is None or len(span) != 2:
+        raise fault
+    begin, end = span
+    if end - begin != math.prod(shape) * _DTYPE_BYTES[dtype]:
+        raise fault
+    return dtype, shape, begin, end
+
+
+def _naturals(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > 32:
+        return None
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
+        return None
+    return tuple(value)

@@ -1,0 +1,308 @@
+"""One attempt of a run: how it is planned, its files on the nodes, and its launch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ValidationError
+
+from engine.cluster.agent_client import TransportProvider
+from engine.cluster.staging import HostLayout, gather_all
+from engine.config.formats import on_node
+from engine.config.models import Config, NodeConfig
+from engine.errors import LaunchError, NodeUnreachable
+from engine.launch import direct_launch, mlx_launch, ssh_shim
+from engine.launch.hostfile import write_hostfile
+from engine.launch.rank_environment import (
+    RankEnvironment,
+    common_environment,
+    file_name,
+    rank_environment,
+    rank_variables,
+    ranks_per_host,
+    trainer_job,
+)
+from engine.launch.ssh_shim import launcher_environment
+from engine.launch.start_script import start_script
+from engine.node.processes import kill_group, oom_kill_count
+from engine.plan.checkpoints import state_every
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
+from engine.protocol.pipeline import parse_split
+from engine.run.events import Attempt
+from engine.run.history import RunHistory
+from engine.run.run_plan import PlannedRank, RunPlan
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+
+_MOST_BYTES = 16 * 2**20
+
+
+class _Strategy(BaseModel):
+    layer_split: str | None = None
+
+
+class _Document(BaseModel):
+    strategy: _Strategy = _Strategy()
+
+
+def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
+    """The layers of each rank, "0-8,8-36". None where the job names its own, for another strategy, and where no plan is
+    for this number of ranks, which then divide the layers by their memory. Blocking."""
+    job = plan.config.job
+    if job.strategy != "pipeline" or job.layer_split is not None:
+        return None
+    with contextlib.suppress(OSError, ValidationError, ValueError):
+        with run_dir.training_plan.open("rb") as file:
+            written = _Document.model_validate_json(file.read(_MOST_BYTES)).strategy.layer_split
+        if written is not None and len(parse_split(written)) == len(plan.ranks):
+            return written
+    return None
+
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+"""Variables of the supervisor's environment that the ranks of every node get."""
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """The outcome of a launch."""
+
+    launcher: mlx_launch.Launcher | None
+    """mlx.launch's process; None when the ranks were started over our own connections."""
+    failures: tuple[direct_launch.StartFailure, ...] = ()
+    """Without mlx.launch: the ranks that did not start."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of an attempt run, and how they reach one another."""
+
+    layouts: Sequence[HostLayout]
+    network: NetworkPlan
+    starting_port: int
+
+
+def new_attempt(run_dir: RunDir, plan: RunPlan, placement: Placement, history: RunHistory) -> Attempt:
+    """The attempt that follows those of `history`; it begins at the end of the head's files."""
+    sources = [rank.rank for rank in plan.ranks]
+    number = history.record.attempts + 1
+    return Attempt(
+        number=number,
+        nonce=f"{history.nonce}.{number}",
+        starting_port=placement.starting_port,
+        log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
+        event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
+        layouts=tuple(placement.layouts),
+        network=placement.network,
+        memory_kills=oom_kill_count(),
+        members=tuple((rank.rank, rank.node) for rank in plan.ranks),
+        resume=number > 1,
+        reached=history.newest_reached,
+    )
+
+
+def plan_for_attempt(attempt: Attempt, plan: RunPlan, whole: RunPlan) -> RunPlan:
+    """The plan of an earlier attempt's own nodes. `plan` is the run's current one, `whole` the one before preflight
+    excluded nodes."""
+    members = set(attempt.nodes)
+    known = members <= {node.name for node in plan.config.nodes}
+    return (plan if known else whole).among(members)
+
+
+async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: TransportProvider) -> LaunchResult:
+    """Put the attempt's files in place on every host, all at the same time, and start the ranks.
+
+    Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
+    runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch reports it. Cancelled, it
+    leaves no mlx.launch behind, but perhaps ranks.
+    """
+    layers = await asyncio.to_thread(planned_layers, run_dir, plan)
+    spec = attempt_spec(plan, attempt, os.environ, layer_split=layers)
+    direct_ = plan.config.cluster.launcher == "direct"
+    environment = rank_environment(attempt.network, attempt.starting_port, os.environ)
+    files = environment.files if direct_ else {}
+    await gather_all(
+        _put_files(plan, attempt, layout, fleet, _host_files(plan, attempt, layout, spec, files))
+        for layout in attempt.layouts
+    )
+    here = run_dir.attempt(attempt.number)
+    try:
+        here.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_hostfile(here / "hostfile.json", attempt.network)
+        if not direct_:
+            return LaunchResult(await _with_launcher(run_dir, plan, attempt))
+    except OSError as error:
+        raise _not_written("this machine", str(error.filename or here), error) from error
+    return LaunchResult(None, await direct_launch.start_ranks(fleet, _starts(plan, attempt, environment)))
+
+
+async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_launch.Launcher:
+    starting = asyncio.create_task(asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread goes on: what it starts would belong to nobody.
+        with contextlib.suppress(OSError, LaunchError):
+            launcher = await starting
+            kill_group(launcher.pid, signal.SIGKILL)
+            await asyncio.to_thread(launcher.process.wait)
+        raise
+
+
+def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_launch.Launcher:
+    here = run_dir.attempt(attempt.number)
+    argv = mlx_launch.arguments(
+        hostfile=here / "hostfile.json",
+        starting_port=attempt.starting_port,
+        program=ssh_shim.program(plan.run_id, attempt.number),
+        environment={NONCE_ENV: attempt.nonce},
+        backend=attempt.network.backend,
+        ranks_per_host=ranks_per_host(attempt.network),
+    )
+    own = launcher_environment(
+        here, plan.config.nodes, attempt.layouts, home=run_dir.home, run_id=plan.run_id, attempt=attempt.number
+    )
+    return mlx_launch.start(
+        argv,
+        stdin=here / "launcher.in",
+        output=run_dir.log(LAUNCHER_SOURCE),
+        environment={NONCE_ENV: attempt.nonce, **own},
+        directory=here,
+    )
+
+
+def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[direct_launch.RankStart]:
+    starts = []
+    for rank in (planned.rank for planned in plan.ranks):
+        files = attempt.files(plan.run_id, rank)
+        variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, attempt.network, rank)}
+        variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
+        starts.append(direct_launch.RankStart(rank, plan.config.nodes[rank], files, variables))
+    return starts
+
+
+def _host_files(
+    plan: RunPlan, attempt: Attempt, layout: HostLayout, spec: AttemptSpec, files: Mapping[str, str]
+) -> dict[str, str]:
+    """The files of one host by name: spec.json, start.sh, and `files`, the contents of what variables name."""
+    there = attempt.files_at(layout, plan.run_id)
+    here = plan.config.nodes[layout.ranks[0]].local and plan.config.cluster.launcher != "direct"
+    script = start_script(
+        spec,
+        there,
+        PurePosixPath(layout.bundle),
+        ranks=layout.ranks,
+        detached=() if here else layout.ranks,
+        environment={"PATH": os.environ.get("PATH")} if here else {},
+    )
+    contents = {there.spec.name: spec.to_json(), there.start.name: script}
+    return contents | {file_name(name): content + "\n" for name, content in files.items()}
+
+
+async def _put_files(
+    plan: RunPlan, attempt: Attempt, layout: HostLayout, fleet: TransportProvider, contents: Mapping[str, str]
+) -> None:
+    there, node = attempt.files_at(layout, plan.run_id), plan.config.nodes[layout.ranks[0]]
+    try:
+        if node.local:
+            await asyncio.to_thread(_write_here, there, contents, layout.ranks)
+        else:
+            encoded = {name: text.encode() for name, text in contents.items()}
+            await fleet.to(node).put_tree(there.directory, encoded)
+    except OSError as error:
+        raise _not_written(node.name, f"{node.ssh}:{there.directory}", error) from error
+    except NodeUnreachable as error:
+        what = f"{node.name} was lost in the middle of the launch"
+        raise LaunchError(what, where=node.ssh, why=str(error)) from error
+
+
+def _write_here(there: NodeFiles, texts: Mapping[str, str], ranks: Sequence[int]) -> None:
+    there.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_atomic(there.directory / name, text)
+    for rank in ranks:
+        # Before the keeper makes it, so that no early command is lost.
+        if not there.control(rank).exists():
+            os.mkfifo(there.control(rank), 0o600)
+
+
+def _not_written(node: str, where: str, error: OSError) -> LaunchError:
+    todo = "make room or fix the permissions there"
+    why = error.strerror or str(error)
+    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=why, todo=todo)
+
+
+def attempt_spec(
+    plan: RunPlan, attempt: Attempt, environment: Mapping[str, str], *, layer_split: str | None = None
+) -> AttemptSpec:
+    """The specification that keepers and trainers work from: every path is absolute on the node of its rank.
+    `layer_split` is a pipeline's, where the job names none.
+
+    It also takes the secrets of `environment`, the supervisor's: it is written 0600, and nothing else of a launch may
+    hold them.
+    """
+    config = plan.config
+    recovery = config.recovery
+    secrets = {name: environment[name] for name in SECRETS if name in environment}
+    gradient = plan.calibration.gradient_bytes if plan.calibration is not None else None
+    return AttemptSpec(
+        run_id=plan.run_id,
+        attempt=attempt.number,
+        nonce=attempt.nonce,
+        backend=attempt.network.backend,
+        world_size=len(plan.ranks),
+        ranks=[
+            _rank_spec(config, rank, node, attempt.layout(rank.rank))
+            for rank, node in zip(plan.ranks, config.nodes, strict=True)
+        ],
+        job=trainer_job(config, layer_split),
+        command=list(config.job.command) if config.job.command is not None else None,
+        env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
+        lease_s=recovery.lease_s,
+        on_lease_expiry=recovery.on_lease_expiry,
+        stop_grace_s=recovery.stop_grace_s,
+        save_grace_s=recovery.save_grace_s,
+        term_grace_s=recovery.term_grace_s,
+        replica_check_every=config.consistency.every if config.consistency.enabled else 0,
+        on_corruption=config.consistency.on_corruption,
+        checkpoint_every=state_every(config),
+        checkpoint_keep=config.checkpoint.keep,
+        checkpoint_compression=config.checkpoint.compression,
+        resume=attempt.resume,
+        reached=attempt.reached,
+    )
+
+
+def _rank_spec(config: Config, rank: PlannedRank, node: NodeConfig, layout: HostLayout) -> RankSpec:
+    base = config.file.parent if config.file is not None else Path("/")
+    destination = config.checkpoint.destination
+
+    def there(path: str | None) -> str | None:
+        return layout.expanded(on_node(path, node, base)) if path is not None else None
+
+    return RankSpec(
+        rank=rank.rank,
+        node=node.name,
+        host=node.ssh,
+        python=layout.expanded(node.python),
+        workdir=layout.expanded(node.workdir),
+        model=there(node.model or config.job.model),
+        data=there(node.data or config.job.data),
+        adapter_path=there(config.job.mlx_lm.get("adapter_path")),
+        resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
+        share=rank.share,
+        checkpoint_folder=there(destination) if destination and "://" not in destination else destination,
+    )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

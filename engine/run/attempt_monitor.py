@@ -1,0 +1,406 @@
+"""Monitors one attempt from its launch until nothing of it is left: log mirrors, liveness, its end and the proof of
+that end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Final, Literal, ParamSpec, TypeVar
+
+from engine.cluster.host_connection import HostConnection
+from engine.models import Reason, RunState
+from engine.node.processes import Process
+from engine.protocol.attempt import END
+from engine.run.consistency_watch import ConsistencyWatch
+from engine.run.decide import Continue, RankState, RunningAttempt, Trigger, decide
+from engine.run.event_intake import EventIntake
+from engine.run.events import (
+    AlarmRaised,
+    AttemptResumed,
+    CleanupConfirmed,
+    HangDetected,
+    Note,
+    RequestReceived,
+    StopStage,
+    StopStageReached,
+    Verdict,
+)
+from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
+from engine.run.first_failure import is_consequence
+from engine.run.logs.mirror import Gap, LogMirrors
+from engine.run.node_health import NodeHealth, lost_after_s
+from engine.run.ranks import AttemptContext, Rank, Ranks, record_rank_changes
+from engine.run.requests import TICK_S, AbortSource
+from engine.run.shutdown import CleanupProof, EmergencyCheckpointWait, GracePeriods, Shutdown, StopPlan
+from engine.run.verdict import verdict_on, with_diagnosis
+from engine.run.watchdog import Hang, Resumed, Watchdog
+from engine.security.audit import audit_log
+
+_CHECK_PIDS_S = 1.0
+"""Between two checks that the processes are alive, which cost more than the others."""
+_UNSOUND: Final = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
+"""Reasons that speak against the state itself. After all others an emergency checkpoint is what the user may go on
+from, whether the run restarts by itself or not."""
+_PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AttemptMonitor:
+    """One attempt. `run` is its whole life; it may begin in the middle of one (adoption)."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        origin: AttemptOrigin,
+        may_restart: Callable[[Verdict, int], bool] = lambda _verdict, _reached: False,
+    ) -> None:
+        """`may_restart`: another attempt may follow such an end, at that iteration."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt")
+        self._context = context
+        self._recorder = context.recorder
+        self._recovery = context.plan.config.recovery
+        self._trainer = context.plan.config.job.command is None
+        self._launcher = origin.launcher
+        self._launched = origin.launcher is not None
+        self._may_restart = may_restart
+        history = context.history
+        self._ranks = Ranks(context.connections, context.plan.ranks)
+        self._health = NodeHealth(
+            context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
+        )
+        self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
+        self._evidence = EvidenceCollector(context, self._health, origin)
+        self._mirrors = LogMirrors(context, self._note_gap)
+        nodes = {rank.rank: rank.node for rank in context.plan.ranks}
+        consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
+        self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
+        self._watchdog = Watchdog(
+            self.intake.progress, list(nodes), self._recovery.hang_s, self._recovery.stall_s, time.monotonic()
+        )
+        self._hang = history.hang
+        self._began = time.monotonic()
+        self._pids_checked_at = float("-inf")
+        self._launcher_gone_at: float | None = None
+        self._launcher_noted = False
+        self._failing_since: float | None = None
+        self._resumption_recorded = not context.attempt.resume or history.resumed is not None
+        self._shutdown: Shutdown | None = None
+        self._trigger = Trigger.ENDED
+        self._failed_at: datetime | None = None
+        self._recovering = False
+        self.aborted_in_recovery = False
+        """An abort was requested while the attempt was being ended for a restart."""
+        self._unsent: list[HostConnection] = []
+        """Nodes on which nothing is left but the rest of their logs."""
+
+    @property
+    def unconfirmed(self) -> list[str]:
+        """Nodes on which the stop could not be proved."""
+        return [name for proof in self.proofs if not proof.found for name in proof.connection.names]
+
+    @property
+    def proofs(self) -> Sequence[CleanupProof]:
+        """One for every host of the attempt, once it is being ended."""
+        return self._shutdown.proofs if self._shutdown is not None else ()
+
+    @property
+    def failed_at(self) -> datetime:
+        """When the failure was noticed."""
+        return self._failed_at or datetime.now(UTC)
+
+    @property
+    def has_unsent_logs(self) -> bool:
+        """A node that was proved has not sent the end of its files yet."""
+        return bool(self._unsent)
+
+    async def run(self, abort: AbortSource) -> FailureEvidence:
+        """Monitor until everything of the attempt is gone, as far as its nodes answer; the evidence of its end. `abort`
+        is called in another thread."""
+        # A thread of its own for all that touches the head's disk: a disk that stalls holds up no heartbeat.
+        while not await self._in_thread(self._tick, abort):
+            await asyncio.sleep(TICK_S)
+        proved = [proof.connection for proof in self.proofs if proof.found]
+        await self._in_thread(self._mirrors.await_the_rest, proved)
+        if missing := await self._in_thread(self._mirrors.settle):
+            lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
+            self._recorder.append(Note(message=lacking))
+            self._unsent = [connection for connection in proved if self._mirrors.incomplete(connection)]
+        self.intake.poll()
+        return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._hang)
+
+    async def confirm(self) -> None:
+        """After `run`: poll the nodes on which the end could not be proved, or that have unsent logs."""
+        await self._in_thread(self._try_to_confirm)
+
+    async def stop_copying(self) -> None:
+        """After `run`: another attempt is to write the same files on the head. What a node has not sent by now stays
+        there."""
+        self._unsent = []
+        await self._in_thread(self._close_files)
+
+    def verdict(self, evidence: FailureEvidence) -> Verdict:
+        """With the failure signature that explains the end: whether a restart can fix it depends on that. Reads the
+        mirrors."""
+        environment = {**os.environ, **self._context.plan.config.job.env}
+        verdict = verdict_on(evidence)
+        return with_diagnosis(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
+
+    def prove_again(self, nodes: Sequence[str]) -> None:
+        """In place of `run`, before `confirm`: the attempt has ended, and on `nodes` that is not proved yet."""
+        self._shutdown = self._new_shutdown()
+        for proof in self.proofs:
+            proof.found = not set(nodes) & set(proof.connection.names)
+
+    def close(self) -> None:
+        """Close the files; the connections belong to their maker."""
+        self._close_files()
+        self._thread.shutdown(wait=False)
+
+    def _close_files(self) -> None:
+        self._mirrors.close()
+        self.intake.close()
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`work` in the monitor's own thread: the loop's common ones may all be waiting for the names of nodes that are
+        not there."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
+
+    def _tick(self, requested: AbortSource) -> bool:
+        """Observe everything once, decide, act; True when the attempt is over."""
+        abort, now = requested(), time.monotonic()
+        launcher_alive = self._poll(now)
+        if self._shutdown is None:
+            self._act(abort, now, launcher_alive)
+        elif abort is not None:
+            self._abort_shutdown(abort)
+        if self._shutdown is not None:
+            self._shutdown.advance(time.monotonic())
+            return self._shutdown.done
+        return False
+
+    def _poll(self, now: float) -> bool:
+        """Observe ranks, nodes and logs; the launcher is alive."""
+        check_pids = now - self._pids_checked_at >= _CHECK_PIDS_S
+        if check_pids:
+            self._pids_checked_at = now
+        # Liveness is read before the last read of a log.
+        launcher_alive = self._launcher is not None and self._launcher.alive(thorough=check_pids)
+        lost = self._health.poll()
+        changed = self._ranks.poll(check_pids=check_pids) + self._poll_launcher() + self._ranks.lose(lost)
+        self._mirrors.pump()
+        self.intake.poll()
+        self._record_changes(changed)
+        self._record_resumption()
+        return launcher_alive
+
+    def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
+        state = self._observe(now, launcher_alive, abort=abort is not None)
+        decision = decide(state)
+        if isinstance(decision, Continue):
+            self._note_missing_launcher(state)
+            decision = decide(replace(state, hang=self._check_hang(now)))
+        if isinstance(decision, Continue):
+            return
+        self._trigger = decision.trigger
+        if abort is not None and decision.trigger is Trigger.ABORT:
+            self._record_stage(StopStage.ASKED, ())
+            self._begin_shutdown(RunState.FINISHING, cooperative=not abort.now)
+        else:
+            self._end()
+
+    def _observe(self, now: float, launcher_alive: bool, *, abort: bool) -> RunningAttempt:
+        if launcher_alive or self._launcher_gone_at is None:
+            self._launcher_gone_at = None if launcher_alive else now
+        ranks = tuple(self._rank_state(rank) for rank in self._ranks.all)
+        if self._failing_since is None and any(rank.failed for rank in ranks):
+            self._failing_since = now
+        return RunningAttempt(
+            ranks=ranks,
+            age_s=now - self._began,
+            failing_s=now - self._failing_since if self._failing_since is not None else 0.0,
+            launched=self._launched,
+            launcher_gone_s=now - self._launcher_gone_at if self._launcher_gone_at is not None else None,
+            abort=abort,
+        )
+
+    def _rank_state(self, rank: Rank) -> RankState:
+        state = self._context.connections.to(rank.number).state
+        failed = rank.ended and self._failed(rank)
+        return RankState(
+            started=rank.started,
+            ended=rank.ended,
+            failed=failed,
+            consequence=failed and is_consequence(self._evidence.rank_evidence(rank)),
+            node_silent_s=state.silent_s if state.answered else float("inf"),
+        )
+
+    def _failed(self, rank: Rank) -> bool:
+        """A rank that has ended was not meant to end so."""
+        if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
+            return True
+        # A command may leave with 0 before the others do; our trainer may not, unless it has completed.
+        return self._trainer and not self._evidence.completed(rank)
+
+    def _check_hang(self, now: float) -> Hang | None:
+        """Recorded when it is found; one that an earlier supervisor found counts too."""
+        ranks = self._ranks.all
+        if not self._trainer or not all(rank.started for rank in ranks):
+            return None
+        answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
+        hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
+        if self._hang is None and hang is not None:
+            self._hang = hang
+            node = next((rank.planned.node for rank in ranks if rank.number == hang.rank), None)
+            self._recorder.append(HangDetected(hang=hang, node=node))
+        return self._hang
+
+    def _note_missing_launcher(self, state: RunningAttempt) -> None:
+        """It has done its part when all ranks have started; its end is worth no more than a note."""
+        gone = state.launched and state.launcher_gone_s is not None and all(rank.started for rank in state.ranks)
+        if gone and not self._launcher_noted and not any(rank.failed for rank in state.ranks):
+            self._launcher_noted = True
+            self._recorder.append(Note(message="mlx.launch has ended; the ranks go on without it"))
+
+    def _abort_shutdown(self, abort: RequestReceived) -> None:
+        """Whatever ends the attempt, it has to be ended: an abort can only speed that up."""
+        assert self._shutdown is not None
+        if self._recovering and not self.aborted_in_recovery:
+            # From here on it is the user's stop, and recorded as such.
+            self.aborted_in_recovery = True
+            self._record_stage(StopStage.ASKED, self._shutdown.proofs)
+        if abort.now:
+            # Otherwise what the ranks are writing, perhaps the only newest state, is still of use.
+            self._shutdown.skip_grace()
+
+    def _end(self) -> None:
+        if self._trigger is Trigger.HUNG:
+            self._failed_at = datetime.now(UTC)
+        so_far = self.verdict(self._evidence.collect(self._ranks.all, self._trigger, self._hang, over=False))
+        finishing = self._recorder.state is RunState.FINISHING
+        self._recovering = not finishing and self._may_restart(so_far, self.intake.progress.furthest)
+        checkpoint = self._emergency_checkpoint(so_far.rank) if so_far.reason not in _UNSOUND else None
+        state = RunState.RECOVERING if self._recovering else RunState.FINISHING
+        self._begin_shutdown(state, checkpoint=checkpoint)
+
+    def _emergency_checkpoint(self, first_failure: int | None) -> EmergencyCheckpointWait | None:
+        """The surviving ranks may save their state: of replicas each has all of it."""
+        progress = self.intake.progress
+        if not self._trainer or self._context.plan.config.job.strategy != "data" or not progress.steps:
+            return None
+        start_limit_s = max(self._recovery.stop_grace_s, 2 * (progress.long_step_s() or 0.0))
+        return EmergencyCheckpointWait(
+            first_failure, progress.checkpoint_phases, start_limit_s, progress.checkpoint_bytes
+        )
+
+    def _begin_shutdown(
+        self, state: RunState, *, cooperative: bool = False, checkpoint: EmergencyCheckpointWait | None = None
+    ) -> None:
+        if self._recorder.state not in (state, RunState.FINISHING):
+            self._recorder.change(state)
+        self._shutdown = self._new_shutdown(cooperative=cooperative, checkpoint=checkpoint)
+
+    def _new_shutdown(
+        self, *, cooperative: bool = False, checkpoint: EmergencyCheckpointWait | None = None
+    ) -> Shutdown:
+        recovery = self._recovery
+        graces = GracePeriods(recovery.stop_grace_s, recovery.save_grace_s, recovery.term_grace_s)
+        plan = StopPlan(graces, cooperative, checkpoint, saving=lambda: self.intake.saving)
+        return Shutdown(self._ranks, self._context.connections, self._launcher, plan, self._record_stage)
+
+    def _record_stage(self, stage: StopStage, proofs: Sequence[CleanupProof]) -> None:
+        if stage is StopStage.VERIFYING:
+            for connection in self._context.connections:
+                # The exit output of a rank without an exit record has not been sent yet.
+                connection.request_exit_output()
+        trigger = Trigger.ABORT if self.aborted_in_recovery else self._trigger
+        purpose = _PURPOSES.get(trigger, "fence")
+        acknowledged = tuple(rank.number for rank in self._ranks.all if rank.record is not None)
+        left = tuple(
+            _process_line(proof.connection, process) for proof in proofs if not proof.found for process in proof.left
+        )
+        self._recorder.append(StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left))
+
+    def _try_to_confirm(self) -> None:
+        """Poll the nodes that are not confirmed yet."""
+        now = time.monotonic()
+        self._health.poll()
+        self._ranks.poll(check_pids=False)
+        self._mirrors.pump()
+        for connection in [each for each in self._unsent if not self._mirrors.incomplete(each)]:
+            self._unsent.remove(connection)
+            self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
+        for proof in self.proofs:
+            if proof.found or not proof.connection.state.answering:
+                continue
+            self._send_end(proof.connection)
+            proof.seek(now)
+            if not proof.found:
+                continue
+            self._mirrors.await_the_rest([proof.connection])
+            # One that goes away again in the middle of its log is waited for once more.
+            proof.found = proof.connection.state.answering
+            if proof.found:
+                self._confirm(proof.connection)
+
+    def _send_end(self, connection: HostConnection) -> None:
+        for rank in connection.ranks:
+            if self._ranks.all[rank].record is None:
+                connection.send_command(rank, END)
+
+    def _confirm(self, connection: HostConnection) -> None:
+        self._record_changes([self._ranks.all[rank] for rank in connection.ranks])
+        for name in connection.names:
+            self._recorder.append(CleanupConfirmed(node=name))
+
+    def _record_changes(self, changed: Sequence[Rank]) -> None:
+        record_rank_changes(self._recorder, self._context.attempt.number, changed)
+        if self._failed_at is None and any(rank.ended and self._failed(rank) for rank in changed):
+            self._failed_at = datetime.now(UTC)
+        if changed and all(rank.started for rank in self._ranks.all):
+            if self._recorder.state is RunState.LAUNCHING:
+                self._recorder.change(RunState.RUNNING)
+            if self._launcher is not None:
+                self._launcher.drop_pipes()
+
+    def _record_resumption(self) -> None:
+        """Once, with the first step of an attempt that goes on from an earlier one."""
+        progress = self.intake.progress
+        if self._resumption_recorded or not progress.steps:
+            return
+        self._resumption_recorded = True
+        resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
+        failures = self._recorder.history.failures if self._recorder.history is not None else ()
+        if failures:
+            repeated = max(0, failures[-1].reached - resumed.iteration)
+            seconds = round((datetime.now(UTC) - failures[-1].failed_at).total_seconds(), 2)
+        number = self._context.attempt.number
+        self._recorder.append(AttemptResumed(attempt=number, resumed=resumed, repeated=repeated, seconds=seconds))
+
+    def _poll_launcher(self) -> list[Rank]:
+        failed, self._start_failures = self._start_failures, []
+        if self._launcher is not None:
+            failed += self._launcher.rank_ends()
+        return self._ranks.fail_to_start(failed)
+
+    def _note_gap(self, gap: Gap) -> None:
+        self._recorder.append(Note(message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}"))
+
+    def _raise_alarm(self, alarm: AlarmRaised) -> None:
+        """Into the journal and the audit log."""
+        self._recorder.append(alarm)
+        run_dir = self._context.run_dir
+        fields = alarm.model_dump(mode="json", exclude={"event", "at"})
+        audit_log("worker_consistency", "alarm", {"run": run_dir.id, **fields}, home=run_dir.home)
+
+
+def _process_line(connection: HostConnection, process: Process) -> str:
+    return f"{connection.names[0]} {process.pid} {process.command[:200]}"

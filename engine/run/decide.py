@@ -1,0 +1,414 @@
+"""The next step of a run, as a pure function of what is observed: let an attempt go on or stop it; when it was
+stopped, restart, wait for nodes, or finish.
+
+Nothing is retried that a restart cannot fix, and nothing without end: at most `max_restarts` restarts, at most
+STALLED_LIMIT attempts in a row without progress, and none after the same failure at the same iteration. Between
+restarts without progress the wait doubles, with jitter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from typing import Final, overload
+
+from engine.config.models import needs_all_nodes
+from engine.models import Reason
+from engine.run.events import AttemptFailed
+from engine.run.history import RunHistory
+from engine.run.node_health import lost_after_s
+from engine.run.run_plan import RunPlan
+from engine.run.signatures import BY_ID, SignatureKind
+from engine.run.watchdog import Hang
+
+
+class Trigger(Enum):
+    """Why an attempt is stopped."""
+
+    ABORT = auto()
+    ENDED = auto()
+    """Every rank has ended by itself."""
+    RANK = auto()
+    """A rank has failed."""
+    LAUNCHER_GONE = auto()
+    NOT_STARTED = auto()
+    """A rank has not appeared in time."""
+    HUNG = auto()
+    """No rank has made a step for too long."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Nothing to do yet."""
+
+    why: str | None = None
+    """The reason for waiting, if any."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    trigger: Trigger
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start another attempt, `delay_s` from now."""
+
+    members: tuple[str, ...]
+    left_out: tuple[str, ...]
+    delay_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """No other attempt follows."""
+
+    why: str
+
+
+START_LIMIT_S = 60.0
+"""For every rank to appear."""
+SETTLE_S = 1.0
+"""A rank that has only lost its peers waits this long for the one that failed first."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    started: bool = False
+    ended: bool = False
+    failed: bool = False
+    """It ended, and was not meant to end so."""
+    consequence: bool = False
+    """Its failure follows from another rank's."""
+    node_silent_s: float = 0.0
+    """How long ago its node last answered; infinite before the first answer."""
+
+
+@dataclass(frozen=True)
+class RunningAttempt:
+    """An attempt as it is observed now. Times are seconds up to now."""
+
+    ranks: tuple[RankState, ...]
+    age_s: float = 0.0
+    failing_s: float = 0.0
+    """Since the first failed rank was noticed."""
+    launched: bool = True
+    """This supervisor knows, or knew, a launcher."""
+    launcher_gone_s: float | None = None
+    """None while the launcher lives."""
+    hang: Hang | None = None
+    abort: bool = False
+
+    @property
+    def all_finished(self) -> bool:
+        """Every rank has done what it was meant to do: there is nothing left to abort."""
+        return all(rank.ended and not rank.failed for rank in self.ranks)
+
+    @property
+    def first_failure_known(self) -> bool:
+        """A rank failed by itself, or none that did was found in time."""
+        failed = [rank for rank in self.ranks if rank.failed]
+        return bool(failed) and (self.failing_s > SETTLE_S or any(not rank.consequence for rank in failed))
+
+    @property
+    def starting(self) -> bool:
+        """Ranks are missing, and none that started has failed."""
+        return not all(rank.started for rank in self.ranks) and not any(rank.failed for rank in self.ranks)
+
+    @property
+    def nobody_else_will_start(self) -> bool:
+        """The nodes of the missing ranks have answered since the launcher ended, and the ranks were not there."""
+        gone_s = self.launcher_gone_s
+        if not self.starting or gone_s is None or gone_s <= SETTLE_S:
+            return False
+        return all(rank.started or rank.node_silent_s < gone_s - SETTLE_S / 2 for rank in self.ranks)
+
+
+STOPS: Final[Sequence[tuple[Callable[[RunningAttempt], bool], Trigger]]] = (
+    (lambda state: state.abort and not state.all_finished, Trigger.ABORT),
+    (lambda state: all(rank.ended for rank in state.ranks), Trigger.ENDED),
+    (lambda state: state.first_failure_known, Trigger.RANK),
+    (lambda state: state.launched and state.nobody_else_will_start, Trigger.LAUNCHER_GONE),
+    (lambda state: state.nobody_else_will_start, Trigger.NOT_STARTED),
+    (lambda state: state.starting and state.age_s > START_LIMIT_S, Trigger.NOT_STARTED),
+    (lambda state: state.hang is not None, Trigger.HUNG),
+)
+"""Why a running attempt is stopped: the first row that holds."""
+
+STALLED_LIMIT = 3
+"""Attempts in a row without progress."""
+_LONGEST_BACKOFF_S = 60.0
+_FIRST_BACKOFF_S = 0.2
+
+NEVER_RESTARTED: Final = {
+    Reason.USER_ABORT: "it was stopped as requested",
+    Reason.DIVERGED: "the training has diverged, and would again",
+    Reason.CORRUPTED: "parameters differ between the ranks, and the reason must be found first",
+    Reason.PREFLIGHT_FAILED: "preflight failed",
+    Reason.DISK_FULL: "a restart makes no room on a full disk",
+    Reason.SUPERVISOR_LOST: "its supervisor was lost: nothing is started by surprise",
+}
+TRANSIENT: Final = frozenset(
+    {
+        "ring.bind",
+        "ring.connect",
+        "ring.connect_retry",
+        "ring.neighbor",
+        "jaccl.connect",
+        "jaccl.wc",
+        "metal.timeout",
+        "metal.interactivity",
+        "metal.internal",
+        "memory.killed",
+        "ssh.refused",
+    }
+)
+"""Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was
+busy. All other known causes lie in the job, the software or the network."""
+_FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG})
+"""Reasons that do not count against what was launched, however early they come."""
+_REFUSED_BY_TRAINER = re.compile(r"\bJobError: ")
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """The configuration's part in the decision."""
+
+    max_restarts: int
+    needed: int
+    """Nodes that a restart needs at least."""
+    backoff_s: float
+    node_wait_s: float
+    lost_after_s: float | None
+    """The lease of a node that was silent for as long has ended its ranks; None: the lease lets them go on."""
+    why_never: str | None = None
+    """Why this job is never restarted."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One attempt that failed."""
+
+    attempt: int
+    reason: Reason
+    host: str | None = None
+    """Name of the node that failed first."""
+    exit_code: int | None = None
+    signal: int | None = None
+    signature: str | None = None
+    """Id of the failure signature that explains it."""
+    reached: int = 0
+    """The last iteration that any rank finished, or that the attempt went on from; 0 for none."""
+    rank: int | None = None
+    refused_by_trainer: bool = False
+    """The trainer refused its job, or the state that it was to go on from."""
+
+    @classmethod
+    def of(cls, event: AttemptFailed) -> Failure:
+        verdict = event.verdict
+        return cls(
+            attempt=event.attempt,
+            reason=verdict.reason,
+            host=verdict.host,
+            exit_code=verdict.exit_code,
+            signal=verdict.signal,
+            signature=verdict.signature,
+            reached=event.reached,
+            rank=verdict.rank,
+            refused_by_trainer=_REFUSED_BY_TRAINER.search(verdict.cause or "") is not None,
+        )
+
+    def repeats(self, other: Failure) -> bool:
+        """The same failure at the same iteration."""
+        return self._kind == other._kind and self.reached == other.reached
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        return self.reason, self.host, self.exit_code, self.signal, self.signature
+
+    def __str__(self) -> str:
+        """ "rank 1's death at iteration 37"."""
+        who = f"rank {self.rank}'s" if self.rank is not None else "the"
+        if self.reason is Reason.NODE_LOST:
+            who = f"{self.host}'s" if self.host else "a node's"
+        return f"{who} {_FAILURES.get(self.reason, 'failure')} {_place(self.reached)}"
+
+
+_FAILURES = {
+    Reason.RANK_KILLED: "death",
+    Reason.NODE_LOST: "loss",
+    Reason.HUNG: "hang",
+    Reason.OUT_OF_MEMORY: "death for lack of memory",
+    Reason.LAUNCH_FAILED: "failure to start",
+}
+
+
+@dataclass(frozen=True)
+class NodePresence:
+    """One node of the run, after an attempt was stopped."""
+
+    node: str
+    proved: bool
+    """It answers, and nothing of any attempt is left there."""
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """A run whose last attempt has failed and was stopped."""
+
+    policy: RestartPolicy
+    failures: tuple[Failure, ...]
+    """Since the run was launched or reopened, oldest first; at least one."""
+    nodes: tuple[NodePresence, ...] = ()
+    """All nodes of the run."""
+    waited_s: float = 0.0
+    """Since the last attempt was stopped."""
+    jitter: float = 1.0
+    """0.5 to 1: the part of the back-off that is waited."""
+
+    @property
+    def last(self) -> Failure:
+        return self.failures[-1]
+
+    @property
+    def earlier(self) -> tuple[Failure, ...]:
+        return self.failures[:-1]
+
+    @cached_property
+    def furthest_before(self) -> int:
+        """The furthest iteration of the attempts before the last; -1 where there are none."""
+        return max((failure.reached for failure in self.earlier), default=-1)
+
+
+def _known_cause(run: FailedRun) -> bool:
+    signature = BY_ID.get(run.last.signature or "")
+    return signature is not None and signature.kind is SignatureKind.CAUSE and signature.id not in TRANSIENT
+
+
+def _never_stepped(run: FailedRun) -> bool:
+    last = run.last
+    if run.earlier or last.reached:
+        return False
+    return last.reason not in _FROM_OUTSIDE and last.signature not in TRANSIENT
+
+
+def _repeated(run: FailedRun) -> bool:
+    return run.last.reached <= run.furthest_before and any(map(run.last.repeats, run.earlier))
+
+
+def _refused(run: FailedRun) -> bool:
+    return run.last.refused_by_trainer and run.last.reached <= max(0, run.furthest_before)
+
+
+def _restarted(run: FailedRun) -> str:
+    restarts = run.policy.max_restarts
+    times = "not restarted" if restarts == 0 else f"restarted {'once' if restarts == 1 else f'{restarts} times'}"
+    return f"{times}: [recovery] max_restarts allows no more"
+
+
+REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
+    (lambda run: run.policy.why_never, lambda run: run.policy.why_never),
+    (lambda run: run.last.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.reason]),
+    (_refused, lambda _: "a restart does not fix what a trainer refuses"),
+    (_known_cause, lambda _: "a restart does not fix that"),
+    (_never_stepped, lambda _: "it never made a step: what was launched has to be fixed first"),
+    (lambda run: len(run.failures) > run.policy.max_restarts, _restarted),
+    (_repeated, lambda run: f"the same failure came again {_place(run.last.reached)}, without a step in between"),
+    (
+        lambda run: stalled(run.failures) >= STALLED_LIMIT,
+        lambda _: f"{STALLED_LIMIT} attempts in a row made no progress",
+    ),
+)
+"""Why no other attempt follows: the first row that holds."""
+
+
+def refusal(run: FailedRun) -> Finish | None:
+    """Why no other attempt may follow the last failure; None when one may."""
+    return next((Finish(why(run) or "") for holds, why in REFUSALS if holds(run)), None)
+
+
+@overload
+def decide(state: RunningAttempt) -> Continue | Stop: ...
+@overload
+def decide(state: FailedRun) -> Continue | Restart | Finish: ...
+def decide(state: RunningAttempt | FailedRun) -> Continue | Stop | Restart | Finish:
+    if isinstance(state, RunningAttempt):
+        return next((Stop(trigger) for holds, trigger in STOPS if holds(state)), Continue())
+    return refusal(state) or _restart_or_wait(state)
+
+
+def _restart_or_wait(run: FailedRun) -> Continue | Restart | Finish:
+    policy = run.policy
+    members = tuple(each.node for each in run.nodes if each.proved)
+    missing = [each for each in run.nodes if not each.proved]
+    left_out = tuple(each.node for each in missing)
+    names = ", ".join(left_out)
+    if missing and not (len(members) >= policy.needed and all(_surely_ended(each, policy) for each in missing)):
+        if run.waited_s > policy.node_wait_s:
+            why = f"{names} has not come back within {policy.node_wait_s:g} s, and {policy.needed} nodes are needed"
+            return Finish(why)
+        return Continue(f"waits for {names}")
+    why = f"recovers from {run.last}" + (f", without {names}" if missing else "")
+    return Restart(members, left_out, backoff_s(run), why)
+
+
+def _surely_ended(missing: NodePresence, policy: RestartPolicy) -> bool:
+    """A silent node's own keepers have ended its ranks by now."""
+    return policy.lost_after_s is not None and missing.silent_s > policy.lost_after_s
+
+
+def backoff_s(run: FailedRun) -> float:
+    """Next to nothing after an attempt that made progress."""
+    in_vain, unit = stalled(run.failures), run.policy.backoff_s
+    longest = unit * 2.0 ** max(0, in_vain - 1) if in_vain else min(_FIRST_BACKOFF_S, unit)
+    return min(longest, _LONGEST_BACKOFF_S) * run.jitter
+
+
+def stalled(failures: Sequence[Failure]) -> int:
+    """How many attempts at the end of `failures` brought the run no further than it had been."""
+    furthest, in_vain = 0, 0
+    for failure in failures:
+        in_vain = 0 if failure.reached > furthest else in_vain + 1
+        furthest = max(furthest, failure.reached)
+    return in_vain
+
+
+def original_failure(failures: Sequence[Failure]) -> int:
+    """The place of the failure that began the last ones: those after it, in attempts without a step, follow from it."""
+    return max(0, len(failures) - 1 - stalled(failures))
+
+
+def _place(reached: int) -> str:
+    return f"at iteration {reached}" if reached else "before the first step"
+
+
+_OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
+_PIPELINE_STAGES = 2
+"""The fewest that a pipeline has."""
+
+
+def restart_policy(plan: RunPlan, *, stepped: bool = True) -> RestartPolicy:
+    """The configuration's policy. `stepped`: the run has made a step, so that there is a state to keep."""
+    config, nodes = plan.config, len(plan.config.nodes)
+    recovery = config.recovery
+    command = config.job.command is not None and not recovery.restart_commands
+    wanted = max(recovery.min_nodes or nodes, _PIPELINE_STAGES if config.job.strategy == "pipeline" else 1)
+    return RestartPolicy(
+        max_restarts=recovery.max_restarts,
+        needed=nodes if stepped and needs_all_nodes(config) else min(wanted, nodes),
+        backoff_s=recovery.backoff_s,
+        node_wait_s=recovery.node_wait_s,
+        lost_after_s=lost_after_s(config),
+        why_never=_OWN_STATE if command else None,
+    )
+
+
+def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> FailedRun:
+    """The state to decide on after the failures of `history` and `more`."""
+    policy = restart_policy(plan, stepped=history.newest_reached > 0)
+    return FailedRun(policy, tuple(map(Failure.of, (*history.failures, *more))))

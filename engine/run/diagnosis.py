@@ -1,0 +1,383 @@
+"""Diagnoses from a run's logs what went wrong first, and what to do about it: the cause, not its consequences. Of
+each log only the head and the tail are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal as signals
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Final, Protocol
+
+from engine.errors import StateError
+from engine.models import Reason
+from engine.run.history import RunHistory, fold
+from engine.run.journal import read_journal
+from engine.run.logs.line_index import LogIndex
+from engine.run.logs.reader import LogReader
+from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES, Signature, SignatureKind
+from engine.security.redact import redact
+from engine.security.sanitise import plain, sanitise
+from engine.snapshots import Diagnosis
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+
+HEAD_BYTES: Final = 64 * 1024
+"""From the attempt's beginning: a failure at the start may be followed by any amount of noise."""
+TAIL_BYTES: Final = 512 * 1024
+"""From the log's end."""
+LINE_BYTES: Final = 4096
+"""The most of one line, half from its beginning and half from its end: an error may follow on a line of dots."""
+
+
+@dataclass(frozen=True)
+class LogEnds:
+    """Lines of one log, with what lies between its head and its tail left out."""
+
+    lines: list[str]
+    """Sanitised. A line that the tail begins in the middle of is there from that place on."""
+    offsets: list[int]
+    """Where each begins in the log's file, bytes."""
+
+    @classmethod
+    def of(cls, path: Path, base: int) -> LogEnds:
+        """The ends of a log from offset `base` on. A log that cannot be read is empty."""
+        try:
+            with path.open("rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                split = max(base, min(base + HEAD_BYTES, size - TAIL_BYTES))
+                log.seek(base)
+                head = _lines(log.read(split - base), base)
+                start = max(split, size - TAIL_BYTES)
+                log.seek(start)
+                tail = _lines(log.read(TAIL_BYTES), start)
+        except OSError:
+            return cls([], [])
+        kept = [*head, *tail]
+        return cls([_text(line) for _, line in kept], [offset for offset, _ in kept])
+
+    @property
+    def last_spoken(self) -> int | None:
+        """Offset of the last line that is not blank."""
+        pairs = zip(reversed(self.offsets), reversed(self.lines), strict=True)
+        return next((offset for offset, line in pairs if line.strip()), None)
+
+
+def _lines(block: bytes, start: int) -> list[tuple[int, bytes]]:
+    if not block:
+        return []
+    lines = []
+    for line in block.removesuffix(b"\n").split(b"\n"):
+        lines.append((start, line))
+        start += len(line) + 1
+    return lines
+
+
+def _text(line: bytes) -> str:
+    if len(line) > LINE_BYTES:
+        line = line[: LINE_BYTES // 2] + b" \xe2\x80\xa6 " + line[-LINE_BYTES // 2 :]
+    return sanitise(line)
+
+
+CAUSE_CHARACTERS: Final = 300
+EXIT_OUTPUT_LINES: Final = 200
+"""The program survived what stands before these lines, which explains the end only when nothing else does."""
+TRAILING_LINES: Final = 20
+"""Lines that libraries may print after the exception that ended their program; after more it was survived."""
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)+(?P<error>\S.*)", re.MULTILINE)
+_CHAINED = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)$"
+)
+"""The line between two tracebacks of which one led to the other."""
+_RAISED = re.compile(r"^(?:[A-Za-z_][\w]{0,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)(?::|$)")
+"""An exception on a line of its own, without a traceback."""
+_OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError\b|KeyboardInterrupt\b)")
+"""Exceptions that only report that something else ended."""
+_CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
+"""Signals by which a program ends itself; its own output does not explain those from outside."""
+_DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
+"""Reasons for which the journal's cause has more detail (which file, which array) than a signature."""
+_FIXES: Final = {Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix, Reason.DISK_FULL: BY_ID["disk.full"].fix}
+
+
+class Ending(Protocol):
+    """How a run or an attempt ended: a RunRecord, or a Verdict."""
+
+    @property
+    def reason(self) -> Reason | None: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def host(self) -> str | None: ...
+    @property
+    def cause(self) -> str | None: ...
+    @property
+    def fix(self) -> str | None: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    @property
+    def signal(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The meaning of one line."""
+
+    kind: SignatureKind
+    cause: str
+    fix: str | None
+    line: int
+    """Its place among the lines that were read."""
+    signature: Signature | None = None
+    """None of a Python exception that no signature knows."""
+    survived: bool = False
+    """Too much was printed after it for it to belong to the exit output."""
+    final: bool = True
+    """Said in the exception that ended the program, or after it; of a program that ended without one, everything is."""
+
+    @property
+    def order(self) -> tuple[int, bool, bool, bool, int]:
+        """Sorts the findings of one log, the best explanation first: causes in the exception that ended the program,
+        then those that it went on after; of known causes the first, of exceptions the last."""
+        exception = self.signature is None
+        passed = self.kind is SignatureKind.CAUSE and not self.final
+        return (self.kind, self.survived, passed, exception, -self.line if exception else self.line)
+
+
+def findings(lines: Iterable[str]) -> list[Finding]:
+    """The known failures in `lines` (sanitised text), each signature once, in the order of the lines. Takes time
+    linear in the length of the lines, whatever they hold."""
+    texts = list(lines)
+    text = "\n".join(texts) + "\n"
+    starts = [0, *accumulate(len(line) + 1 for line in texts)]
+    final = _exit_output(texts)
+    tracebacks = [
+        (bisect_right(starts, match.start()) - 1, bisect_right(starts, match.start("error")) - 1)
+        for match in _TRACEBACK.finditer(text)
+    ]
+    bare = _bare(texts)
+    end = _end(texts, tracebacks, bare)
+    found = []
+    explained: set[int] = set()
+    for signature in SIGNATURES:
+        pattern = re.compile(signature.pattern)
+        places = (starts[place] for place in dict.fromkeys((end, final, 0)))
+        match = next(filter(None, (pattern.search(text, place) for place in places)), None)
+        line = -1 if match is None else bisect_right(starts, match.start()) - 1
+        if match is not None and line not in explained:
+            explained.add(line)
+            cause, fix = _cause_and_fix(signature, match)
+            found.append(Finding(signature.kind, cause, fix, line, signature, line < final, line >= end))
+    raised = {error for _, error in tracebacks}
+    if bare is not None:
+        raised.add(bare)
+    for line in raised - explained:
+        found.append(Finding(SignatureKind.CAUSE, _cut(texts[line]), None, line, None, line < final, line >= end))
+    return sorted(found, key=lambda finding: finding.line)
+
+
+def explain(lines: Iterable[str]) -> Finding | None:
+    """The first failure in these lines of one log; None when nothing in them is known to explain an end."""
+    best = min(findings(lines), key=lambda finding: finding.order, default=None)
+    return None if best is None or best.kind is SignatureKind.NOISE else best
+
+
+def diagnose(run_dir: RunDir) -> Diagnosis | None:
+    """The first cause of this run's end, from its journal and the ends of its logs; None when it is not known."""
+    try:
+        history = fold(read_journal(run_dir.journal).events)
+    except StateError:
+        return first_cause(run_dir, None, {})
+    hosts = {rank: node for attempt in history.attempts for rank, node in attempt.hosts.items()}
+    return first_cause(run_dir, history.record, _bases(history), hosts)
+
+
+def first_cause(
+    run_dir: RunDir,
+    end: Ending | None,
+    bases: Mapping[int, int],
+    hosts: Mapping[int, str] | None = None,
+    *,
+    exit_output: Iterable[str] = (),
+    reported: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Diagnosis | None:
+    """The first cause of an attempt's end, from its verdict, which names the rank, and from the logs on the head,
+    from `bases` on (bytes, by source). None when it is not known.
+
+    The logs of the verdict's rank and of the launcher count; those of other ranks only when there is no
+    verdict. `exit_output` (sanitised lines) is that rank's, for when the head's copy of its log lacks it; `reported`
+    are the lines of the exception that it reported, which go before its log. Secrets of `environment` (by default this
+    process's) are redacted.
+    """
+    found = _best_finding(run_dir, end, bases) if _explained_by_logs(end) else None
+    if found is None and _explained_by_logs(end) and (known := explain(exit_output)) is not None:
+        found = _Found(None, None, 0, known)
+    own = explain(reported) if _explained_by_logs(end) else None
+    if (
+        own is not None
+        and own.kind is SignatureKind.CAUSE
+        and not (found is not None and _is_logged(own, found.finding))
+    ):
+        found = _Found(None, None, 0, own)
+    if found is None:
+        return _from_verdict(run_dir, end, bases)
+    rank = found.source if end is None or end.rank is None else end.rank
+    rank = None if rank == LAUNCHER_SOURCE else rank
+    cause, fix = redact(found.finding.cause, environment), found.finding.fix
+    if end is not None:
+        cause = end.cause if end.cause is not None and _has_more_detail(end, found) else cause
+        fix = fix or end.fix or _fix_of(end)
+    host = end.host if end is not None and end.host is not None else (hosts or {}).get(-1 if rank is None else rank)
+    signature = found.finding.signature
+    return Diagnosis(cause, fix, rank, host, found.source, found.offset, signature.id if signature else None)
+
+
+@dataclass(frozen=True)
+class _Found:
+    source: int | None
+    offset: int | None
+    at: int
+    finding: Finding
+
+    @property
+    def order(self) -> tuple[int, bool, bool, int, int]:
+        finding = self.finding
+        source = -1 if self.source is None else self.source
+        return (finding.kind, finding.survived, finding.signature is None, self.at, source)
+
+
+def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
+    sources = LogReader(run_dir).sources()
+    if end is not None and end.rank is not None:
+        sources = [source for source in sources if source in (end.rank, LAUNCHER_SOURCE)]
+    everything = (_best(run_dir, source, bases.get(source, 0)) for source in sources)
+    best = min((found for found in everything if found is not None), key=lambda found: found.order, default=None)
+    if best is None or end is None or end.rank is None:
+        return best
+    # The rank failed first: what it printed about others before is not why.
+    return None if best.finding.kind is SignatureKind.CONSEQUENCE and best.finding.survived else best
+
+
+def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
+    """The best explanation in one log."""
+    log = LogEnds.of(run_dir.log(source), base)
+    finding = explain(log.lines)
+    if finding is None:
+        return None
+    offset = log.offsets[finding.line]
+    index = LogIndex(run_dir.index(source))
+    line = index.line_at(offset)
+    entries = index.entries(line, line + 1)
+    return _Found(source, offset, entries[0].centiseconds if entries else 0, finding)
+
+
+def _from_verdict(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> Diagnosis | None:
+    """The verdict alone, with the last line of its rank."""
+    if end is None or end.cause is None:
+        return None
+    fix = end.fix or _fix_of(end)
+    if end.rank is None:
+        return Diagnosis(end.cause, fix, None, end.host)
+    offset = LogEnds.of(run_dir.log(end.rank), bases.get(end.rank, 0)).last_spoken
+    return Diagnosis(end.cause, fix, end.rank, end.host, None if offset is None else end.rank, offset)
+
+
+def _explained_by_logs(end: Ending | None) -> bool:
+    """The logs can explain the end: not that of a rank that was killed, or of a run that was aborted or lost a node."""
+    if end is None or end.reason is None:
+        return True
+    if end.reason is Reason.RANK_FAILED:
+        return end.exit_code != 0
+    if end.reason is Reason.RANK_KILLED:
+        return end.signal in _CRASHES
+    return end.reason is Reason.LAUNCH_FAILED or end.reason in _DETAILED_BY_JOURNAL
+
+
+def _has_more_detail(end: Ending, found: _Found) -> bool:
+    """The verdict's own cause has more detail than what was found."""
+    if end.reason in _DETAILED_BY_JOURNAL:
+        return True
+    if end.reason is Reason.LAUNCH_FAILED and found.source != LAUNCHER_SOURCE:
+        # Who holds the port, which interpreter is missing on which node.
+        return True
+    # An exception that it quotes already, without secrets.
+    return found.finding.signature is None and found.finding.cause.partition(":")[0] in (end.cause or "")
+
+
+def _fix_of(end: Ending) -> str | None:
+    return _FIXES.get(end.reason) if end.reason is not None else None
+
+
+def _is_logged(own: Finding, found: Finding) -> bool:
+    """The log has the exception too, perhaps with the name of its module."""
+    return own.signature is found.signature and (own.signature is not None or found.cause.endswith(own.cause))
+
+
+def _end(lines: list[str], tracebacks: list[tuple[int, int]], bare: int | None) -> int:
+    """The line at which the exception that ended the program begins, with those that led to it; 0 when none did, or one
+    that does not explain it. `tracebacks`: where each begins, and where its exception is named."""
+    ends = [bare] if bare is not None and not _OF_OTHERS.match(lines[bare]) else []
+    if tracebacks and _is_last(lines, tracebacks[-1][1]) and not _OF_OTHERS.match(lines[tracebacks[-1][1]]):
+        first = len(tracebacks) - 1
+        while first and _chained(lines, tracebacks[first][0]):
+            first -= 1
+        ends.append(tracebacks[first][0])
+    return min(ends, default=0)
+
+
+def _bare(lines: list[str]) -> int | None:
+    """The last line that is an exception, if little was printed after it."""
+    after = 0
+    for place in reversed(range(len(lines))):
+        if _RAISED.match(lines[place]):
+            return place
+        after += bool(lines[place].strip())
+        if after > TRAILING_LINES:
+            break
+    return None
+
+
+def _is_last(lines: list[str], place: int) -> bool:
+    """Little was printed after this line."""
+    return sum(bool(line.strip()) for line in lines[place + 1 :]) <= TRAILING_LINES
+
+
+def _chained(lines: list[str], place: int) -> bool:
+    """The traceback that begins here follows from the one before it."""
+    before = next((lines[at] for at in range(place - 1, -1, -1) if lines[at].strip()), "")
+    return _CHAINED.match(before) is not None
+
+
+def _exit_output(lines: list[str]) -> int:
+    """The line at which the exit output begins; empty lines do not count."""
+    spoken = [place for place, line in enumerate(lines) if line.strip()]
+    return spoken[-EXIT_OUTPUT_LINES] if len(spoken) >= EXIT_OUTPUT_LINES else 0
+
+
+def _cause_and_fix(signature: Signature, match: re.Match[str]) -> tuple[str, str]:
+    groups = {name: value or "" for name, value in match.groupdict().items()}
+    if "errno" in groups:
+        groups["errno"] = f"{ERRNO_NAMES.get(groups['errno'], 'unknown')} (error {groups['errno']})"
+    return _cut(signature.cause.format(**groups)), signature.fix.format(**groups)
+
+
+def _cut(text: str) -> str:
+    return plain(" ".join(text.split()), CAUSE_CHARACTERS)
+
+
+def _bases(history: RunHistory) -> Mapping[int, int]:
+    """Where the attempt that ended the run begins in the logs: the last one, or the one that those after it follow
+    from."""
+    record = history.record
+    ending = record.reason, record.rank, record.host, record.cause
+    for attempt in reversed(history.attempts):
+        verdict = attempt.failed.verdict if attempt.failed is not None else None
+        if verdict is not None and (verdict.reason, verdict.rank, verdict.host, verdict.cause) == ending:
+            return attempt.plan.log_bases
+    return history.attempts[-1].plan.log_bases if history.attempts else {}

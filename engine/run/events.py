@@ -1,0 +1,334 @@
+"""The events of a run's journal, one class per kind (discriminator `event`), and the models that they carry.
+
+`at` is set by the journal when the event is appended. An event whose class is `synced` is on the disk before the
+supervisor acts on it. A change that an older reader would misread needs a higher JOURNAL_VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.cluster.staging import HostLayout
+from engine.measurements import Division
+from engine.models import Reason, RunRecord, RunState
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import Identity, NodeFiles
+from engine.run.watchdog import Hang, Resumed
+
+JOURNAL_VERSION = 1
+ABORT: Final = "abort"
+
+
+class StopStage(StrEnum):
+    """The stages in which an attempt is ended, in order."""
+
+    ASKED = "asked"
+    STOP = "stop"
+    EMERGENCY_CHECKPOINT = "emergency_checkpoint"
+    TERM = "term"
+    KILL = "kill"
+    VERIFYING = "verifying"
+    STOPPED = "stopped"
+    UNCONFIRMED = "unconfirmed"
+
+
+class Attempt(BaseModel):
+    """One attempt as it is planned: enough to go on with it after the supervisor's death."""
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    number: int
+    nonce: str
+    """`<nonce of the run>.<number>`, so that the processes of each attempt can be recognised."""
+    starting_port: int
+    log_bases: dict[int, int]
+    """Source → size of the head's log when the attempt began, bytes."""
+    event_bases: dict[int, int]
+    """Rank → size of the head's event file when the attempt began, bytes."""
+    layouts: tuple[HostLayout, ...]
+    """Where the nodes' files are: whoever adopts the run may have another environment."""
+    network: NetworkPlan
+    memory_kills: int | None = None
+    """Processes that this machine had killed for lack of memory when the attempt began."""
+    members: tuple[tuple[int, str], ...] = ()
+    """(rank, node): a run that goes on without a node renumbers its ranks. Empty: all of the plan's, as planned."""
+    resume: bool = False
+    """The trainers go on from what an earlier attempt saved."""
+    reached: int = 0
+    """The iteration that the run had reached before."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The members' names in the order of their ranks."""
+        return tuple(node for _, node in self.members)
+
+    def layout(self, rank: int) -> HostLayout:
+        return next(layout for layout in self.layouts if rank in layout.ranks)
+
+    def files(self, run_id: str, rank: int) -> NodeFiles:
+        """The attempt's files on the node of `rank`."""
+        return self.files_at(self.layout(rank), run_id)
+
+    def files_at(self, layout: HostLayout, run_id: str) -> NodeFiles:
+        return NodeFiles.for_attempt(Path(layout.root), run_id, self.number)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt, or the run, ended."""
+
+    state: RunState
+    reason: Reason
+    cause: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    """Name of the rank's node."""
+    exit_code: int | None = None
+    signal: int | None = None
+    fix: str | None = None
+    signature: str | None = None
+    """Id of the failure signature that explains the cause."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures that were reported last."""
+
+    iteration: int | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_second: float | None = None
+
+
+class Event(BaseModel):
+    model_config = ConfigDict(frozen=True, defer_build=True)
+    synced: ClassVar[bool] = False
+
+    at: datetime = datetime.min.replace(tzinfo=UTC)
+
+
+class RunPlanned(Event):
+    """The first event of every journal, before anything starts."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["planned"] = "planned"
+    version: int = JOURNAL_VERSION
+    run: RunRecord
+    nonce: str
+
+
+class SharesChosen(Event):
+    event: Literal["shares"] = "shares"
+    division: Division
+
+
+class SupervisorStarted(Event):
+    """This process supervises the run from here on."""
+
+    event: Literal["supervisor"] = "supervisor"
+    pid: int
+    start: str
+    boot_id: str
+    adopted: bool = False
+
+
+class StateChanged(Event):
+    synced: ClassVar[bool] = True
+
+    event: Literal["state"] = "state"
+    state: RunState
+    verdict: Verdict | None = None
+    """At the end of the run."""
+    figures: Figures = Figures()
+    """At the end of the run."""
+    unconfirmed: tuple[str, ...] = ()
+    """Nodes on which it is not proved that nothing of the run is left."""
+
+
+class RunReopened(Event):
+    """The run had ended and goes on from the state that it saved; preflight comes next."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["reopened"] = "reopened"
+
+
+class NodesExcluded(Event):
+    """Preflight left these nodes out, and plan.json was made again without them."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["nodes_excluded"] = "nodes_excluded"
+    nodes: tuple[str, ...]
+    why: str
+    world_size: int
+
+
+class AttemptPlanned(Event):
+    """The next attempt, before anything of it starts."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["attempt"] = "attempt"
+    attempt: Attempt
+
+
+class LauncherStarted(Event):
+    """mlx.launch's process, leader of its group."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["launcher"] = "launcher"
+    pid: int
+    start: str
+
+
+class RankLaunched(Event):
+    event: Literal["rank_started"] = "rank_started"
+    rank: int
+    node: str
+    identity: Identity
+
+
+class RankExited(Event):
+    event: Literal["rank_ended"] = "rank_ended"
+    rank: int
+    node: str
+    code: int | None = None
+    signal: int | None = None
+    stopped_by: str | None = None
+    error: str | None = None
+
+
+class NodeConditionChanged(Event):
+    """A node other than this machine answers again, or no longer does."""
+
+    event: Literal["node"] = "node"
+    node: str
+    condition: Literal["connected", "unreachable", "lost"]
+    since: datetime | None = None
+    """When it answered last, for a node that does not."""
+    why: str | None = None
+    silent_s: float | None = None
+    """How long it was away, for a node that is back."""
+    boot_id: str | None = None
+    memory_kills: int | None = None
+    """Processes that it had killed for lack of memory when it first answered."""
+
+
+class AlarmRaised(Event):
+    """An inconsistency between the ranks, found while they train."""
+
+    event: Literal["alarm"] = "alarm"
+    alarm: str
+    ranks: tuple[int, ...] = ()
+    workers: tuple[str, ...] = ()
+    iteration: int | None = None
+    message: str
+
+
+class HangDetected(Event):
+    event: Literal["hung"] = "hung"
+    hang: Hang
+    node: str | None = None
+
+
+class RequestReceived(Event):
+    synced: ClassVar[bool] = True
+
+    event: Literal["request"] = "request"
+    request: str
+    now: bool = False
+    """Skip the cooperative stop."""
+    by: str = ""
+    requested_at: str = ""
+
+
+class StopStageReached(Event):
+    synced: ClassVar[bool] = True
+
+    event: Literal["stop"] = "stop"
+    stage: StopStage
+    purpose: Literal["abort", "fence", "end"] = "abort"
+    acknowledged: tuple[int, ...] = ()
+    """Ranks whose keeper has written an exit record."""
+    left: tuple[str, ...] = ()
+    """Processes still alive, as "node pid command"."""
+
+
+class AttemptFailed(Event):
+    synced: ClassVar[bool] = True
+
+    event: Literal["attempt_failed"] = "attempt_failed"
+    attempt: int
+    verdict: Verdict
+    reached: int = 0
+    """The last iteration that any rank finished, or that the attempt went on from; 0 for none."""
+    failed_at: datetime
+    """When the failure was noticed, on the head."""
+    unconfirmed: tuple[str, ...] = ()
+
+
+class RestartDelayed(Event):
+    """The run waits, for a node for example, before it can restart."""
+
+    event: Literal["restart_delayed"] = "restart_delayed"
+    after: int
+    why: str
+
+
+class RestartPlanned(Event):
+    synced: ClassVar[bool] = True
+
+    event: Literal["restart"] = "restart"
+    attempt: int
+    after: int
+    members: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    delay_s: float
+    why: str
+
+
+class AttemptResumed(Event):
+    """The attempt has made its first step."""
+
+    event: Literal["resumed"] = "resumed"
+    attempt: int
+    resumed: Resumed
+    repeated: int | None = None
+    """Steps made again."""
+    seconds: float | None = None
+    """From the failure to the first step."""
+
+
+class RestartRefused(Event):
+    event: Literal["restart_refused"] = "restart_refused"
+    after: int
+    why: str
+
+
+class CleanupConfirmed(Event):
+    """Nothing of the run is left on this node; at the run's end that was not proved yet."""
+
+    synced: ClassVar[bool] = True
+
+    event: Literal["cleanup_confirmed"] = "cleanup_confirmed"
+    node: str
+
+
+class Note(Event):
+    """Anything else worth knowing, a full disk for example."""
+
+    event: Literal["note"] = "note"
+    message: str
+
+
+EVENTS: dict[str, type[Event]] = {kind.model_fields["event"].default: kind for kind in Event.__subclasses__()}
+"""By the value of `event`."""

@@ -1,0 +1,253 @@
+"""The evidence of an attempt's end: exit records, exit output, the launcher and its ssh, the nodes themselves; and the
+parts of a rank's output that a verdict reads or quotes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.cluster.host_connection import HostConnection
+from engine.launch.hostfile import ports_of
+from engine.launch.mlx_launch import LauncherWatch
+from engine.launch.ssh_shim import ssh_log_path
+from engine.node.processes import oom_kill_count
+from engine.protocol.attempt import ExitRecord
+from engine.protocol.events import tail
+from engine.protocol.exit_codes import TrainerExit
+from engine.run.decide import Trigger
+from engine.run.diagnosis import Finding, findings
+from engine.run.node_health import NodeHealth
+from engine.run.ranks import AttemptContext, Rank
+from engine.run.signatures import BY_ID
+from engine.run.watchdog import Hang
+from engine.security.redact import redact, redact_document
+from engine.security.sanitise import sanitise
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """The evidence of one rank's end."""
+
+    rank: int
+    node: str
+    python: str
+    started: bool = False
+    """Its keeper has been seen."""
+    record: ExitRecord | None = None
+    vanished: bool = False
+    """Its keeper is gone and left no exit record."""
+    restarted: bool = False
+    """Its node was restarted since the rank started."""
+    unreachable_s: float | None = None
+    """How long its node has not answered, when that is why its end is not known."""
+    unreachable_why: str | None = None
+    cut_off_s: float = 0.0
+    """The longest time for which its node was away."""
+    lease_s: float = float("inf")
+    clock_ahead_s: float = 0.0
+    """Its node's wall clock minus the head's."""
+    remote: bool = False
+    """Its node is another machine."""
+    launcher_code: int | None = None
+    """The exit code of its start, for a rank without a keeper."""
+    launcher_output: str = ""
+    """The output of ssh, or of whatever else was to start it."""
+    tail: str = ""
+    """The end of its log."""
+    keeper_tail: str = ""
+    """The end of its keeper's own log."""
+    failure: dict[str, Any] | None = None
+    """The trainer's `failure` event."""
+    end: dict[str, Any] | None = None
+    """The trainer's `end` event."""
+    port: str | None = None
+    """Which port it could not bind, and who holds it."""
+    left_for_peers: bool = False
+    """The trainer's exit code means that it left because a peer was lost."""
+    memory_killed: bool = False
+    """Its system has killed processes for lack of memory since the attempt began."""
+
+
+@dataclass(frozen=True)
+class FailureEvidence:
+    """The evidence of an attempt's end."""
+
+    ranks: Sequence[RankEvidence]
+    trigger: Trigger
+    trainer: bool
+    """The job runs our trainer, which ends with an `end` event; a command of the user's own has none."""
+    launcher_tail: str = ""
+    adopted: bool = False
+    rebooted: bool = False
+    """This machine was restarted since."""
+    hang: Hang | None = None
+
+
+_CAUSE_LIMIT = 300
+_FINAL_LINES = 15
+
+
+def final_lines(text: str) -> str:
+    """The lines that may report the end: what was logged long before is no part of it."""
+    return "\n".join(text.splitlines()[-_FINAL_LINES:])
+
+
+def sanitised_lines(text: str) -> list[str]:
+    return [sanitise(line.encode(errors="replace")) for line in text.splitlines()]
+
+
+def known_failures(text: str) -> list[Finding]:
+    return findings(sanitised_lines(text))
+
+
+def reported_exception(rank: RankEvidence) -> str:
+    """The exception that its trainer reported; "" without one."""
+    return f"{rank.failure.get('error_type')}: {rank.failure.get('message')}" if rank.failure is not None else ""
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank, sanitised; "" without one."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return sanitise(lines[-1].strip().encode(errors="replace"), _CAUSE_LIMIT) if lines else ""
+
+
+def one_line(text: str) -> str:
+    """`text` as one line, no longer than a cause may be."""
+    line = " ".join(text.split())
+    return line if len(line) <= _CAUSE_LIMIT else line[: _CAUSE_LIMIT - 1] + "…"
+
+
+CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
+
+
+def final_output(rank: RankEvidence) -> str:
+    return final_lines(rank.tail) + "\n" + reported_exception(rank)
+
+
+@dataclass(frozen=True)
+class AttemptOrigin:
+    """How an attempt came to be monitored, and what is known of its start by then."""
+
+    launcher: LauncherWatch | None = None
+    """None: there never was one, or it is no longer ours to watch."""
+    start_failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """Ranks that did not start, where there is no mlx.launch to report them → (exit code, message)."""
+    adopted: bool = False
+    """An earlier supervisor started it."""
+    rebooted: bool = False
+    """This machine was restarted since."""
+
+
+_ANSWER_LIMIT_S = 2.0
+_POLL_S = 0.02
+
+
+class EvidenceCollector:
+    """Collects the evidence of one attempt. It reads the nodes' own files: the head's disk may be full."""
+
+    def __init__(self, context: AttemptContext, health: NodeHealth, origin: AttemptOrigin) -> None:
+        self._context = context
+        self._health = health
+        self._origin = origin
+        config = context.plan.config
+        self._trainer = config.job.command is None
+        # Secrets that a rank has printed must not be quoted.
+        self._environment = {**os.environ, **config.job.env}
+
+    def completed(self, rank: Rank) -> bool:
+        """Its trainer has reported that the training is complete."""
+        end = self._connection(rank.number).exit_output(rank.number).end
+        return end is not None and end.get("completed") is True
+
+    def rank_evidence(self, rank: Rank) -> RankEvidence:
+        connection = self._connection(rank.number)
+        output, state = connection.exit_output(rank.number), connection.state
+        config = self._context.plan.config
+        return RankEvidence(
+            rank=rank.number,
+            node=rank.planned.node,
+            python=config.nodes[rank.number].python,
+            started=rank.started,
+            record=rank.record,
+            vanished=rank.vanished,
+            restarted=rank.restarted,
+            unreachable_s=None if state.answering or (rank.ended and not rank.lost) else state.silent_s,
+            unreachable_why=state.problem,
+            cut_off_s=self._health.silence_s(connection),
+            lease_s=config.recovery.lease_s,
+            clock_ahead_s=connection.facts.clock_ahead_s if connection.facts is not None else 0.0,
+            remote=not connection.local,
+            launcher_code=rank.launcher_code,
+            launcher_output=self._quotable(self._start_output(rank.number)),
+            tail=self._quotable(output.log),
+            keeper_tail=self._quotable(output.keeper),
+            failure=self._quotable_event(output.failure),
+            end=self._quotable_event(output.end),
+            left_for_peers=self._trainer and rank.record is not None and rank.record.code == TrainerExit.PEER_LOST,
+            memory_killed=self._memory_killed(rank),
+        )
+
+    def collect(
+        self, ranks: Sequence[Rank], trigger: Trigger, hang: Hang | None = None, *, over: bool = True
+    ) -> FailureEvidence:
+        """All evidence. Port holders are only looked up once the attempt is `over`, when they cannot be our own
+        ranks."""
+        launcher, found = self._origin.launcher, [self.rank_evidence(rank) for rank in ranks]
+        return FailureEvidence(
+            ranks=[self._with_port(rank) for rank in found] if over else found,
+            trigger=trigger,
+            trainer=self._trainer,
+            launcher_tail=self._quotable(launcher.tail()) if launcher is not None else "",
+            adopted=self._origin.adopted,
+            rebooted=self._origin.rebooted,
+            hang=hang,
+        )
+
+    def _connection(self, rank: int) -> HostConnection:
+        return self._context.connections.to(rank)
+
+    def _quotable(self, text: str) -> str:
+        return redact(text, self._environment)
+
+    def _quotable_event(self, event: dict[str, Any] | None) -> dict[str, Any] | None:
+        return dict(redact_document(event, self._environment)) if event is not None else None
+
+    def _start_output(self, rank: int) -> str:
+        """The output of ssh, or of whatever else was to start the rank."""
+        _, message = self._origin.start_failures.get(rank, (0, ""))
+        launching = self._context.run_dir.attempt(self._context.attempt.number)
+        return message or tail(ssh_log_path(launching, rank))
+
+    def _memory_killed(self, rank: Rank) -> bool:
+        """Its node has killed processes for lack of memory since the attempt began."""
+        connection = self._connection(rank.number)
+        if connection.local:
+            return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)
+        before = self._health.memory_kills(rank.planned.node)
+        now = connection.facts.memory_kills if connection.facts is not None else None
+        return before is not None and now is not None and now > before
+
+    def _with_port(self, rank: RankEvidence) -> RankEvidence:
+        if CANNOT_BIND.search(final_output(rank)) is None:
+            return rank
+        ports = ports_of(rank.rank, self._context.attempt.network, self._context.attempt.starting_port)
+        held = self._port_holders(self._connection(rank.rank), ports)
+        if held is None:
+            return rank
+        if not held:
+            return replace(rank, port=f"port {ports[0]} was in use; it is free again")
+        port, who = next(iter(held.items()))
+        return replace(rank, port=f"port {port} is in use by {who}")
+
+    def _port_holders(self, connection: HostConnection, ports: Sequence[int]) -> dict[int, str] | None:
+        """None when the host does not answer in time."""
+        connection.request_port_holders(ports)
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
+        while (held := connection.port_holders()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return held

@@ -1,0 +1,313 @@
+"""The state of a run as a pure fold over the events of its journal: one reading for the console, `show`, recovery and
+adoption alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.errors import StateError
+from engine.models import RunRecord, RunState
+from engine.protocol.attempt import Identity
+from engine.run.events import (
+    ABORT,
+    AlarmRaised,
+    Attempt,
+    AttemptFailed,
+    AttemptPlanned,
+    AttemptResumed,
+    CleanupConfirmed,
+    Event,
+    HangDetected,
+    LauncherStarted,
+    NodeConditionChanged,
+    NodesExcluded,
+    RankExited,
+    RankLaunched,
+    RequestReceived,
+    RestartDelayed,
+    RestartPlanned,
+    RestartRefused,
+    RunPlanned,
+    RunReopened,
+    StateChanged,
+    StopStageReached,
+    SupervisorStarted,
+)
+from engine.run.watchdog import Hang
+from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
+
+ALARMS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class AttemptHistory:
+    """One attempt as far as it has come."""
+
+    plan: Attempt
+    planned_at: datetime
+    why: str | None = None
+    """Why there is another attempt; None for the first."""
+    launcher: LauncherStarted | None = None
+    started: Mapping[int, RankLaunched] = field(default_factory=dict)
+    ended: Mapping[int, RankExited] = field(default_factory=dict)
+    nodes: tuple[NodeConditionChanged, ...] = ()
+    alarms: tuple[AlarmRaised, ...] = ()
+    hang: Hang | None = None
+    failed: AttemptFailed | None = None
+    resumed: AttemptResumed | None = None
+
+    @property
+    def number(self) -> int:
+        return self.plan.number
+
+    @property
+    def identities(self) -> dict[int, Identity]:
+        return {rank: event.identity for rank, event in self.started.items()}
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Rank → node, of the ranks that were seen."""
+        started = {rank: event.node for rank, event in self.started.items()}
+        return started | {rank: event.node for rank, event in self.ended.items()}
+
+    def condition(self, node: str) -> NodeCondition | None:
+        """How `node` can be reached; None for this machine and before it was reached."""
+        event = next((event for event in reversed(self.nodes) if event.node == node), None)
+        return NodeCondition(event.condition, event.since or event.at, event.why) if event is not None else None
+
+    def shown_alarms(self) -> tuple[Alarm, ...]:
+        """The newest alarms, oldest first."""
+        newest = self.alarms[-ALARMS_SHOWN:]
+        return tuple(Alarm(each.alarm, each.message, each.at, each.iteration, each.ranks) for each in newest)
+
+    def status(self) -> AttemptStatus:
+        status = AttemptStatus(self.number, self.plan.members, self.planned_at, why=self.why)
+        if (failed := self.failed) is not None:
+            verdict = failed.verdict
+            status = replace(
+                status,
+                ended_at=failed.at,
+                reason=verdict.reason,
+                rank=verdict.rank,
+                host=verdict.host,
+                cause=verdict.cause,
+                reached=failed.reached,
+            )
+        if (event := self.resumed) is not None:
+            status = replace(
+                status,
+                resumed_at=event.resumed.iteration,
+                source=event.resumed.source,
+                repeated=event.repeated,
+                recovery_s=event.seconds,
+            )
+        return status
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """One run as far as its journal goes. A run that is reopened begins a new life: what is marked so is of the current
+    life alone."""
+
+    record: RunRecord
+    nonce: str
+    state_since: datetime
+    attempts: tuple[AttemptHistory, ...] = ()
+    launched: bool = False
+    """An attempt was planned in this life."""
+    failures: tuple[AttemptFailed, ...] = ()
+    """In this life."""
+    reached: int = 0
+    """The furthest iteration that the run is known to have reached; 0 for none."""
+    supervisor: SupervisorStarted | None = None
+    """The newest in this life."""
+    abort: RequestReceived | None = None
+    """In this life; a request that skips the cooperative stop wins."""
+    stop: StopProgress | None = None
+    """The user's abort of the current attempt."""
+    restart_pending: str | None = None
+    """The work between two attempts."""
+    restart_refused: str | None = None
+    """Why no other attempt follows the last."""
+    exclusions: int = 0
+    """How often preflight excluded nodes."""
+    next_why: str | None = None
+    """Why the next attempt follows."""
+
+    @property
+    def last_attempt(self) -> AttemptHistory | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def newest_reached(self) -> int:
+        """The iteration that the run goes on from at best; 0 for none."""
+        return self.failures[-1].reached if self.failures else self.reached
+
+    def attempt(self, number: int) -> AttemptHistory | None:
+        return next((attempt for attempt in reversed(self.attempts) if attempt.number == number), None)
+
+    def last_attempt_on(self, node: str) -> AttemptHistory | None:
+        return next((attempt for attempt in reversed(self.attempts) if node in attempt.plan.nodes), None)
+
+
+def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHistory:
+    """The state of a run after `events`, which follow those that led to `history`. Raises StateError when the first
+    event of a journal is not its plan."""
+    for event in events:
+        history = _begin(event) if history is None else _advance(history, event)
+    if history is None:
+        raise StateError("the journal does not begin with a plan")
+    return history
+
+
+def _begin(event: Event) -> RunHistory:
+    if not isinstance(event, RunPlanned):
+        raise StateError("the journal does not begin with a plan")
+    return RunHistory(event.run, event.nonce, state_since=event.at)
+
+
+def _advance(history: RunHistory, event: Event) -> RunHistory:
+    if isinstance(event, AttemptPlanned):
+        return _plan_attempt(history, event)
+    if isinstance(event, RunReopened):
+        return _reopen(history)
+    record = _record(history.record, event)
+    attempts = history.attempts
+    if attempts:
+        at = _attempt_of(history, event)
+        attempts = (*attempts[:at], _attempt(attempts[at], event), *attempts[at + 1 :])
+    return replace(history, record=record, attempts=attempts, **_changes(history, event))
+
+
+def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
+    attempt = event.attempt
+    changes = {
+        "attempts": attempt.number,
+        "backend": attempt.network.backend,
+        "world_size": len(attempt.members) or history.record.world_size,
+    }
+    return replace(
+        history,
+        record=history.record.model_copy(update=changes),
+        attempts=(*history.attempts, AttemptHistory(attempt, event.at, why=history.next_why)),
+        launched=True,
+        stop=None,
+        restart_pending=None,
+        restart_refused=None,
+        next_why=None,
+    )
+
+
+_CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "ended_at")
+_FIGURES = ("iteration", "train_loss", "val_loss", "tokens_per_second")
+
+
+def _reopen(history: RunHistory) -> RunHistory:
+    cleared: dict[str, Any] = dict.fromkeys((*_CLEARED, *_FIGURES))
+    return replace(
+        history,
+        record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
+        launched=False,
+        failures=(),
+        supervisor=None,
+        abort=None,
+        stop=None,
+        restart_refused=None,
+        next_why="resumed as requested",
+    )
+
+
+def _record(record: RunRecord, event: Event) -> RunRecord:
+    """The same object when `event` does not change it."""
+    match event:
+        case StateChanged():
+            return record.model_copy(update=_end(event))
+        case NodesExcluded():
+            changes = {"excluded": [*record.excluded, *event.nodes], "world_size": event.world_size}
+            return record.model_copy(update=changes)
+        case CleanupConfirmed():
+            left = [node for node in record.unconfirmed if node != event.node]
+            return record.model_copy(update={"unconfirmed": left})
+        case RankLaunched():
+            started = datetime.fromtimestamp(event.identity.started_at, UTC)
+            earliest = min(started, record.started_at or started)
+            return record.model_copy(update={"started_at": earliest})
+    return record
+
+
+def _end(event: StateChanged) -> dict[str, Any]:
+    changes: dict[str, Any] = {"state": event.state, "ended_at": event.at if event.state.ended else None}
+    if event.verdict is not None:
+        changes |= {name: getattr(event.verdict, name) for name in _CLEARED if name != "ended_at"}
+        changes["unconfirmed"] = list(event.unconfirmed)
+    return changes | {name: value for name, value in asdict(event.figures).items() if value is not None}
+
+
+def _attempt_of(history: RunHistory, event: Event) -> int:
+    """The place of the attempt that `event` is about; the last one where it names none."""
+    number = event.attempt if isinstance(event, AttemptFailed | AttemptResumed) else None
+    # The last of its number: a line that a failing disk has taken twice stands for one attempt.
+    places = [at for at, attempt in enumerate(history.attempts) if attempt.number == number]
+    return places[-1] if places else len(history.attempts) - 1
+
+
+def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
+    changes: dict[str, Any] = {}
+    match event:
+        case LauncherStarted():
+            changes = {"launcher": event}
+        case RankLaunched():
+            changes = {"started": {**attempt.started, event.rank: event}}
+        case RankExited():
+            changes = {"ended": {**attempt.ended, event.rank: event}}
+        case NodeConditionChanged():
+            changes = {"nodes": (*attempt.nodes, event)}
+        case AlarmRaised():
+            changes = {"alarms": (*attempt.alarms, event)}
+        case HangDetected():
+            changes = {"hang": attempt.hang or event.hang}
+        case AttemptFailed(attempt=attempt.number):
+            changes = {"failed": attempt.failed or event}
+        case AttemptResumed(attempt=attempt.number):
+            changes = {"resumed": event}
+    return replace(attempt, **changes)
+
+
+def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
+    """The fields that `event` changes, apart from the record and the attempts."""
+    changes: dict[str, Any] = {}
+    match event:
+        case StateChanged():
+            changes = {"state_since": event.at, "reached": max(history.reached, event.figures.iteration or 0)}
+        case AttemptFailed():
+            changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
+        case SupervisorStarted():
+            changes = {"supervisor": event}
+        case RequestReceived() if event.request == ABORT and (history.abort is None or event.now):
+            changes = {"abort": event}
+        case StopStageReached(purpose="abort"):
+            changes = {"stop": _stop_progress(event, history.stop)}
+        case RestartPlanned():
+            wait = f", after a wait of {event.delay_s:.0f} s" if event.delay_s >= 1.0 else ""
+            changes = {"next_why": event.why, "restart_pending": event.why + wait}
+        case RestartDelayed():
+            changes = {"restart_pending": event.why}
+        case RestartRefused():
+            changes = {"restart_refused": event.why, "restart_pending": None}
+        case NodesExcluded():
+            changes = {"exclusions": history.exclusions + 1}
+    return changes
+
+
+def _stop_progress(event: StopStageReached, before: StopProgress | None) -> StopProgress:
+    """A stage holds since the event that first named it."""
+    progress = StopProgress(event.stage.value, event.at, event.acknowledged, event.left)
+    if before is None:
+        return progress
+    if before.stage == progress.stage:
+        return replace(progress, since=before.since, passed=before.passed)
+    return replace(progress, passed=(*before.passed, before.stage))

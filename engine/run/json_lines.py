@@ -1,0 +1,150 @@
+"""Append-only files of JSON lines: the writer, which cuts torn tails and holds lines back while the disk is full,
+and readers that follow a growing file and read each line once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class LineFile:
+    """The writing side. What a full disk did not take waits in memory, in order, for the next append or flush."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the file (0600); what a killed writer left of a line is cut off."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._waiting = b""
+        self._cut_torn_line()
+
+    @property
+    def waits(self) -> bool:
+        """There are lines that the disk has not taken yet."""
+        return bool(self._waiting)
+
+    def append(self, line: bytes, *, sync: bool = False) -> bool:
+        """Write `line`, given without its newline, by one write; with `sync` it is on the disk when this returns.
+
+        False when the disk is full and the line waits. Raises OSError for any other fault.
+        """
+        self._waiting += line + b"\n"
+        return self.flush(sync=sync)
+
+    def flush(self, *, sync: bool = False) -> bool:
+        """Write what waits; False while there is no room."""
+        if not self._waiting:
+            return True
+        size = os.fstat(self._descriptor).st_size
+        try:
+            if os.write(self._descriptor, self._waiting) < len(self._waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            os.ftruncate(self._descriptor, size)
+            return False
+        self._waiting = b""
+        return True
+
+    def close(self) -> None:
+        """Tries once more to write what waits. Closing again does nothing."""
+        if self._descriptor < 0:
+            return
+        try:
+            self.flush(sync=True)
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+    def _cut_torn_line(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        position = size
+        while position > 0:
+            start = max(0, position - 4096)
+            newline = os.pread(self._descriptor, position - start, start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < size:
+            os.ftruncate(self._descriptor, position)
+
+
+_BLOCK = 4 << 20
+_LONGEST_LINE = 64 << 20
+
+
+class LineTail:
+    """The complete lines that have come since the last call. A torn last line waits for its end, and is read
+    anew then: a supervisor that takes over cuts it off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        """Where the next line begins."""
+
+    def lines(self) -> Iterator[bytes]:
+        """New complete lines without their ends, to the end of the file; none while it is missing."""
+        for block in self.blocks():
+            yield from block.split(b"\n")
+
+    def blocks(self) -> Iterator[bytes]:
+        """The same, several lines at a time; the last newline of a block is left out."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        size = _BLOCK
+        with file:
+            while True:
+                file.seek(self.offset)
+                block = file.read(size)
+                whole, newline, _torn = block.rpartition(b"\n")
+                if newline:
+                    self.offset += len(whole) + 1
+                    yield whole
+                    size = _BLOCK
+                elif len(block) < size:
+                    return
+                elif size < _LONGEST_LINE:
+                    size *= 2
+                else:
+                    # No line of ours is that long; what claims to be one is passed over.
+                    self.offset += len(block)
+
+
+class JsonLinesTail:
+    """The objects of a JSON lines file as they come; a line that is no JSON object is counted and passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self.unreadable = 0
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        for line in self._tail.lines():
+            entry = parse_json_line(line)
+            if entry is not None:
+                yield entry
+            elif line.strip():
+                self.unreadable += 1
+
+
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """The object in one line; None when there is none."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None

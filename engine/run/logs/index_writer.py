@@ -1,0 +1,190 @@
+"""Keeps the line indices while lines arrive, and completes them after a crash: what is missing is read from the logs.
+
+Only the supervisor imports this (and with it numpy); frontends read with engine.run.logs.line_index.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, OFFSET_MASK, RECORD, read_header
+
+RECORD_TYPE: Final = np.dtype([("place", "<u8"), ("at", "<u4")])
+_NEWLINE: Final = ord("\n")
+_SCAN_BYTES: Final = 1 << 20
+
+Records = npt.NDArray[Any]
+"""A vector of RECORD_TYPE."""
+
+
+class IndexFile:
+    """One index file, appended to. A full disk is no error: what could not be written waits for the next `flush`."""
+
+    def __init__(self, path: Path, began_at: float) -> None:
+        """Opens or makes the file; a torn last record is dropped. Raises OSError."""
+        self.path = path
+        self._waiting = bytearray()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        kept = read_header(os.pread(self._descriptor, HEADER.size, 0))
+        if kept is None:
+            os.ftruncate(self._descriptor, 0)
+            self._waiting += HEADER.pack(MAGIC, began_at)
+        size = os.fstat(self._descriptor).st_size
+        self.began_at = began_at if kept is None else kept
+        if kept is not None and (torn := (size - HEADER.size) % RECORD.size):
+            os.ftruncate(self._descriptor, size - torn)
+
+    def records(self) -> Records:
+        """All records in the file."""
+        count = max(0, (os.fstat(self._descriptor).st_size - HEADER.size) // RECORD.size)
+        if not count:
+            return np.empty(0, RECORD_TYPE)
+        return np.memmap(self.path, RECORD_TYPE, "r", HEADER.size, (count,))
+
+    def keep(self, count: int) -> None:
+        """Drop all records after the first `count`. Raises OSError."""
+        os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self._waiting)
+
+    def append(self, records: bytes) -> None:
+        self._waiting += records
+
+    def flush(self) -> None:
+        """Write what waits. Raises OSError; what was not written goes on waiting."""
+        while self._waiting:
+            written = os.write(self._descriptor, self._waiting)
+            del self._waiting[:written]
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+
+class SourceIndex:
+    """The lines of one log, found as its bytes arrive."""
+
+    def __init__(self, source: int, log: Path, path: Path, began_at: float) -> None:
+        """Repairs the index at `path` after whatever happened to it: what is left is true, and `scan_log` adds the
+        lines that it lacks. Raises OSError."""
+        self.file = IndexFile(path, began_at)
+        self._source = source
+        self._log = log
+        self.scanned = 0
+        """Bytes of the log that have been scanned for lines."""
+        self.last_at = 0
+        """Arrival of the last line, centiseconds."""
+        self._line_begins = True
+        self._mend(log.stat().st_size if log.exists() else 0)
+
+    def begin_line(self) -> None:
+        """The next byte begins a line, also when the one before it was no newline (a new attempt)."""
+        self._line_begins = True
+
+    def feed(self, data: bytes, at: int) -> bytes:
+        """Enter the lines that begin in `data`, the log's next bytes, arrived at `at` centiseconds. Their records."""
+        starts = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
+        ends_line = starts.size > 0 and starts[-1] == len(data)
+        if ends_line:
+            starts = starts[:-1]
+        if self._line_begins and data:
+            starts = np.concatenate(([0], starts))
+        records = np.empty(starts.size, RECORD_TYPE)
+        records["place"] = starts.astype(np.uint64) + np.uint64(self._source << OFFSET_BITS | self.scanned)
+        records["at"] = at
+        self.scanned += len(data)
+        self._line_begins = bool(ends_line) or (self._line_begins and not data)
+        if starts.size:
+            self.last_at = at
+        added = records.tobytes()
+        self.file.append(added)
+        return added
+
+    def scan_log(self, at: int, limit: int | None = None) -> bytes:
+        """Enter what the log itself holds beyond `scanned`, at most `limit` bytes of it. Their records."""
+        added = bytearray()
+        try:
+            with self._log.open("rb", buffering=0) as log:
+                log.seek(self.scanned)
+                while limit is None or limit > 0:
+                    data = log.read(_SCAN_BYTES if limit is None else min(limit, _SCAN_BYTES))
+                    if not data:
+                        break
+                    added += self.feed(data, at)
+                    limit = None if limit is None else limit - len(data)
+        except FileNotFoundError:
+            pass
+        return bytes(added)
+
+    def _mend(self, log_size: int) -> None:
+        """Keep the records that can be true: of this source, in order, inside the log."""
+        records = self.file.records()
+        if records.size:
+            offsets = records["place"] & np.uint64(OFFSET_MASK)
+            sound = (records["place"] >> np.uint64(OFFSET_BITS) == self._source) & (offsets < log_size)
+            sound[1:] &= (offsets[1:] > offsets[:-1]) & (records["at"][1:] >= records["at"][:-1])
+            count = records.size if sound.all() else int(np.argmin(sound))
+            if count:
+                # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
+                self.scanned = int(offsets[count - 1]) + 1
+                self.last_at = int(records["at"][count - 1])
+                self._line_begins = self._byte_before(self.scanned) == b"\n"
+            if count < records.size:
+                self.file.keep(count)
+
+    def _byte_before(self, offset: int) -> bytes:
+        with self._log.open("rb", buffering=0) as log:
+            log.seek(offset - 1)
+            return log.read(1)
+
+
+def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
+    """Make the merged index hold exactly the sources' records: append what it lacks, or, when it contradicts them,
+    put one rebuilt by time of arrival in its place. The file to go on with. Raises OSError."""
+    parts = [source.records() for source in sources]
+    added = merged.records()
+    kept = 0
+    lacking: list[Records] = []
+    sound = added.size == 0 or bool((added["at"][1:] >= added["at"][:-1]).all())
+    for part in parts:
+        if not part.size:
+            continue
+        own = added[added["place"] >> np.uint64(OFFSET_BITS) == part["place"][0] >> np.uint64(OFFSET_BITS)]
+        sound = sound and own.size <= part.size and bool((own == part[: own.size]).all())
+        kept += own.size
+        lacking.append(part[own.size :])
+    missing = _by_arrival(lacking)
+    if missing.size and added.size and missing["at"][0] < added["at"][-1]:
+        sound = False
+    if sound and kept == added.size:
+        merged.append(missing.tobytes())
+        merged.flush()
+        return merged
+    return _rebuilt(merged, _by_arrival(parts))
+
+
+def _by_arrival(parts: list[Records]) -> Records:
+    together = np.concatenate([np.empty(0, RECORD_TYPE), *parts])
+    return together[np.argsort(together["at"], kind="stable")]
+
+
+def _rebuilt(merged: IndexFile, records: Records) -> IndexFile:
+    fresh = merged.path.with_name(f".{merged.path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, merged.began_at))
+        file.write(records.tobytes())
+    merged.close()
+    fresh.replace(merged.path)
+    return IndexFile(merged.path, merged.began_at)

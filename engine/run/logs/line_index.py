@@ -1,0 +1,166 @@
+"""Where each line of a log begins and when it arrived: a file beside the log, so that any line is two reads away.
+
+Format, little-endian: a header of 16 bytes (magic, f64 seconds since the epoch at which the index's time begins), then
+12 bytes per line: u64 source (upper 16 bits) and byte offset of the line's start in that source's log (lower 48),
+u32 centiseconds from the header's time to the line's arrival, never less than the line's before. A line is added
+when its first byte arrives. `rank<k>.idx` and `launcher.idx` hold one source in the order of the log; `merged.idx`
+holds the same records of all sources in the order of arrival. An index only grows, or is replaced as a whole.
+
+Reads by offset, not by memory map: a file cut short under a map would kill the process that reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+MAGIC: Final = b"FDLX1\0\0\0"
+HEADER: Final = struct.Struct("<8sd")
+RECORD: Final = struct.Struct("<QI")
+OFFSET_BITS: Final = 48
+OFFSET_MASK: Final = (1 << OFFSET_BITS) - 1
+LAST_CENTISECOND: Final = 2**32 - 1
+_BLOCK_RECORDS: Final = 1 << 17
+
+
+class IndexEntry(NamedTuple):
+    """One record: a line's log, the byte where it begins there, and when it arrived."""
+
+    source: int
+    offset: int
+    centiseconds: int
+
+
+class LogIndex:
+    """A reader of one index file. It changes only by `refresh`. A file that is not there yet is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._inode = 0
+        self.began_at = 0.0
+        """Seconds since the epoch from which the records count."""
+        self.count = 0
+        """Lines in the index."""
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Take notice of lines that have arrived. True when the file is another one: line numbers begin anew."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return self._forget()
+        replaced = False
+        if self._descriptor < 0 or status.st_ino != self._inode or _records(status.st_size) < self.count:
+            replaced = self._forget()
+            if not self._open():
+                return replaced
+        self.count = max(0, _records(os.fstat(self._descriptor).st_size))
+        return replaced
+
+    def close(self) -> None:
+        self._forget()
+
+    def entries(self, start: int, stop: int) -> list[IndexEntry]:
+        """Records `start` to `stop`, as far as there are any."""
+        block = self._read(max(0, start), min(stop, self.count))
+        return [IndexEntry(place >> OFFSET_BITS, place & OFFSET_MASK, at) for place, at in RECORD.iter_unpack(block)]
+
+    def at(self, centiseconds: int) -> float:
+        """Seconds since the epoch."""
+        return self.began_at + centiseconds / 100
+
+    def line_at(self, offset: int) -> int:
+        """In an index of one source: the line that byte `offset` of the log belongs to; -1 before the first."""
+        return self._first(lambda entry: entry.offset > offset) - 1
+
+    def first_since(self, centiseconds: int) -> int:
+        """The first line that arrived at or after a time, `count` when there is none."""
+        return self._first(lambda entry: entry.centiseconds >= centiseconds)
+
+    def position(self, entry: IndexEntry) -> int | None:
+        """In a merged index: the line number of an entry, None while it is not there."""
+        wanted = RECORD.pack(entry.source << OFFSET_BITS | entry.offset, entry.centiseconds)
+        start = self.first_since(entry.centiseconds)
+        while start < self.count:
+            block = self._read(start, min(start + _BLOCK_RECORDS, self.count))
+            found = block.find(wanted)
+            while found >= 0 and found % RECORD.size:
+                found = block.find(wanted, found + 1)
+            if found >= 0:
+                return start + found // RECORD.size
+            if not block or RECORD.unpack_from(block, len(block) - RECORD.size)[1] > entry.centiseconds:
+                return None
+            start += len(block) // RECORD.size
+        return None
+
+    def count_of(self, source: int, start: int, stop: int) -> int:
+        """The number of records of `source` from `start` to `stop`."""
+        counted = 0
+        for begin in range(start, stop, _BLOCK_RECORDS):
+            block = self._read(begin, min(begin + _BLOCK_RECORDS, stop))
+            pairs = bytearray(2 * (len(block) // RECORD.size))
+            pairs[0::2], pairs[1::2] = block[6 :: RECORD.size], block[7 :: RECORD.size]
+            counted += array("H", bytes(pairs)).count(source)
+        return counted
+
+    def _first(self, reached: Callable[[IndexEntry], bool]) -> int:
+        low, high = 0, self.count
+        while low < high:
+            middle = (low + high) // 2
+            found = self.entries(middle, middle + 1)
+            if not found or reached(found[0]):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _read(self, start: int, stop: int) -> bytes:
+        if stop <= start or self._descriptor < 0:
+            return b""
+        try:
+            block = os.pread(self._descriptor, (stop - start) * RECORD.size, HEADER.size + start * RECORD.size)
+        except OSError:
+            return b""
+        return block[: len(block) // RECORD.size * RECORD.size]
+
+    def _open(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        header = os.pread(descriptor, HEADER.size, 0)
+        began_at = read_header(header)
+        if began_at is None:
+            os.close(descriptor)
+            return False
+        self._descriptor, self._inode, self.began_at = descriptor, os.fstat(descriptor).st_ino, began_at
+        return True
+
+    def _forget(self) -> bool:
+        """Close the file; whether there were lines."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        had_lines = self.count > 0
+        self._descriptor, self._inode, self.count = -1, 0, 0
+        return had_lines
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def read_header(header: bytes) -> float | None:
+    """The time that an index begins with; None when these bytes are not an index's header."""
+    if len(header) < HEADER.size:
+        return None
+    magic, began_at = HEADER.unpack_from(header)
+    return float(began_at) if magic == MAGIC else None
+
+
+def _records(size: int) -> int:
+    return (size - HEADER.size) // RECORD.size

@@ -1,0 +1,402 @@
+"""Copies the ranks' logs and events from their nodes to the head by offset, and indexes every line as it arrives.
+
+The node's file is the truth and the head's size is the offset to go on from, so a mirror may be killed at any moment:
+the next one copies what is missing, verifies what is there, and derives what the indices lack.
+
+For the supervisor:
+
+    mirror = Mirror(run_dir, on_gap=...)
+    mirror.follow(rank, attempt, node_files.log(rank), base)            # base: the journal's log_bases[source]
+    mirror.follow_events(rank, attempt, node_files.events(rank), base)  # base of the events file, likewise
+    mirror.follow(LAUNCHER_SOURCE, attempt, None, base)                 # launcher.log is here already: indexed in place
+    mirror.pump()      # every 50 to 100 ms, in a thread, never two at once; bytes copied and indexed, 0 when idle
+    mirror.settle()    # between attempts: all that is there now; take the next attempt's bases after it, then follow
+    mirror.behind()    # after the last rank's exit: the files of which the nodes have more, or may have
+    mirror.finish()    # at the very end: `settle`, and the files are closed; True when nothing is missing
+
+Nothing here raises for a fault of a disk or a node: it is reported once to `on_gap`, retried at each pump, and reported
+again when it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from engine.cluster.host_connection import HostConnection, LocalFile, NodeFile
+from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
+from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
+from engine.run.ranks import AttemptContext
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+
+CHUNK_BYTES: Final = 1 << 20
+ROUNDS: Final = 8
+"""Chunks per file and pump: a flood is taken in bounded bites, each file in its turn."""
+VERIFIED_BYTES: Final = 64 * 1024
+"""The part of the mirror's tail that is compared with the node's file when a mirror goes on."""
+WAITING_BYTES: Final = 1 << 20
+"""Index records that a full disk did not take: with more, the log waits as well."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something could not be copied or indexed. Its bytes are still on the node, and will be copied when they can."""
+
+    file: str
+    """Name of the head's file."""
+    offset: int
+    """Bytes that the head's file holds."""
+    problem: str
+    """One line without the file's name; the same as before when it is over."""
+    over: bool = False
+
+
+class FileMirror:
+    """One file of one attempt: the head's copy from `base` on is the node's file from 0 on."""
+
+    def __init__(self, path: Path, node: NodeFile, base: int) -> None:
+        self.path = path
+        self._node = node
+        self._base = base
+        self._descriptor = -1
+        self._verified: int | None = None
+        """The node file's generation when the tail was last compared."""
+        self.size = 0
+        """Bytes in the head's file."""
+        self.cut_to: int | None = None
+        """Where the head's file was cut because it contradicted the node's, once; None when it did not."""
+
+    def pull(self) -> bytes:
+        """Copy the next chunk; the bytes that were stored, none when `cut_to` has just been set. Raises OSError; a part
+        may be stored by then."""
+        if self._descriptor < 0:
+            self._open()
+        if self._verified != self._node.generation and (not self._verify() or self.cut_to is not None):
+            # After a cut nothing is copied yet: the index must first see the file as short as it is.
+            return b""
+        data = self._node.read_from(self.size - self._base, CHUNK_BYTES)
+        stored = 0
+        try:
+            while stored < len(data):
+                stored += os.write(self._descriptor, memoryview(data)[stored:])
+        except OSError:
+            if not stored:
+                raise
+        self.size += stored
+        return data[:stored]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.size = os.fstat(self._descriptor).st_size
+        if self.size < self._base:
+            # An earlier attempt's tail did not survive a power cut: offsets of this attempt count from `base` anyway.
+            os.ftruncate(self._descriptor, self._base)
+            self.size = self._base
+
+    @property
+    def behind(self) -> bool:
+        """The node has more, or that is not known."""
+        there = self._node.size()
+        return there is None or (self._descriptor < 0 and there > 0) or self.size - self._base < there
+
+    def _verify(self) -> bool:
+        """Compare the tail with the node's file, and cut back to the last byte that agrees. False while the node has
+        not answered."""
+        generation = self._node.generation
+        end = self.size
+        while end > self._base:
+            start = max(self._base, end - VERIFIED_BYTES)
+            here = os.pread(self._descriptor, end - start, start)
+            there = self._node.read_whole(start - self._base, end - start)
+            if there is None:
+                return False
+            if len(there) < len(here) and end == self.size:
+                raise OSError(errno.ENODATA, "the node's file is shorter than its mirror")
+            if here == there:
+                break
+            agreed = start + next(at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1])
+            if agreed > start:
+                end = agreed
+                break
+            end = start
+        if end < self.size:
+            os.ftruncate(self._descriptor, end)
+            self.size = self.cut_to = end
+        self._verified = generation
+        return True
+
+
+class Mirror:
+    """All of a run's mirrored files and their indices. Not thread safe: one pump at a time."""
+
+    def __init__(
+        self, run_dir: RunDir, on_gap: Callable[[Gap], object], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._run_dir = run_dir
+        self._on_gap = on_gap
+        self._clock = clock
+        self._began_at = _began_at(run_dir, clock())
+        self._last_at = 0
+        self._logs: dict[int, FileMirror | None] = {}
+        self._events: dict[int, FileMirror] = {}
+        self._indices: dict[int, SourceIndex] = {}
+        self._merged: IndexFile | None = None
+        self._problems: dict[str, str] = {}
+        self._try(run_dir.merged_index, self._prepare)
+
+    def follow(self, source: int, attempt: int, node: NodeFile | Path | None, base: int) -> None:
+        """Mirror this attempt's log of `source` onto the head's log from byte `base` on. None: the head's log is
+        written by another process and only indexed. The attempt before is followed no longer: `settle` first."""
+        earlier = self._logs.get(source)
+        if earlier is not None:
+            earlier.close()
+        self._logs[source] = None if node is None else FileMirror(self._run_dir.log(source), _node_file(node), base)
+        index = self._indices.get(source)
+        if index is not None and attempt > 1 and index.scanned == base:
+            index.begin_line()
+
+    def follow_events(self, rank: int, attempt: int, node: NodeFile | Path, base: int) -> None:
+        """Mirror this attempt's events of a rank, likewise; they are not indexed."""
+        earlier = self._events.get(rank)
+        if earlier is not None:
+            earlier.close()
+        self._events[rank] = FileMirror(self._run_dir.events(rank), _node_file(node), base)
+
+    def pump(self) -> int:
+        """Copy and index what is new, at most ROUNDS chunks per file; the number of bytes."""
+        total = 0
+        for _ in range(ROUNDS):
+            moved = sum(self._take_log(source, log) for source, log in self._logs.items())
+            moved += sum(map(self._take_events, self._events.values()))
+            self._flush()
+            total += moved
+            if not moved:
+                break
+        return total
+
+    def settle(self) -> bool:
+        """Copy and index all that is there now. Whether nothing is missing on the head."""
+        while self.pump():
+            pass
+        return not self._problems
+
+    def behind(self) -> list[str]:
+        """The head's files of which bytes may be missing."""
+        files = [*self._logs.values(), *self._events.values()]
+        return [file.path.name for file in files if file is not None and file.behind]
+
+    def finish(self) -> bool:
+        """`settle`, and close the files."""
+        complete = self.settle() and not self.behind()
+        for file in (*self._logs.values(), *self._events.values()):
+            if file is not None:
+                file.close()
+        self._logs.clear()
+        self._events.clear()
+        self._close_indices()
+        return complete
+
+    def _take_log(self, source: int, log: FileMirror | None) -> int:
+        index = self._index(source)
+        if index is None or index.file.waiting_bytes > WAITING_BYTES:
+            return 0
+        before = index.scanned
+        data = self._pull(log) if log is not None else b""
+        if log is not None and log.cut_to is not None:
+            self._tell_cut(log)
+            self._close_indices()
+            return self._take_log(source, log)
+        at = self._now()
+        if log is None:
+            added = index.scan_log(at, CHUNK_BYTES)
+        elif index.scanned + len(data) == log.size:
+            added = index.feed(data, at)
+        else:
+            added = index.scan_log(at)
+        if added and self._merged is not None:
+            self._merged.append(added)
+        return index.scanned - before
+
+    def _take_events(self, events: FileMirror) -> int:
+        data = self._pull(events)
+        if events.cut_to is not None:
+            self._tell_cut(events)
+            data = self._pull(events)
+        return len(data)
+
+    def _pull(self, file: FileMirror) -> bytes:
+        return self._try(file.path, file.pull, lambda: file.size) or b""
+
+    def _now(self) -> int:
+        """Centiseconds, never less than before, whatever the wall clock does."""
+        now = int(100 * (self._clock() - self._began_at))
+        self._last_at = max(self._last_at, min(now, LAST_CENTISECOND))
+        return self._last_at
+
+    def _index(self, source: int) -> SourceIndex | None:
+        """The index of a source, None while the disk does not let us have one."""
+        if self._merged is None:
+            self._try(self._run_dir.merged_index, self._prepare)
+        if self._merged is None:
+            return None
+        if source not in self._indices:
+            self._try(self._run_dir.index(source), lambda: self._open_index(source))
+        return self._indices.get(source)
+
+    def _open_index(self, source: int) -> None:
+        run_dir = self._run_dir
+        self._indices[source] = SourceIndex(source, run_dir.log(source), run_dir.index(source), self._began_at)
+
+    def _prepare(self) -> None:
+        """Mend all indices that are there, enter the lines that they lack, and make the merged one agree."""
+        sources = _logs_in(self._run_dir)
+        for source in sources:
+            if source not in self._indices:
+                self._open_index(source)
+            self._last_at = max(self._last_at, self._indices[source].last_at)
+        for source in sources:
+            changed = self._run_dir.log(source).stat().st_mtime
+            at = max(self._last_at, min(int(100 * (changed - self._began_at)), LAST_CENTISECOND))
+            self._indices[source].scan_log(at)
+            self._indices[source].file.flush()
+        self._last_at = max([self._last_at, *(index.last_at for index in self._indices.values())])
+        merged = IndexFile(self._run_dir.merged_index, self._began_at)
+        self._merged = reconcile(merged, [index.file for index in self._indices.values()])
+
+    def _flush(self) -> None:
+        for index in self._indices.values():
+            self._try(index.file.path, index.file.flush)
+        if self._merged is not None:
+            self._try(self._merged.path, self._merged.flush)
+
+    def _close_indices(self) -> None:
+        for index in self._indices.values():
+            index.file.close()
+        if self._merged is not None:
+            self._merged.close()
+        self._indices.clear()
+        self._merged = None
+
+    def _try(self, path: Path, action: Callable[[], T], size: Callable[[], int] = lambda: 0) -> T | None:
+        """`action`'s result, None when the disk or the node fails; reported when that begins and when it is over."""
+        try:
+            result = action()
+        except OSError as error:
+            problem = _in_words(error)
+            if self._problems.get(path.name) != problem:
+                self._problems[path.name] = problem
+                self._tell(Gap(path.name, size(), problem))
+            return None
+        if problem := self._problems.pop(path.name, ""):
+            self._tell(Gap(path.name, size(), problem, over=True))
+        return result
+
+    def _tell_cut(self, file: FileMirror) -> None:
+        """Once: the file's tail was not the node's."""
+        assert file.cut_to is not None
+        problem = "the mirror's tail was not the node's and is copied again"
+        self._tell(Gap(file.path.name, file.cut_to, problem, over=True))
+        file.cut_to = None
+
+    def _tell(self, gap: Gap) -> None:
+        # The journal may be on the very disk that is full; mirroring goes on all the same.
+        with contextlib.suppress(Exception):
+            self._on_gap(gap)
+
+
+def _node_file(node: NodeFile | Path) -> NodeFile:
+    return LocalFile(node) if isinstance(node, Path) else node
+
+
+def _in_words(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk full on the head, copying waits for room"
+    return error.strerror or str(error)
+
+
+def _logs_in(run_dir: RunDir) -> list[int]:
+    """Sources whose log is on the head."""
+    ranks = (path.stem.removeprefix("rank") for path in run_dir.path.glob("rank*.log"))
+    sources = sorted(int(rank) for rank in ranks if rank.isdecimal())
+    return [*sources, LAUNCHER_SOURCE] if run_dir.log(LAUNCHER_SOURCE).exists() else sources
+
+
+def _began_at(run_dir: RunDir, now: float) -> float:
+    """The time that this run's indices count from: all of them share it, so that their records are the same."""
+    for path in (run_dir.merged_index, *sorted(run_dir.path.glob("*.idx"))):
+        try:
+            with path.open("rb") as file:
+                began_at = read_header(file.read(HEADER.size))
+        except OSError:
+            continue
+        if began_at is not None:
+            return began_at
+    return now
+
+
+_LATE_BYTES_S = 10.0
+"""The end of a log may take as long to come, after the last byte that came."""
+_POLL_S = 0.025
+
+
+class LogMirrors:
+    """The mirrors of one attempt's logs and events. Not for the event loop: every call may wait for the head's disk."""
+
+    def __init__(self, context: AttemptContext, on_gap: Callable[[Gap], None]) -> None:
+        """`on_gap` gets what the head could not keep."""
+        attempt, run_id = context.attempt, context.plan.run_id
+        self._mirror = Mirror(context.run_dir, on_gap=on_gap)
+        self._closed = False
+        for rank in (planned.rank for planned in context.plan.ranks):
+            connection, files = context.connections.to(rank), attempt.files(run_id, rank)
+            log, events = connection.file(files.log(rank).name), connection.file(files.events(rank).name)
+            self._mirror.follow(rank, attempt.number, log, attempt.log_bases[rank])
+            self._mirror.follow_events(rank, attempt.number, events, attempt.event_bases[rank])
+        self._mirror.follow(LAUNCHER_SOURCE, attempt.number, None, attempt.log_bases[LAUNCHER_SOURCE])
+
+    def pump(self) -> int:
+        """Copy what there is; how many bytes. 0 once they are closed: the next attempt writes the same files."""
+        return 0 if self._closed else self._mirror.pump()
+
+    def settle(self) -> list[str]:
+        """Check everything once more; the files that are not complete."""
+        self._mirror.settle()
+        return self._mirror.behind()
+
+    def incomplete(self, *connections: HostConnection) -> bool:
+        """These nodes have not sent all of their files yet."""
+        theirs = tuple(f"rank{rank}." for connection in connections for rank in connection.ranks)
+        return any(name.startswith(theirs) for name in self._mirror.behind())
+
+    def await_the_rest(self, connections: Sequence[HostConnection]) -> None:
+        """Copy what these nodes have not sent yet, as long as it comes."""
+        moved_at = time.monotonic()
+        while not self._closed and self.incomplete(*connections):
+            if self.pump():
+                moved_at = time.monotonic()
+            elif time.monotonic() - moved_at > _LATE_BYTES_S:
+                return
+            else:
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Nothing more is copied."""
+        if not self._closed:
+            self._closed = True
+            self._mirror.finish()

@@ -1,0 +1,429 @@
+"""Reads a run's logs, of one source or merged, through their line indices: any line of a log of any length at once;
+and the lines that match a filter.
+
+Nothing of a log is held in memory. Files that are not there yet are empty; what a program is still writing is shown
+as far as it has come. Imports no numpy: the console reads with this.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from engine.run.logs.line_index import IndexEntry, LogIndex
+from engine.run.logs.pattern import ERRORS, LogPattern
+from engine.security.sanitise import sanitise
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+
+SHOWN_BYTES: Final = 64 * 1024
+"""The most of one line that is made into text."""
+_BLOCK_BYTES: Final = 4 << 20
+_SEARCH_BYTES: Final = 1 << 20
+_FIRST_WINDOW, _LAST_WINDOW = 1 << 14, 1 << 20
+_LONGEST_LINE: Final = 64 << 20
+"""Searched as one line; a longer one in pieces."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line as it can be shown."""
+
+    number: int
+    source: int
+    """The rank, or LAUNCHER_SOURCE."""
+    at: float
+    """When its first byte reached the head, seconds since the epoch."""
+    text: str
+    """Sanitised."""
+    offset: int
+    """Where it begins in its source's log, bytes."""
+    size_bytes: int
+    """Its length in the log, newline and all that is not shown included."""
+    partial: bool = False
+    """Its newline is not there yet."""
+
+
+class LogReader:
+    """A run's log: of one source, or (None) of all, in order of arrival. Line numbers count from 0 and stay, until
+    `refresh` reports that they begin anew. Not thread safe; a thread that searches has a `copy` of its own."""
+
+    def __init__(self, run_dir: RunDir, source: int | None = None) -> None:
+        self.run_dir = run_dir
+        self.source = source
+        self._index = LogIndex(run_dir.merged_index if source is None else run_dir.index(source))
+        self._sources: dict[int, LogIndex] = {} if source is None else {source: self._index}
+        self._logs: dict[int, _LogFile] = {}
+
+    @property
+    def line_count(self) -> int:
+        return self._index.count
+
+    def copy(self) -> LogReader:
+        """Another reader of the same lines, for another thread."""
+        return LogReader(self.run_dir, self.source)
+
+    def close(self) -> None:
+        for index in (self._index, *self._sources.values()):
+            index.close()
+        for log in self._logs.values():
+            log.close()
+        self._logs.clear()
+
+    def refresh(self) -> bool:
+        """Read what has arrived. True when line numbers begin anew (an index was repaired after a crash)."""
+        replaced = self._index.refresh()
+        for index in self._sources.values():
+            if index is not self._index:
+                index.refresh()
+        for log in self._logs.values():
+            log.refresh()
+        return replaced
+
+    def sources(self) -> list[int]:
+        """Sources that have a log on the head, ranks first."""
+        names = (path.stem.removeprefix("rank") for path in self.run_dir.path.glob("rank*.log"))
+        ranks = sorted(int(name) for name in names if name.isdecimal())
+        return [*ranks, LAUNCHER_SOURCE] if self.run_dir.log(LAUNCHER_SOURCE).exists() else ranks
+
+    def line(self, number: int) -> LogLine:
+        """Raises IndexError when there is no such line."""
+        found = self.lines(number, number + 1)
+        if not found or number < 0:
+            raise IndexError(f"line {number} of {self.line_count}")
+        return found[0]
+
+    def lines(self, start: int, stop: int) -> list[LogLine]:
+        """Lines `start` to `stop`, as far as there are any."""
+        start = max(0, start)
+        entries = self._index.entries(start, stop)
+        shown: list[LogLine | None] = [None] * len(entries)
+        places: dict[int, list[int]] = {}
+        for place, entry in enumerate(entries):
+            places.setdefault(entry.source, []).append(place)
+        for source, own in places.items():
+            raws = self._raw_lines(source, entries[own[0]], len(own))
+            for place, (raw, size, partial) in zip(own, raws, strict=False):
+                entry, text = entries[place], _shown(raw, size)
+                at = self._index.at(entry.centiseconds)
+                shown[place] = LogLine(start + place, source, at, text, entry.offset, size, partial)
+        return [line for line in shown if line is not None]
+
+    def number_of(self, source: int, offset: int) -> int | None:
+        """The line that byte `offset` of a source's log belongs to, None while it is not in the index."""
+        index = self._index_of(source)
+        found = index.entries((line := index.line_at(offset)), line + 1)
+        if not found or self.source is not None:
+            return line if found else None
+        return self._index.position(found[0])
+
+    def growing(self) -> list[int]:
+        """The lines whose newline is not there yet, at most one of each source."""
+        numbers = []
+        for source in self._sources_within():
+            index, log = self._index_of(source), self._log(source)
+            if (size := log.size()) and log.read(size - 1, 1) != b"\n" and index.count:
+                numbers.append(self.number_of(source, size - 1))
+        return [number for number in numbers if number is not None]
+
+    def first_since(self, at: float) -> int:
+        """The first line that arrived at or after a time, seconds since the epoch."""
+        return self._index.first_since(max(0, int((at - self._index.began_at) * 100)))
+
+    def find(
+        self,
+        pattern: str | LogPattern,
+        from_line: int,
+        forward: bool = True,
+        *,
+        wrap: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> int | None:
+        """The first line from `from_line` on, itself included, that matches, None when none does or `stop` returned
+        True (called several times a second). `wrap` goes on at the other end. Raises ValueError for a pattern that is
+        none."""
+        wanted = LogPattern.parse(pattern) if isinstance(pattern, str) else pattern
+        last = self.line_count - 1
+        if last < 0:
+            return None
+        from_line = min(max(from_line, 0), last)
+        ahead, behind = ((from_line, last), (0, from_line - 1)) if forward else ((0, from_line), (from_line + 1, last))
+        for low, high in (ahead, behind) if wrap else (ahead,):
+            for begin, end in _windows(low, high + 1, forward):
+                if stop():
+                    return None
+                found = self._find_within(wanted, begin, end, forward, stop)
+                if found is not None:
+                    return found
+        return None
+
+    def find_error(
+        self, from_line: int, forward: bool = True, *, stop: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """The first line from `from_line` on that reports a failure."""
+        return self.find(ERRORS, from_line, forward, stop=stop)
+
+    def matching(self, pattern: LogPattern, start: int, stop: int) -> list[int]:
+        """The lines of `start` to `stop` that match, in order."""
+        numbers: list[int] = []
+        entries: list[IndexEntry] | None = None
+        for source in self._sources_within():
+            first, end = self._range_of(source, start, stop)
+            offsets: list[int] = []
+            own: list[int] = []
+            for position in self._positions(source, first, end, pattern):
+                if not offsets:
+                    entries = entries or self._index.entries(start, stop)
+                    own = [start + place for place, entry in enumerate(entries) if entry.source == source]
+                    offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
+                numbers.append(own[bisect_right(offsets, position) - 1])
+        return sorted(numbers)
+
+    def _find_within(
+        self, pattern: LogPattern, start: int, stop: int, forward: bool, stopped: Callable[[], bool]
+    ) -> int | None:
+        best: int | None = None
+        for source in self._sources_within():
+            first, end = self._range_of(source, start, stop)
+            if forward:
+                position = next(self._positions(source, first, end, pattern), None)
+            else:
+                position = self._last_position(source, first, end, pattern)
+            found = None if position is None else self.number_of(source, position)
+            if found is not None and (best is None or (found < best) == forward):
+                best = found
+            if stopped():
+                return None
+        return best
+
+    def _positions(self, source: int, first: int, end: int, pattern: LogPattern) -> Iterator[int]:
+        """A byte position in each matching line of a source's lines `first` to `end`."""
+        low, high = self._bytes_of(source, first, end)
+        while low < high:
+            data = self._whole_lines(source, low, high)
+            if not data:
+                return
+            for position in pattern.positions(data):
+                yield low + position
+            low += len(data)
+
+    def _last_position(self, source: int, first: int, end: int, pattern: LogPattern) -> int | None:
+        low, high = self._bytes_of(source, first, end)
+        while low < high:
+            data = self._whole_lines_before(source, low, high)
+            if not data:
+                return None
+            if (position := pattern.last_position(data)) >= 0:
+                return high - len(data) + position
+            high -= len(data)
+        return None
+
+    def _whole_lines(self, source: int, low: int, high: int) -> bytes:
+        log, size = self._log(source), _SEARCH_BYTES
+        while True:
+            data = log.read(low, min(size, high - low))
+            if len(data) == high - low or size >= _LONGEST_LINE or len(data) < min(size, high - low):
+                return data
+            if newline := data.rfind(b"\n") + 1:
+                return data[:newline]
+            size *= 4
+
+    def _whole_lines_before(self, source: int, low: int, high: int) -> bytes:
+        log, size = self._log(source), _SEARCH_BYTES
+        while True:
+            start = max(low, high - size)
+            data = log.read(start, high - start)
+            if start == low or size >= _LONGEST_LINE:
+                return data
+            if 0 < (after := data.find(b"\n") + 1) < len(data):
+                return data[after:]
+            size *= 4
+
+    def _sources_within(self) -> Iterable[int]:
+        return self.sources() if self.source is None else (self.source,)
+
+    def _range_of(self, source: int, start: int, stop: int) -> tuple[int, int]:
+        """The range of a source's own lines among the lines `start` to `stop`."""
+        if self.source is not None:
+            return start, stop
+        return self._lines_before(source, start), self._lines_before(source, stop)
+
+    def _lines_before(self, source: int, number: int) -> int:
+        """The number of a source's lines among the merged lines before `number`."""
+        entry = self._index.entries(number - 1, number)
+        if number <= 0 or not entry:
+            return 0
+        at = entry[0].centiseconds
+        earlier = self._index_of(source).first_since(at)
+        return earlier + self._index.count_of(source, self._index.first_since(at), number)
+
+    def _bytes_of(self, source: int, first: int, end: int) -> tuple[int, int]:
+        """From where to where a source's lines `first` to `end` lie in its log."""
+        index = self._index_of(source)
+        begin, after = index.entries(first, first + 1), index.entries(end, end + 1)
+        if not begin or end <= first:
+            return 0, 0
+        return begin[0].offset, after[0].offset if after else self._log(source).size()
+
+    def _raw_lines(self, source: int, first: IndexEntry, count: int) -> list[tuple[bytes, int, bool]]:
+        """`count` lines of a source from an entry on: what is read of each, its whole size, whether it is partial."""
+        index, log = self._index_of(source), self._log(source)
+        line = index.line_at(first.offset)
+        starts = [entry.offset for entry in index.entries(line, line + count + 1)]
+        if len(starts) <= count:
+            starts.append(max(log.size(), starts[-1] if starts else 0))
+        whole = starts[-1] - starts[0] <= _BLOCK_BYTES
+        block = log.read(starts[0], starts[-1] - starts[0]) if whole else b""
+        raws = []
+        for start, end in pairwise(starts):
+            raw = block[start - starts[0] : end - starts[0]] if whole else _beginning(log, start, end)
+            newline = raw.endswith(b"\n") if whole or end - start <= SHOWN_BYTES else log.read(end - 1, 1) == b"\n"
+            raws.append((raw, end - start, not newline and end == starts[-1] and end >= log.size()))
+        return raws
+
+    def _index_of(self, source: int) -> LogIndex:
+        if source not in self._sources:
+            self._sources[source] = LogIndex(self.run_dir.index(source))
+        return self._sources[source]
+
+    def _log(self, source: int) -> _LogFile:
+        if source not in self._logs:
+            self._logs[source] = _LogFile(self.run_dir.log(source))
+        return self._logs[source]
+
+
+class _LogFile:
+    """One log, read by offset; empty while it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Open it when it is there by now, or is another file."""
+        try:
+            status = self._path.stat()
+            if self._descriptor >= 0:
+                here = os.fstat(self._descriptor)
+                if (here.st_ino, here.st_dev) == (status.st_ino, status.st_dev):
+                    return
+            self.close()
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.close()
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        if self._descriptor < 0 or size <= 0:
+            return b""
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _beginning(log: _LogFile, start: int, end: int) -> bytes:
+    """The bytes that a line is shown from: its beginning, or for a progress bar of any length its current state."""
+    if end - start <= SHOWN_BYTES:
+        return log.read(start, end - start)
+    tail = log.read(end - SHOWN_BYTES, SHOWN_BYTES)
+    if b"\r" in tail.rstrip(b"\r\n"):
+        return tail
+    return log.read(start, SHOWN_BYTES)
+
+
+def _shown(raw: bytes, size: int) -> str:
+    if len(raw) > SHOWN_BYTES:
+        tail = raw[-SHOWN_BYTES:]
+        raw = tail if b"\r" in tail.rstrip(b"\r\n") else raw[:SHOWN_BYTES]
+    text = sanitise(raw, SHOWN_BYTES)
+    return text if size <= SHOWN_BYTES else f"{text}… {size:,} bytes in all"
+
+
+def _windows(low: int, high: int, forward: bool) -> Iterator[tuple[int, int]]:
+    """`low` to `high` in growing windows, from the end that a search begins at."""
+    width = _FIRST_WINDOW
+    while low < high:
+        if forward:
+            yield low, min(low + width, high)
+            low += width
+        else:
+            yield max(low, high - width), high
+            high -= width
+        width = min(2 * width, _LAST_WINDOW)
+
+
+SLICE_LINES: Final = 1 << 15
+
+
+class LogFilter:
+    """`numbers` are the matching lines' numbers in the reader's log, ascending; 8 bytes each is all that is held."""
+
+    def __init__(self, reader: LogReader, pattern: LogPattern, *, inverted: bool = False) -> None:
+        self.pattern = pattern
+        self.inverted = inverted
+        """They are the lines that do not match."""
+        self.numbers: array[int] = array("Q")
+        self.scanned = 0
+        """Lines scanned."""
+        self._reader = reader
+        self._growing: list[int] = []
+
+    @classmethod
+    def parse(cls, reader: LogReader, text: str) -> LogFilter:
+        """`text` as LogPattern.parse takes it; a leading "!" inverts. Raises ValueError."""
+        return cls(reader, LogPattern.parse(text.removeprefix("!")), inverted=text.startswith("!"))
+
+    @property
+    def text(self) -> str:
+        """As it was typed."""
+        return f"!{self.pattern.text}" if self.inverted else self.pattern.text
+
+    def accepts(self, text: str) -> bool:
+        """A line with this shown text is among them."""
+        return (self.pattern.expression.search(text) is not None) != self.inverted
+
+    def advance(self, lines: int = SLICE_LINES) -> bool:
+        """Look at the next `lines` lines; False when there are no more for now. The last line of a source, whose
+        newline may be missing, is scanned again each time. Call `refresh` of the reader before."""
+        for number in self._growing:
+            self._judge_again(number)
+        stop = min(self.scanned + lines, self._reader.line_count)
+        if stop > self.scanned:
+            matching = self._reader.matching(self.pattern, self.scanned, stop)
+            if self.inverted:
+                left_out = set(matching)
+                self.numbers.extend(number for number in range(self.scanned, stop) if number not in left_out)
+            else:
+                self.numbers.extend(matching)
+            self.scanned = stop
+        if stop == self._reader.line_count:
+            self._growing = self._reader.growing()
+        return self.scanned < self._reader.line_count
+
+    def _judge_again(self, number: int) -> None:
+        if number >= self.scanned:
+            return
+        accepted = self.accepts(self._reader.line(number).text)
+        place = bisect_left(self.numbers, number)
+        kept = place < len(self.numbers) and self.numbers[place] == number
+        if accepted and not kept:
+            self.numbers.insert(place, number)
+        elif kept and not accepted:
+            del self.numbers[place]

@@ -1,0 +1,129 @@
+"""The loss and throughput of a run as points for a plot, bounded however long the run becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from engine.snapshots import Series, SeriesMark
+
+X = TypeVar("X", int, float)
+
+
+def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, float]]:
+    """At most two points for each of `width` columns of equal x: its lowest and its highest, in the order of x.
+
+    `points` are in ascending x. Points whose y is not finite are left out; few enough points are all kept.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    if width < 1 or len(finite) <= 2 * width:
+        return finite if width > 0 else []
+    first, span = finite[0][0], finite[-1][0] - finite[0][0]
+    if span <= 0:
+        return _extremes(finite)
+    kept: list[tuple[X, float]] = []
+    column: list[tuple[X, float]] = []
+    number = 0
+    for point in finite:
+        own = min(width - 1, int((point[0] - first) / span * width))
+        if own != number:
+            kept += _extremes(column)
+            column, number = [], own
+        column.append(point)
+    return kept + _extremes(column)
+
+
+def _extremes(column: list[tuple[X, float]]) -> list[tuple[X, float]]:
+    if not column:
+        return []
+    low = min(range(len(column)), key=lambda place: column[place][1])
+    high = max(range(len(column)), key=lambda place: column[place][1])
+    return [column[place] for place in sorted({low, high})]
+
+
+POINT_LIMIT = 20_000
+"""Points kept of one curve; above it they are thinned to half, extremes kept."""
+_RECENT = 5
+Point = tuple[int, float]
+
+
+class Curve:
+    """Points in ascending x, at most POINT_LIMIT of them."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def add(self, x: int, y: Any) -> None:
+        """Append a point; what is not a finite number is no point. Going back in x (a restart) drops what was there."""
+        if not isinstance(y, int | float) or not math.isfinite(y):
+            return
+        while self.points and self.points[-1][0] >= x:
+            self.points.pop()
+        self.points.append((x, float(y)))
+        if len(self.points) > POINT_LIMIT:
+            newest = self.points.pop()
+            # decimate keeps two points per column; the newest one must always be shown.
+            self.points = [*decimate(self.points, POINT_LIMIT // 4), newest]
+
+    @property
+    def last(self) -> float | None:
+        return self.points[-1][1] if self.points else None
+
+
+class SeriesBuilder:
+    """Takes the rows of metrics.jsonl in order."""
+
+    def __init__(self) -> None:
+        self.train, self.val, self.tokens_per_second = Curve(), Curve(), Curve()
+        self.iteration: int | None = None
+        self.learning_rate: float | None = None
+        self._speeds: list[float] = []
+        self._restarts: list[SeriesMark] = []
+        self._attempt: int | None = None
+        self._built: Series | None = None
+        self._marked: tuple[int, ...] = ()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One row: `kind` train or val, mlx-lm's names, `attempt`."""
+        iteration = row.get("iteration")
+        if not isinstance(iteration, int):
+            return
+        self._built = None
+        attempt = row.get("attempt")
+        if isinstance(attempt, int):
+            if self._attempt is not None and attempt > self._attempt:
+                self._restarts.append(SeriesMark(iteration, "restart"))
+                self._speeds.clear()
+            self._attempt = attempt
+        if row.get("kind") == "val":
+            self.val.add(iteration, row.get("val_loss"))
+            return
+        self.iteration = iteration
+        self.train.add(iteration, row.get("train_loss"))
+        self.tokens_per_second.add(iteration, row.get("tokens_per_second"))
+        rate = row.get("learning_rate")
+        self.learning_rate = float(rate) if isinstance(rate, int | float) else None
+        speed = row.get("iterations_per_second")
+        if isinstance(speed, int | float) and math.isfinite(speed) and speed > 0:
+            self._speeds = [*self._speeds[1 - _RECENT :], float(speed)]
+
+    def seconds_left(self, iteration: int | None, iterations: int | None) -> float | None:
+        """Time to the last iteration at the pace of the recent reports; validation is not in that pace."""
+        if not self._speeds or iteration is None or iterations is None:
+            return None
+        return max(0, iterations - iteration) * sum(1 / speed for speed in self._speeds) / len(self._speeds)
+
+    def build(self, checkpoints: list[int]) -> Series:
+        """The same object until something has changed."""
+        marked = tuple(checkpoints)
+        if self._built is None or marked != self._marked:
+            self._marked = marked
+            marks = [SeriesMark(iteration, "checkpoint") for iteration in marked] + self._restarts
+            self._built = Series(
+                tuple(self.train.points),
+                tuple(self.val.points),
+                tuple(self.tokens_per_second.points),
+                tuple(sorted(marks, key=lambda mark: mark.iteration)),
+            )
+        return self._built

@@ -1,0 +1,179 @@
+"""The newest report of one rank, from the mirror of its event file; only a few of its lines are ever parsed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.run.json_lines import LineTail, parse_json_line
+from engine.security.sanitise import plain
+from engine.snapshots import ChunkProgress
+
+_STATUS_LINES = 40
+"""At the end of the file: enough that a report or validation never hides the last step."""
+_TYPICAL_OF = 20
+"""Steps."""
+_KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
+"""Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A rank as its events leave it."""
+
+    phase: str | None = None
+    iteration: int | None = None
+    step_s: float | None = None
+    typical_s: float | None = None
+    exchange_s: float | None = None
+    grad_norm: float | None = None
+    """Norm of the global gradient at the last update; the next is this rank's own."""
+    own_grad_norm: float | None = None
+    memory_bytes: int | None = None
+    seen_at: datetime | None = None
+    attempt: int = 0
+    iterations: int | None = None
+    """The planned number, from the start event."""
+    ended: bool = False
+    backend: str | None = None
+    """From the start event, like the next two."""
+    world_size: int | None = None
+    device: str | None = None
+    compared_at: int | None = None
+    """Iteration of the last comparison of the replicas."""
+    replicas_agree: bool | None = None
+    saved_bytes: int | None = None
+    """Size of the last committed checkpoint."""
+    chunk: ChunkProgress | None = None
+    """The last one that was finished of data that is streamed."""
+
+
+class RankEvents:
+    """Follows one rank's events. Bounded memory: status, and the iterations of its checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self.report = RankReport()
+        self.checkpoints: list[int] = []
+        """Iterations at which a checkpoint was committed, ascending."""
+        self._step_times: deque[float] = deque(maxlen=_TYPICAL_OF)
+
+    def poll(self) -> RankReport:
+        waiting = b""
+        for block in self._tail.blocks():
+            # In a long history only the last block has the status; the others are searched for a few events.
+            for line in _kept(waiting):
+                self._read(line)
+            waiting = block
+        if waiting:
+            lines = waiting.rsplit(b"\n", _STATUS_LINES)
+            if len(lines) > _STATUS_LINES:
+                for line in _kept(lines.pop(0)):
+                    self._read(line)
+            for line in lines:
+                self._read(line)
+        return self.report
+
+    def _read(self, line: bytes) -> None:
+        event = parse_json_line(line)
+        if event is not None:
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        name = event.get("event")
+        at = event.get("at")
+        if isinstance(at, int | float):
+            self.report = replace(self.report, seen_at=datetime.fromtimestamp(at, UTC))
+        attempt = event.get("attempt")
+        if isinstance(attempt, int) and attempt != self.report.attempt:
+            # A new attempt begins with a new process: no earlier report holds for it.
+            self.report = RankReport(phase="loading", attempt=attempt, seen_at=self.report.seen_at)
+            self._step_times.clear()
+        if name == "start":
+            self.report = replace(
+                self.report,
+                phase="loading",
+                iterations=_integer(event.get("iterations")),
+                backend=_text(event.get("backend")),
+                world_size=_integer(event.get("world_size")),
+                device=_text(event.get("device")),
+            )
+        elif name == "replica_check":
+            agreed = event.get("agreed")
+            self.report = replace(
+                self.report,
+                compared_at=_integer(event.get("iteration")),
+                replicas_agree=agreed if isinstance(agreed, bool) else None,
+            )
+        elif name == "chunk":
+            self._take_chunk(event)
+        elif name == "phase":
+            self.report = replace(self.report, phase=str(event.get("phase")))
+        elif name == "step":
+            self._take_step(event)
+        elif name == "checkpoint":
+            self._take_checkpoint(event)
+        elif name == "failure":
+            self.report = replace(self.report, phase="ended")
+        elif name == "end":
+            self.report = replace(self.report, phase="ended", ended=True)
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        compute = _number(event.get("compute_s"))
+        if compute is not None:
+            self._step_times.append(compute)
+        # Only the last of the iterations that make one update has its gradients' norms.
+        norm, own = _number(event.get("grad_norm")), _number(event.get("own_grad_norm"))
+        self.report = replace(
+            self.report,
+            phase="training" if self.report.phase in (None, "loading") else self.report.phase,
+            iteration=_integer(event.get("iteration")),
+            step_s=compute,
+            typical_s=statistics.median(self._step_times) if self._step_times else None,
+            exchange_s=_number(event.get("communicate_s")),
+            grad_norm=self.report.grad_norm if norm is None else norm,
+            own_grad_norm=self.report.own_grad_norm if own is None else own,
+            memory_bytes=_integer(event.get("peak_memory_bytes")),
+        )
+
+    def _take_chunk(self, event: dict[str, Any]) -> None:
+        done, of, epoch = (_integer(event.get(name)) for name in ("chunk", "num_chunks", "epoch"))
+        if done is not None and of is not None and 0 < done <= of:
+            self.report = replace(self.report, chunk=ChunkProgress(done, of, (epoch or 0) + 1))
+
+    def _take_checkpoint(self, event: dict[str, Any]) -> None:
+        iteration = _integer(event.get("iteration"))
+        # One that was written in the background may be reported after a newer one.
+        newest = max(self.checkpoints[-1:], default=-1)
+        if event.get("phase") == "committed" and iteration is not None and iteration > newest:
+            self.checkpoints.append(iteration)
+        if event.get("phase") == "committed":
+            self.report = replace(self.report, saved_bytes=_integer(event.get("bytes")))
+
+
+def _kept(block: bytes) -> list[bytes]:
+    """The lines of `block` that name one of the kept events, in order."""
+    starts: set[int] = set()
+    for name in _KEPT_EVENTS:
+        place = block.find(name)
+        while place >= 0:
+            starts.add(block.rfind(b"\n", 0, place) + 1)
+            place = block.find(name, place + len(name))
+    ends = ((start, block.find(b"\n", start)) for start in sorted(starts))
+    return [block[start : end if end >= 0 else len(block)] for start, end in ends]
+
+
+def _text(value: Any) -> str | None:
+    return plain(value, 40) if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) else None

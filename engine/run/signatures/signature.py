@@ -1,0 +1,74 @@
+"""One known text of a failure and its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Final
+
+from engine.models import Reason
+
+
+class SignatureKind(IntEnum):
+    """How much a match explains; a lower one goes before a higher."""
+
+    CAUSE = 0
+    """Explains the end by itself."""
+    CONSEQUENCE = 1
+    """A rank prints it because another one, or a link, failed before: used only when nothing better is known."""
+    NOISE = 2
+    """Printed in healthy runs too, or about a rank that another log explains: never used."""
+
+
+class Provenance(StrEnum):
+    """How well the meaning of the text is known."""
+
+    REPRODUCED = "reproduced"
+    """Made to happen with real programs."""
+    SOURCE = "source"
+    """Read in the source of the program that prints it."""
+    REPORTED = "reported"
+    """Told by others in an issue or a pull request; not seen here."""
+    ASSUMED = "assumed"
+    """Taken from the text itself."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """`cause` and `fix` may name the pattern's groups; `{errno}` is replaced by its name and number."""
+
+    id: str
+    pattern: str
+    """A regular expression for a place within one line. Nothing in it but `\\d+` repeats without a bound, so that no
+    line costs more than a constant times its length."""
+    cause: str
+    fix: str
+    example: str
+    """A line as the program prints it."""
+    source: str
+    """Where the text is from: a program, a file of its source, or an issue as repository#number."""
+    proof: Provenance
+    kind: SignatureKind = SignatureKind.CAUSE
+    reason: Reason | None = None
+    """The reason for which a run ends by it, where that is one of its own."""
+
+
+ERRNO_NAMES: Final = {
+    "2": "the other side has gone",
+    "13": "permission denied",
+    "14": "a bad address",
+    "22": "invalid argument",
+    "48": "the port is in use",
+    "98": "the port is in use",
+    "49": "the address is not on this host",
+    "99": "the address is not on this host",
+    "54": "the connection was reset",
+    "104": "the connection was reset",
+    "60": "it timed out",
+    "110": "it timed out",
+    "61": "it was refused",
+    "111": "it was refused",
+    "65": "there is no route to the host",
+    "113": "there is no route to the host",
+}
+"""macOS and Linux; none of these numbers means different things on the two."""

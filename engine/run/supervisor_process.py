@@ -1,0 +1,201 @@
+"""Starts a run's supervisor as a process of its own session: for a launch, for a run that is resumed, and for one
+whose supervisor is gone.
+
+One supervisor per run: it holds a lock on a file in the run's directory for life, which the kernel drops with the
+process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.errors import InputError, LaunchError, StateError
+from engine.models import RunState
+from engine.run.events import CleanupConfirmed, RunReopened, StateChanged
+from engine.run.history import fold
+from engine.run.journal import read_journal, read_journal_end
+from engine.run.watch import supervisor_alive
+from engine.store.layout import RunDir
+
+_LOCK_NAME = "supervisor.lock"
+
+
+def take_lock(run_dir: RunDir) -> int | None:
+    """Take the lock; its open descriptor, or None when another supervisor lives. A child gets it only when it is passed
+    on."""
+    descriptor = os.open(run_dir.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+_START_LIMIT_S = 30.0
+_LOCK_LIMIT_S = 2.0
+_POLL_S = 0.01
+
+
+def start_supervisor(run_dir: RunDir, *, adopt: bool = False, resume: bool = False) -> int:
+    """Start the supervisor of `run_dir` and return its pid once it is in charge (supervisor.json is its own).
+
+    `adopt`: go on with what an earlier supervisor has left; `resume`: take up a run that has ended. Raises
+    LaunchError, with the supervisor's own last line, or when another supervisor of this run lives.
+    """
+    held = _acquire_lock(run_dir)
+    if held is None:
+        raise LaunchError("this run already has a supervisor", where=run_dir.id)
+    try:
+        options = [*(["--adopt"] if adopt else []), *(["--resume"] if resume else [])]
+        process = _spawn(run_dir, held, options)
+    finally:
+        # The lock belongs to the open file, which the child shares: it stays taken.
+        os.close(held)
+    _await(run_dir, process)
+    return process.pid
+
+
+def _acquire_lock(run_dir: RunDir) -> int | None:
+    """The run's lock. A supervisor that has just been killed may hold it for some milliseconds more, until the last of
+    its threads has ended."""
+    deadline = time.monotonic() + _LOCK_LIMIT_S
+    while (held := take_lock(run_dir)) is None:
+        if supervisor_alive(run_dir) or time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+    return held
+
+
+def _spawn(run_dir: RunDir, held: int, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    # -P keeps the run's directory, the working directory, off the module path.
+    argv = [sys.executable, "-P", "-m", "engine.run.supervisor", str(run_dir.path), "--lock", str(held)]
+    try:
+        with run_dir.supervisor_log.open("ab") as log:
+            process = subprocess.Popen(
+                [*argv, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=run_dir.path,
+                pass_fds=(held,),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise LaunchError("the supervisor could not be started", where=run_dir.id, why=str(error)) from error
+    # Reaps it, should it end before the process that started it.
+    threading.Thread(target=process.wait, name="reap supervisor", daemon=True).start()
+    return process
+
+
+def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_LIMIT_S
+    while not _is_its_own(run_dir, process.pid):
+        if process.returncode is not None and not _is_its_own(run_dir, process.pid):
+            raise LaunchError("the supervisor ended at once", where=run_dir.id, why=_last_line(run_dir))
+        if time.monotonic() > deadline:
+            process.kill()
+            raise LaunchError(
+                "the supervisor did not start", where=run_dir.id, why=f"nothing after {_START_LIMIT_S:.0f} s"
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_its_own(run_dir: RunDir, pid: int) -> bool:
+    try:
+        return bool(json.loads(run_dir.supervisor.read_bytes())["pid"] == pid)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _last_line(run_dir: RunDir) -> str:
+    try:
+        lines = run_dir.supervisor_log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else "it printed nothing"
+
+
+def resume_run(run_dir: RunDir) -> None:
+    """Start a supervisor that takes the run up again: preflight first, then the next attempt. Returns when it is in
+    charge. Raises InputError for a run that has not ended or has succeeded, LaunchError, StateError."""
+    record = fold(read_journal(run_dir.journal).events).record
+    if not record.state.ended:
+        raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
+    if record.state is RunState.SUCCEEDED:
+        raise InputError(f"{record.id} has succeeded", why="there is nothing left to train", todo="launch a new run")
+    if supervisor_alive(run_dir):
+        nodes = ", ".join(record.unconfirmed)
+        why = f"the stop is not proved yet on {nodes}" if nodes else "it is about to leave"
+        raise LaunchError(
+            "its supervisor is still running", where=record.id, why=why, todo="try again when it has left"
+        )
+    start_supervisor(run_dir, resume=True)
+
+
+_BEING_LAUNCHED_S = 20.0
+"""The launch of a younger plan may be under way."""
+AFTERMATH_S = 3600.0
+"""How long a node on which the stop could not be proved is waited for after the run's end."""
+_TAIL_BYTES = 65_536
+
+
+def orphans(home: Path) -> list[RunDir]:
+    """The runs below `home` that are not ended and have no supervisor. Reads the end of each journal only."""
+    try:
+        found = [RunDir(path) for path in (home / "runs").iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+    return [run_dir for run_dir in sorted(found, key=lambda run_dir: run_dir.id) if _is_orphan(run_dir)]
+
+
+def adopt_orphans(home: Path) -> list[str]:
+    """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
+    hold up the others; the next console or command tries again."""
+    adopted = []
+    for run_dir in orphans(home):
+        try:
+            start_supervisor(run_dir, adopt=True)
+        except (LaunchError, StateError):
+            # Another process was faster, or its supervisor.log has the reason.
+            continue
+        adopted.append(run_dir.id)
+    return adopted
+
+
+def _is_orphan(run_dir: RunDir) -> bool:
+    try:
+        age_s = time.time() - run_dir.plan.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    if not run_dir.journal.exists() and age_s < _BEING_LAUNCHED_S:
+        return False
+    return not _is_done(run_dir) and not supervisor_alive(run_dir)
+
+
+def _is_done(run_dir: RunDir) -> bool:
+    """The journal's last state is an end, and nothing is left to do after it."""
+    try:
+        events = read_journal_end(run_dir.journal, _TAIL_BYTES)
+    except FileNotFoundError:
+        return False
+    confirmed = set()
+    for event in reversed(events):
+        if isinstance(event, CleanupConfirmed):
+            confirmed.add(event.node)
+        elif isinstance(event, RunReopened):
+            return False
+        elif isinstance(event, StateChanged):
+            missing = set(event.unconfirmed) - confirmed
+            age_s = (datetime.now(UTC) - event.at).total_seconds()
+            return event.state.ended and not (missing and age_s < AFTERMATH_S)
+    return False

@@ -1,0 +1,231 @@
+"""A run as a frontend shows it, read from its directory: each poll reads only what is new."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.config.models import Config
+from engine.models import CheckResult, PreflightReport, RunRecord, RunState
+from engine.node.processes import alive, boot_id
+from engine.run.events import RunPlanned
+from engine.run.history import AttemptHistory, RunHistory, fold
+from engine.run.journal import JournalTail, describe_damage
+from engine.run.json_lines import JsonLinesTail
+from engine.run.metrics import SeriesBuilder
+from engine.run.rank_events import RankEvents, RankReport
+from engine.run.run_plan import RunPlan, read_plan
+from engine.run.verification import verify
+from engine.snapshots import ChunkProgress, Diagnosis, RankStatus, RunSnapshot, Verification
+from engine.store.layout import RunDir
+
+_IDENTITY_AGE_S = 1.0
+"""How long a supervisor that was seen alive counts as alive; checking costs a process on macOS."""
+_ACTIVE = frozenset({RunState.LAUNCHING, RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING})
+
+Diagnose = Callable[[RunDir], Diagnosis | None]
+
+
+class RunWatch:
+    """Follows one run's directory; `poll` reads only what is new. Not thread safe; made for one reader."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        *,
+        diagnose: Diagnose | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`diagnose` is called once, when the run has ended without success. Raises StateError when the plan cannot be
+        read, as `poll` does for a plan that was made again, or a journal of a newer release."""
+        self._rundir = rundir
+        self._plan: RunPlan = read_plan(rundir.plan)
+        self._whole_plan = self._plan
+        self._clock = clock
+        self._diagnose = diagnose
+        self._diagnosis: Diagnosis | None = None
+        self._diagnosed = False
+        self._journal = JournalTail(rundir.journal)
+        self._history = RunHistory(self._plan.record(), "", self._plan.created_at)
+        self._started = False
+        self._exclusions = 0
+        self._members: tuple[str, ...] = ()
+        self._metrics = JsonLinesTail(rundir.metrics)
+        self._series = SeriesBuilder()
+        self._ranks = {rank.rank: RankEvents(rundir.events(rank.rank)) for rank in self._plan.ranks}
+        self._checks: tuple[CheckResult, ...] = ()
+        self._checks_seen: tuple[int, int] | None = None
+        self._supervised = False
+        self._supervised_until = 0.0
+
+    def poll(self) -> RunSnapshot:
+        """The run as it is now."""
+        # Liveness first: a supervisor that leaves after this has written everything that is read below.
+        supervised = self._supervisor_alive()
+        self._poll_journal()
+        self._follow_plan()
+        for row in self._metrics.objects():
+            self._series.add(row)
+        reports = {rank: events.poll() for rank, events in self._ranks.items()}
+        self._read_checks()
+        record = self._record(reports)
+        if not record.state.ended:
+            # A run that had ended may have been reopened.
+            self._diagnosed, self._diagnosis = False, None
+        ended_badly = record.state.ended and record.state is not RunState.SUCCEEDED
+        if ended_badly and not self._diagnosed and self._diagnose is not None:
+            self._diagnosed = True
+            self._diagnosis = self._diagnose(self._rundir)
+        running = record.state is RunState.RUNNING
+        history, attempt = self._history, self._history.last_attempt
+        return RunSnapshot(
+            record=record,
+            supervised=supervised,
+            state_since=history.state_since,
+            ranks=tuple(self._rank(number, reports[number]) for number in sorted(reports)),
+            checks=self._checks,
+            series=self._series.build(self._ranks[0].checkpoints if 0 in self._ranks else []),
+            eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
+            learning_rate=self._series.learning_rate,
+            grad_norm=next((each.grad_norm for each in reports.values() if each.grad_norm is not None), None),
+            diagnosis=self._diagnosis,
+            stop=history.stop,
+            alarms=attempt.shown_alarms() if attempt is not None else (),
+            verification=self._verification(reports, record),
+            taken_at=self._clock(),
+            attempts=tuple(each.status() for each in history.attempts),
+            most_attempts=1 + self._plan.config.recovery.max_restarts,
+            recovery=history.restart_pending if not record.state.ended else None,
+            given_up=history.restart_refused,
+            division=self._plan.division,
+            chunk=_chunk(reports, record),
+            journal_damage=describe_damage(self._journal.damaged),
+        )
+
+    def _poll_journal(self) -> None:
+        for event in self._journal.events():
+            # Without a readable first event the plan is what there is to show.
+            if self._started or isinstance(event, RunPlanned):
+                self._history = fold([event], self._history if self._started else None)
+                self._started = True
+
+    def _follow_plan(self) -> None:
+        """A plan that was made again has fewer, renumbered ranks; so has an attempt that leaves a node out."""
+        attempt, exclusions = self._history.last_attempt, self._history.exclusions
+        members = attempt.plan.nodes if attempt is not None else ()
+        if (self._exclusions, self._members) == (exclusions, members):
+            return
+        if self._exclusions != exclusions:
+            self._whole_plan = read_plan(self._rundir.plan)
+        self._exclusions, self._members = exclusions, members
+        before, self._plan = self._plan, self._whole_plan.among(members)
+        if self._plan.ranks == before.ranks:
+            return
+        self._ranks = {rank.rank: RankEvents(self._rundir.events(rank.rank)) for rank in self._plan.ranks}
+
+    def _verification(self, reports: dict[int, RankReport], record: RunRecord) -> tuple[Verification, ...]:
+        if self._plan.config.job.command is not None or not record.attempts:
+            return ()
+        current = [each if each.attempt == record.attempts else RankReport() for _, each in sorted(reports.items())]
+        return verify(
+            current,
+            backend=record.backend,
+            compared_every=_compared_every(self._plan.config),
+            losses=self._series.train.points,
+            tokens_per_second=self._series.tokens_per_second.last,
+            checkpoint=max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
+            predicted_tokens_per_second=self._plan.division.tokens_per_s if self._plan.division is not None else None,
+        )
+
+    def _record(self, reports: dict[int, RankReport]) -> RunRecord:
+        """The journal's record with the live figures: the journal only has those of the end."""
+        record = self._history.record
+        steps = [each.iteration for each in reports.values() if each.iteration is not None]
+        live: dict[str, Any] = {
+            "iteration": max((*steps, self._series.iteration or 0), default=0) or None,
+            "train_loss": self._series.train.last,
+            "val_loss": self._series.val.last,
+            "tokens_per_second": self._series.tokens_per_second.last,
+        }
+        if record.state.ended:
+            live = {name: value for name, value in live.items() if getattr(record, name) is None}
+        if record.iterations is None:
+            live["iterations"] = next((each.iterations for each in reports.values() if each.iterations), None)
+        return record.model_copy(update=live)
+
+    def _rank(self, number: int, report: RankReport) -> RankStatus:
+        node = self._plan.ranks[number].node
+        attempt = self._history.last_attempt
+        current = attempt if self._history.launched else None
+        ended = current.ended.get(number) if current is not None else None
+        return RankStatus(
+            rank=number,
+            node=node,
+            phase=self._phase(number, report, current),
+            iteration=report.iteration,
+            step_s=report.step_s,
+            typical_s=report.typical_s,
+            exchange_s=report.exchange_s,
+            grad_norm=report.own_grad_norm,
+            memory_bytes=report.memory_bytes,
+            seen_at=report.seen_at,
+            exit_code=ended.code if ended is not None else None,
+            signal=ended.signal if ended is not None else None,
+            link=attempt.condition(node) if attempt is not None else None,
+        )
+
+    def _phase(self, number: int, report: RankReport, attempt: AttemptHistory | None) -> str:
+        record, stop = self._history.record, self._history.stop
+        started = attempt is not None and number in attempt.started
+        if attempt is not None and number in attempt.ended:
+            return "ended"
+        if record.state.ended:
+            return "ended" if started or report.phase is not None else "waiting"
+        if stop is not None and stop.stage != "asked" and record.state in _ACTIVE:
+            return "saving" if report.phase == "saving" else "stopping"
+        if report.phase is not None and report.attempt == record.attempts:
+            return report.phase
+        return "starting" if started else "waiting"
+
+    def _read_checks(self) -> None:
+        try:
+            stat = self._rundir.preflight.stat()
+            seen = (stat.st_mtime_ns, stat.st_size)
+            if seen == self._checks_seen:
+                return
+            report = PreflightReport.model_validate_json(self._rundir.preflight.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return
+        self._checks, self._checks_seen = tuple(report.checks), seen
+
+    def _supervisor_alive(self) -> bool:
+        now = time.monotonic()
+        if not (self._supervised and now < self._supervised_until):
+            self._supervised = supervisor_alive(self._rundir)
+            self._supervised_until = now + _IDENTITY_AGE_S
+        return self._supervised
+
+
+def _chunk(reports: dict[int, RankReport], record: RunRecord) -> ChunkProgress | None:
+    """The foremost rank's: all ranks go through the same chunks."""
+    done = [each.chunk for each in reports.values() if each.chunk is not None and each.attempt == record.attempts]
+    return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
+
+
+def supervisor_alive(rundir: RunDir) -> bool:
+    """The process that wrote supervisor.json is still that process."""
+    try:
+        who = json.loads(rundir.supervisor.read_bytes())
+        return str(who["boot_id"]) == boot_id() and alive(int(who["pid"]), str(who["start"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _compared_every(config: Config) -> int | None:
+    """Updates between two comparisons of the replicas; None where there are none."""
+    if config.job.strategy != "data":
+        return None
+    return config.consistency.every if config.consistency.enabled else 0

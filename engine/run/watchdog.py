@@ -1,0 +1,206 @@
+"""How far an attempt has come, and whether it hangs: no step for max(`hang_s`, 5 x the 99th percentile of the
+updates so far).
+
+Loading, validating, saving and the first steps have their own limit, `stall_s`. Arrival times are the head's
+monotonic clock; step durations come from each rank's monotonic clock. So neither a clock that is set nor events that
+arrive late in one burst look like slow steps. Time counts only while events could come: some node of the attempt
+answers, and the head takes what it sends. A node whose disk is full loses its events; as long as one rank's events
+come, that is no hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FIRST_STEPS = 5
+"""These may take longer than all others: nothing is compiled or cached yet."""
+STEPS_KEPT = 512
+"""The newest step durations that count."""
+_ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
+_MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
+_UPDATE = b'"update":'
+"""Only in the line of an update's last micro-batch. All of an update's lines come at its end, in one burst."""
+SLOW_PHASES = frozenset({"loading", "validating", "saving"})
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The state that an attempt went on from, as its trainers reported."""
+
+    source: str
+    """ "emergency", "checkpoint", "adapter" or "none"."""
+    iteration: int = 0
+    update: int | None = None
+    from_rank: int | None = None
+
+
+class AttemptProgress:
+    """How far one attempt has come. Takes its events in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self.reached: dict[int, int] = {}
+        """Rank → the last iteration that it reported."""
+        self.phases: dict[int, str] = {}
+        self._announced: dict[int, str] = {}
+        """Rank → the last phase that its trainer reported."""
+        self.checkpoint_phases: dict[int, str] = {}
+        """Rank → "begin" or "committed", of its emergency checkpoint."""
+        self.checkpoint_bytes: dict[int, int] = {}
+        """Rank → size of its emergency checkpoint."""
+        self.resumed: Resumed | None = None
+        self.moved_at: float | None = None
+        """When the last step or change of phase came, or any event while loading, monotonic seconds of the head."""
+        self.steps = 0
+        """Iterations made by the foremost rank."""
+        self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._updated_at: dict[int, float] = {}
+        """Rank → its own monotonic time of its last update, until it does something else."""
+        self._reports_updates = False
+        self._timed = 0
+        """Updates made by the foremost rank; iterations, where no line reports updates."""
+
+    @property
+    def furthest(self) -> int:
+        """The last iteration that any rank finished, or that the attempt went on from; 0 when none."""
+        return max((*self.reached.values(), self.resumed.iteration if self.resumed is not None else 0), default=0)
+
+    def step(self, rank: int, line: bytes, now: float) -> None:
+        """One line of a `step` event, not parsed."""
+        found, clock = _ITERATION.search(line), _MONOTONIC.search(line)
+        if found is None:
+            return
+        iteration = int(found[1])
+        foremost = iteration > max(self.reached.values(), default=0)
+        self.steps += foremost
+        self.reached[rank] = max(iteration, self.reached.get(rank, 0))
+        self.moved_at = now
+        if clock is not None and self._ends_an_update(line):
+            self._time(rank, float(clock[1]), foremost=foremost)
+
+    def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
+        """Any other event."""
+        match event.get("event"):
+            case "phase":
+                self._announced[rank] = str(event.get("phase"))
+                self._enter(rank, self._announced[rank], now)
+            case "checkpoint" if not event.get("background"):
+                # Several files may belong to one phase of saving: the trainer reports when it goes on.
+                announced = self._announced.get(rank, "training")
+                self._enter(rank, "saving" if event.get("phase") == "begin" else announced, now)
+            case "end" | "failure":
+                self._enter(rank, "ended", now)
+            case "emergency_checkpoint":
+                self.checkpoint_phases[rank] = str(event.get("phase"))
+                if (size := _whole(event.get("bytes"))) is not None:
+                    self.checkpoint_bytes[rank] = size
+            case "resumed" if self.resumed is None:
+                self.resumed = _resumed(event)
+                self.moved_at = now
+        if self.phases.get(rank) == "loading":
+            # What it fetches may be large: as long as it reports anything, it makes progress.
+            self.moved_at = now
+
+    def long_step_s(self) -> float | None:
+        """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while
+        there are none."""
+        steps = sorted(self._durations)
+        return steps[(99 * len(steps) - 1) // 100] if steps else None
+
+    def _ends_an_update(self, line: bytes) -> bool:
+        if _UPDATE not in line:
+            return not self._reports_updates
+        if not self._reports_updates:
+            # What came before the first update's end were micro-batches.
+            self._reports_updates, self._timed = True, 0
+            self._durations.clear()
+            self._updated_at.clear()
+        return True
+
+    def _time(self, rank: int, at: float, *, foremost: bool) -> None:
+        self._timed += foremost
+        if rank in self._updated_at and self._timed > FIRST_STEPS:
+            self._durations.append(max(0.0, at - self._updated_at[rank]))
+        self._updated_at[rank] = at
+
+    def _enter(self, rank: int, phase: str, now: float) -> None:
+        if self.phases.get(rank) != phase:
+            self.phases[rank] = phase
+            self.moved_at = now
+            if phase != "training":
+                # The time between two steps is then no step time.
+                self._updated_at.pop(rank, None)
+
+
+def _resumed(event: Mapping[str, Any]) -> Resumed:
+    return Resumed(
+        source=str(event.get("source"))[:40],
+        iteration=_whole(event.get("iteration")) or 0,
+        update=_whole(event.get("update")),
+        from_rank=_whole(event.get("from_rank")),
+    )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+_TIMES = 5.0
+
+
+@dataclass(frozen=True)
+class Hang:
+    """No progress for too long, and which rank stalled first where that is known."""
+
+    silent_s: float
+    limit_s: float
+    doing: str
+    """ "training", or the slow phase that it is in."""
+    iteration: int
+    """The last one that any rank finished."""
+    rank: int | None = None
+
+
+class Watchdog:
+    """The watchdog of one attempt. Call `check` at every tick."""
+
+    def __init__(
+        self, progress: AttemptProgress, ranks: Sequence[int], hang_s: float, stall_s: float, now: float
+    ) -> None:
+        self._progress = progress
+        self._ranks = tuple(ranks)
+        self._hang_s = hang_s
+        self._stall_s = stall_s
+        self._since = self._checked_at = now
+
+    def check(self, now: float, *, receiving: bool) -> Hang | None:
+        """`receiving`: events could have come since the last check."""
+        if not receiving:
+            # What happened meanwhile is not known: that time does not count.
+            self._since += now - self._checked_at
+        self._since = max(self._since, self._progress.moved_at or self._since)
+        self._checked_at = now
+        doing, limit = self._limit()
+        silent = now - self._since
+        if silent <= limit:
+            return None
+        return Hang(silent, limit, doing, self._progress.furthest, self._behind())
+
+    def _limit(self) -> tuple[str, float]:
+        slow = sorted(set(self._progress.phases.values()) & SLOW_PHASES)
+        if slow:
+            return slow[0], self._stall_s
+        long_step = self._progress.long_step_s()
+        if long_step is None:
+            return ("training" if self._progress.steps else "starting"), self._stall_s
+        return "training", max(self._hang_s, _TIMES * long_step)
+
+    def _behind(self) -> int | None:
+        """The one rank that is behind all others, if there is one."""
+        reached = {rank: self._progress.reached.get(rank, 0) for rank in self._ranks}
+        last = min(reached.values())
+        behind = [rank for rank, iteration in reached.items() if iteration == last]
+        return behind[0] if len(behind) == 1 and len(reached) > 1 else None

@@ -1,0 +1,206 @@
+"""Snapshots of a run for the frontends: frozen dataclasses, in memory only, made by `RunWatch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from engine.measurements import Division
+from engine.models import CheckResult, Reason, RunRecord
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank, from its events and its exit record."""
+
+    rank: int
+    node: str
+    phase: str
+    """"waiting", "starting", "loading", "training", "validating", "saving", "stopping" or "ended"."""
+    iteration: int | None = None
+    step_s: float | None = None
+    """Compute time of the last step without waiting for other ranks, seconds."""
+    typical_s: float | None = None
+    """Median of `step_s` over the last steps."""
+    exchange_s: float | None = None
+    """Communication time of the last step, including waiting for other ranks, seconds."""
+    grad_norm: float | None = None
+    """Norm of this rank's mean gradient before the exchange, at the last update."""
+    memory_bytes: int | None = None
+    """Peak MLX memory."""
+    seen_at: datetime | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    link: NodeCondition | None = None
+    """Connection to its node; None for this machine."""
+
+
+@dataclass(frozen=True)
+class NodeCondition:
+    """The supervisor's connection to a node. An unreachable node does not mean a dead rank."""
+
+    condition: str
+    """"connected", "unreachable" or "lost" (for so long that the lease of its rank has expired)."""
+    since: datetime
+    """Last contact with an unreachable node; time of the reconnection of a connected one."""
+    why: str | None = None
+    """Why it is unreachable, one line."""
+
+
+@dataclass(frozen=True)
+class SeriesMark:
+    """A point on the loss plot's axis: a checkpoint or a restart."""
+
+    iteration: int
+    kind: str
+    """"checkpoint" or "restart"."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Loss against iteration, as reported; x ascending."""
+
+    train: tuple[tuple[int, float], ...] = ()
+    val: tuple[tuple[int, float], ...] = ()
+    tokens_per_second: tuple[tuple[int, float], ...] = ()
+    marks: tuple[SeriesMark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The first failure, and its fix."""
+
+    cause: str
+    fix: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    source: int | None = None
+    """Log with the evidence: a rank, or LAUNCHER_SOURCE."""
+    offset: int | None = None
+    """Byte offset of the evidence in that log."""
+    signature: str | None = None
+    """Id of the failure signature that matched (engine.run.signatures), if one did."""
+
+
+@dataclass(frozen=True)
+class StopProgress:
+    """Progress of an abort."""
+
+    stage: str
+    """"asked", "stop", "term", "kill", "verifying", "stopped" or "unconfirmed"."""
+    since: datetime
+    acknowledged: tuple[int, ...] = ()
+    """Ranks with an exit record."""
+    left: tuple[str, ...] = ()
+    """Processes that are still alive, as "node pid command"."""
+    passed: tuple[str, ...] = ()
+    """Earlier stages that were needed, in order."""
+
+
+@dataclass(frozen=True)
+class AttemptStatus:
+    """One attempt of a run: its members, how it failed, and what it continued from."""
+
+    number: int
+    members: tuple[tuple[int, str], ...]
+    """(rank, node); ranks are renumbered when a node is left out."""
+    began_at: datetime
+    why: str | None = None
+    """Reason for this attempt: "recovers from rank 1's death at iteration 37"; None for the first."""
+    ended_at: datetime | None = None
+    """When it had failed and all its processes were gone; None while it runs and after success."""
+    reason: Reason | None = None
+    rank: int | None = None
+    host: str | None = None
+    cause: str | None = None
+    reached: int | None = None
+    """Last iteration that any rank finished before the failure."""
+    resumed_at: int | None = None
+    """Iteration after which it continued."""
+    source: str | None = None
+    """Origin of the restored state: "emergency", "checkpoint", "adapter" or "none"."""
+    repeated: int | None = None
+    """Number of repeated steps."""
+    recovery_s: float | None = None
+    """Seconds from the failure to the first step."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A finding about the ranks during training, which does not stop them."""
+
+    name: str
+    """Name of the issue: BYZANTINE_WORKERS_DETECTED, REPLICAS_DIFFER, …"""
+    message: str
+    at: datetime
+    iteration: int | None = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One property that a started run must have."""
+
+    name: str
+    good: bool | None
+    """None if unknown, with the reason in `text`."""
+    text: str
+
+
+@dataclass(frozen=True)
+class ChunkProgress:
+    """Progress through data that is streamed in chunks."""
+
+    done: int
+    """Finished chunks of this epoch."""
+    of: int
+    epoch: int = 1
+    """From 1."""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """Everything that the frontends show of a run."""
+
+    record: RunRecord
+    supervised: bool
+    """A supervisor of this run is alive."""
+    state_since: datetime
+    ranks: tuple[RankStatus, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
+    series: Series = field(default_factory=Series)
+    eta_s: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    """Norm of the global mean gradient before clipping, at the last update."""
+    diagnosis: Diagnosis | None = None
+    stop: StopProgress | None = None
+    alarms: tuple[Alarm, ...] = ()
+    """Alarms of the last attempt, oldest first; only the newest if there are many."""
+    verification: tuple[Verification, ...] = ()
+    """Empty for a custom command."""
+    taken_at: datetime | None = None
+    attempts: tuple[AttemptStatus, ...] = ()
+    most_attempts: int = 1
+    """Limit of automatic attempts."""
+    recovery: str | None = None
+    """The recovery step between two attempts."""
+    given_up: str | None = None
+    """Why no further attempt follows, if known."""
+    division: Division | None = None
+    """Shares of the batch, and the prediction from the creation of the run."""
+    chunk: ChunkProgress | None = None
+    """None before the first chunk is finished, and for data that is kept in memory."""
+
+    journal_damage: str | None = None
+    """Which lines of the journal are damaged and were skipped."""
+
+    @property
+    def cause(self) -> str | None:
+        """The first failure, from the logs or else from the record; None without one."""
+        return self.diagnosis.cause if self.diagnosis is not None else self.record.cause
+
+    @property
+    def fix(self) -> str | None:
+        """The fix of the first failure, if known."""
+        return (self.diagnosis.fix if self.diagnosis is not None else None) or self.record.fix

@@ -1,0 +1,149 @@
+"""Measures one node by itself: the trainer's own step, with the job's model and data, loaded as the trainer does.
+
+    cd <bundle> && exec <python> -m engine.trainer.calibrate SPEC
+
+SPEC is the path of a MeasureSpec. Prints JSON objects, one per line: {"progress": MeasureProgress} while it runs, and
+always {"measured": MeasureReport} at the end. Exit code 0 when the measurement succeeded, else 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.node.processes import end_with_parent, raise_priority, stay_awake
+from engine.protocol.measurements import MeasureProgress, MeasureReport, MeasureSpec
+
+if TYPE_CHECKING:
+    from engine.trainer.single_node_bench import Measurement
+
+_STEP_LIMIT_S = 60.0
+"""Per step, or three times the measuring time: a node that does not finish its first step counts as offline."""
+_POLL_S = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    spec_path = Path(arguments[0])
+    spec = MeasureSpec.from_json(spec_path.read_text())
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.update(spec.env)
+    end_with_parent()
+    result = MeasureReport(qos="; ".join(dict.fromkeys((raise_priority(), stay_awake(os.getpid())))))
+    try:
+        _measure(spec, spec_path.parent, result)
+    except Exception as error:
+        # A JobError's message needs no class name.
+        kind = type(error).__name__
+        result.problem = str(error) if kind == "JobError" else f"{kind}: {error}"
+    return _print_result(result)
+
+
+def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
+    _print_progress(MeasureProgress("loading"))
+    from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, Measurement, load_trainer
+
+    training = load_trainer(spec, home)
+    result.gradient_bytes = training.gradient_bytes
+    result.batch = spec.batch
+    measurement = Measurement(training, spec.batch, spec.seconds)
+    watchdog = _StepWatchdog(
+        max(_STEP_LIMIT_S, 3 * spec.seconds), lambda stepped: _give_up(result, measurement, stepped)
+    )
+    measurement.on_step = watchdog.step_done
+    _print_progress(MeasureProgress("probing"))
+    for batch in PROBE_BATCHES:
+        state, peak = training.probe(batch)
+        # The smallest batch leaves the least besides the state.
+        result.state_bytes = result.state_bytes or state
+        result.probes.append((batch, peak))
+        watchdog.step_done()
+    _print_progress(MeasureProgress("warming up"))
+    for batch in (measurement.others.batch, *[spec.batch] * WARM_UP_STEPS):
+        training.step(batch)
+        watchdog.step_done()
+
+    def report() -> None:
+        steps = measurement.steps
+        _print_progress(MeasureProgress("measuring", measurement.elapsed_s, len(steps.seconds), steps.examples_per_s))
+
+    measurement.run(report)
+    watchdog.end()
+    _fill_in(result, measurement)
+
+
+def _fill_in(result: MeasureReport, measurement: Measurement) -> None:
+    steps = measurement.steps
+    result.examples_per_s = steps.examples_per_s
+    result.tokens_per_s = steps.tokens / steps.total_s
+    result.step_s = statistics.median(steps.seconds)
+    result.spread = measurement.spread
+    result.windows = len(measurement.throughputs)
+    result.overhead_s = measurement.overhead_s
+    result.steps = len(steps.seconds)
+    result.measured_s = measurement.elapsed_s
+
+
+class _StepWatchdog:
+    """Calls `on_late(stepped)` when no step has ended for `limit_s`; `stepped`: at least one has before."""
+
+    def __init__(
+        self, limit_s: float, on_late: Callable[[bool], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit_s = limit_s
+        self._on_late = on_late
+        self._clock = clock
+        self._stepped_at = clock()
+        self._stepped = False
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def step_done(self) -> None:
+        self._stepped, self._stepped_at = True, self._clock()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            if self._clock() - self._stepped_at > self._limit_s:
+                self._on_late(self._stepped)
+
+
+def _give_up(result: MeasureReport, measurement: Measurement, stepped: bool) -> None:
+    """Report and exit, from the watchdog's thread: MLX does not return. Only a node without a finished step counts as
+    offline."""
+    limit_s = max(_STEP_LIMIT_S, 3 * measurement.seconds)
+    if measurement.throughputs:
+        _fill_in(result, measurement)
+        result.problem = "a step has not ended"
+    elif stepped:
+        result.problem = f"a step has not ended within {limit_s:g} s"
+    else:
+        result.examples_per_s = 0.0
+        result.problem = f"no step within {limit_s:g} s"
+    os._exit(_print_result(result))
+
+
+def _print_result(result: MeasureReport) -> int:
+    print(json.dumps({"measured": asdict(result)}), flush=True)
+    return 0 if result.problem is None else 1
+
+
+def _print_progress(progress: MeasureProgress) -> None:
+    print(json.dumps({"progress": asdict(progress)}), flush=True)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Skips MLX's own shutdown.
+    os._exit(code)

@@ -1,0 +1,167 @@
+"""Emergency checkpoints: the state of the last finished update is written when a peer is lost, and those of an
+attempt's ranks are compared before one is used.
+
+They cost nothing beforehand: the state is held by reference, and released while an update changes it. Where the main
+thread hangs in a collective (a peer is stopped or cut off, so that no error is ever raised), the control thread
+writes the same state and ends the process. Between two replica checks a parameter may have been corrupted: then the
+states that the ranks have saved differ. States of different attempts may always differ, since another number of ranks
+sums in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.files import Manifest
+from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.replica_check import find_mismatch
+from engine.trainer.reporting import Reporter
+
+_DIGEST_BYTES = 8
+
+
+class Author(NamedTuple):
+    """The rank that saved an emergency checkpoint."""
+
+    attempt: int
+    rank: int
+    """In that attempt: the ranks of this one may be others."""
+
+
+@dataclass(frozen=True)
+class DigestVote:
+    """A vote over the differing states of one attempt."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    """Those outvoted by a majority, or all where there is none."""
+    certain: bool
+    """There is a majority."""
+
+
+def manifest_digest(manifest: Manifest) -> int:
+    """64 bits over the hashes of all its files."""
+    hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
+    return int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=_DIGEST_BYTES).digest(), "little")
+
+
+def vote_on_digests(states: Iterable[tuple[Author, int]]) -> list[DigestVote]:
+    """A vote per attempt whose `states` (author, digest) of one update differ. An author listed twice, as by two ranks
+    of one node, counts once."""
+    attempts: dict[int, dict[int, int]] = {}
+    for author, digest in states:
+        attempts.setdefault(author.attempt, {})[author.rank] = digest
+    votes = []
+    for attempt, digests in sorted(attempts.items()):
+        ranks = sorted(digests)
+        if (mismatch := find_mismatch([[digests[rank]] for rank in ranks], None)) is not None:
+            votes.append(DigestVote(attempt, tuple(ranks[index] for index in mismatch.ranks), mismatch.certain))
+    return votes
+
+
+def emergency_folder(home: Path) -> Path:
+    """Holds <attempt>/rank<k>/, below a run's folder."""
+    return home / "emergency"
+
+
+def author_of(folder: Path) -> Author | None:
+    """The author by the folder's name; None for a name that is not ours."""
+    attempt, rank = folder.parent.name, folder.name.removeprefix("rank")
+    return Author(int(attempt), int(rank)) if attempt.isdecimal() and rank.isdecimal() else None
+
+
+class EmergencyCheckpoint:
+    """One rank's last finished update."""
+
+    def __init__(self, home: Path, attempt: int, rank: int, origin: Origin, reporter: Reporter) -> None:
+        self._root = emergency_folder(home)
+        self._attempt = attempt
+        self._folder = self._root / str(attempt) / f"rank{rank}"
+        self._origin = origin
+        self._reporter = reporter
+        self._unchanging = threading.Lock()
+        """Held while an update changes the state."""
+        self._snapshot: Snapshot | None = None
+        self._saved: bool | None = None
+        self._exiting = False
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """`snapshot` is the newest complete state from now on."""
+        self._snapshot = snapshot
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """The state changes inside: it is not written meanwhile, and no reference keeps the old one in memory. `hold`
+        inside when it is complete again."""
+        with self._unchanging:
+            self._snapshot = None
+            yield
+
+    def save_on_peer_loss(self) -> bool:
+        """Write the state, once; True when it is on disk. The caller ends the process."""
+        self._exiting = True
+        return self._save()
+
+    def save_on_stop(self) -> None:
+        """Write the state of a run that is stopped without periodic checkpoints, where a rank has all of it."""
+        if self._origin.parts == 1:
+            self._save()
+
+    def save_and_exit(self, code: int) -> None:
+        """On request of the head, as the main thread may hang: write the state and end the process with `code`, unless
+        the main thread is about to."""
+        self._save()
+        if not self._exiting:
+            os._exit(code)
+
+    def remove_older(self) -> None:
+        """Remove those of earlier attempts: something newer is on disk."""
+        with contextlib.suppress(OSError):
+            for folder in self._root.iterdir():
+                if folder.name.isdigit() and int(folder.name) < self._attempt:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _save(self) -> bool:
+        with self._unchanging:
+            if self._saved is None:
+                self._saved = self._save_once()
+            return self._saved
+
+    def _save_once(self) -> bool:
+        snapshot = self._snapshot
+        if self._origin.parts > 1:
+            self._reporter.print("no emergency checkpoint: this rank has only a part of the state")
+            return False
+        if snapshot is None or snapshot.update == 0:
+            self._reporter.print("no emergency checkpoint: no update is finished")
+            return False
+        started = time.perf_counter()
+        facts = {"iteration": snapshot.iteration, "update": snapshot.update}
+        size = sum(array.nbytes for group in snapshot.state.values() for array in group.values())
+        self._reporter.event("emergency_checkpoint", phase="begin", bytes=size, **facts)
+        try:
+            store.write(self._folder, snapshot, self._origin)
+        except (OSError, ValueError) as error:
+            self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
+            self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
+            return False
+        seconds = time.perf_counter() - started
+        self._reporter.event(
+            "emergency_checkpoint", phase="committed", seconds=seconds, path=str(self._folder), **facts
+        )
+        self._reporter.print(f"saved the state of iteration {snapshot.iteration} in {seconds:.2f} s")
+        self.remove_older()
+        return True

@@ -1,0 +1,177 @@
+"""Periodic checkpoints during training: taken by reference between two updates, written by a background thread, one
+at a time.
+
+All ranks decide together, by counters in the update's own all_sum: a checkpoint begins when it is due and no rank is
+still writing one. Where the state is replicated, rank 0 writes it; else each rank writes its part.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.protocol.job import JobError
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.files import check_codec
+from engine.trainer.checkpoint.locations import Destination
+from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.reporting import Reporter
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """How often, how many and how compressed."""
+
+    every: int
+    """Updates from one to the next; 0: none."""
+    keep: int = 3
+    compression: str = "none"
+
+    def check(self) -> None:
+        """Raises JobError for a compression that this node lacks."""
+        try:
+            check_codec(self.compression)
+        except ValueError as error:
+            raise JobError(f"[checkpoint] compression: {error}") from error
+
+    def kept(self, parts: int) -> int:
+        """How many to keep of a state in so many parts: the newest may lack a part of another rank."""
+        return self.keep if parts == 1 else max(2, self.keep)
+
+
+@dataclass(frozen=True)
+class _Written:
+    checkpoint: store.Checkpoint
+    seconds: float
+    problems: tuple[str, ...]
+    """With older ones."""
+
+
+class PeriodicCheckpoints:
+    """The checkpoints of one run, on one rank."""
+
+    def __init__(
+        self, destination: Destination | None, policy: CheckpointPolicy, origin: Origin, reporter: Reporter
+    ) -> None:
+        """`destination` None: this rank writes none."""
+        self._destination = destination
+        self._policy = policy
+        self._origin = origin
+        self._reporter = reporter
+        # The interpreter's end waits for its thread, and so for what is half written.
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[_Written] | None = None
+        self._last: Snapshot | None = None
+        """Without its state."""
+        self._blocking_s = 0.0
+        self._idle = True
+        self._settled = True
+        self.committed: int | None = None
+        """The newest update of which every part is on a disk, as all ranks know."""
+
+    @property
+    def on(self) -> bool:
+        return self._policy.every > 0
+
+    def counters(self) -> list[float]:
+        """Added to the update's sum: this rank could begin one (0 or 1), and its last one is complete (0 or 1)."""
+        started = time.perf_counter()
+        self._poll(wait=False)
+        self._blocking_s += time.perf_counter() - started
+        return [float(self._writing is None or self._writing.done()), float(self._settled)]
+
+    def sync(self, idle: float, settled: float) -> None:
+        """The counters, summed over the ranks."""
+        self._idle = idle == self._origin.world_size
+        if settled == self._origin.world_size and self._last is not None:
+            self.committed = self._last.update
+
+    def due(self, update: int) -> bool:
+        """A checkpoint begins after `update`. The same on every rank."""
+        if not self.on or update % self._policy.every:
+            return False
+        if not self._idle:
+            self._reporter.event("checkpoint", phase="skipped", kind="state", background=True, update=update)
+            self._reporter.warn(
+                "a checkpoint was skipped because the one before was still being written: use a larger "
+                "[checkpoint] every or a faster disk"
+            )
+        return self._idle
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Write `snapshot` in the background. Called on every rank, when due."""
+        # A part is of use only with all others: old ones go when the next is known to be complete.
+        complete = self._origin.parts == 1 or (self._last is not None and self._last.update == self.committed)
+        destination = self._destination
+        started = time.perf_counter()
+        if destination is not None:
+            self._poll(wait=True)
+        self._last = replace(snapshot, state={})
+        if destination is None:
+            return
+        self._settled, self._blocking_s = False, 0.0
+        self._report("begin")
+        self._writing = self._executor.submit(self._write, destination, snapshot, retain=complete)
+        self._blocking_s += time.perf_counter() - started
+
+    def finish(self, snapshot: Snapshot | None) -> None:
+        """The training ends: await the write in flight, and write `snapshot`, if any. Called on every rank."""
+        self._poll(wait=True)
+        if snapshot is not None and self.on and (self._last is None or self._last.update != snapshot.update):
+            self.begin(snapshot)
+            self._poll(wait=True)
+
+    def _poll(self, *, wait: bool) -> None:
+        """Report the write in flight if it has ended, or after waiting for it."""
+        writing = self._writing
+        if writing is None or not (wait or writing.done()):
+            return
+        waited = time.perf_counter()
+        error = writing.exception()
+        self._blocking_s += time.perf_counter() - waited if wait else 0.0
+        self._writing = None
+        assert self._last is not None and self._destination is not None
+        if error is not None:
+            self._report("failed", message=str(error))
+            self._reporter.warn(
+                f"no checkpoint of update {self._last.update} (iteration {self._last.iteration}): {error}"
+            )
+            return
+        self._settled = True
+        written = writing.result()
+        for problem in written.problems:
+            self._reporter.warn(problem)
+        self._report(
+            "committed",
+            path=self._destination.location(written.checkpoint.path.name),
+            bytes=written.checkpoint.manifest.stored_bytes,
+            seconds=written.seconds,
+            blocking_seconds=self._blocking_s,
+        )
+
+    def _report(self, phase: str, **fields: object) -> None:
+        assert self._last is not None and self._destination is not None
+        facts = {"iteration": self._last.iteration, "update": self._last.update, "path": str(self._destination.folder)}
+        self._reporter.event("checkpoint", phase=phase, kind="state", background=True, **{**facts, **fields})
+
+    def _write(self, destination: Destination, snapshot: Snapshot, *, retain: bool) -> _Written:
+        """In the background thread."""
+        started = time.perf_counter()
+        problems: list[str] = []
+
+        def on_refused(path: Path, why: str) -> None:
+            problems.append(f"the checkpoint {path.name}: {why}")
+
+        written = store.write(destination.folder, snapshot, self._origin, self._policy.compression)
+        # Older ones go only after this one has been read back.
+        store.verify(written.path)
+        keep = self._policy.kept(self._origin.parts)
+        if destination.remote is not None:
+            destination.remote.put(written)
+            if retain:
+                destination.remote.retain(keep, snapshot.update, on_refused)
+        if retain:
+            store.retain(destination.folder, keep, snapshot.update, on_refused)
+        return _Written(written, time.perf_counter() - started, tuple(problems))

@@ -1,0 +1,231 @@
+"""A folder of checkpoints on disk, and the snapshot of one finished update that a checkpoint is written from.
+
+    step-000000390/          weights.safetensors, optimizer.safetensors, manifest.json (written last)
+    .step-000000400.…/       being written; the next writer removes what a killed one has left
+
+Each checkpoint is written completely or not at all, by one writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import mlx.core as mx
+
+from engine.protocol.safetensors import CheckpointError, check_header
+from engine.trainer.checkpoint.files import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    HashedFile,
+    Manifest,
+    check_size,
+    folder_name,
+    sync_file,
+    sync_folder,
+    unpacked,
+    update_of,
+    verify_file,
+)
+
+if TYPE_CHECKING:
+    from engine.trainer.strategies.base import State
+
+OnRefused = Callable[[Path, str], object]
+"""Called with each checkpoint that is refused, and the reason."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """References to arrays that never change: nothing is copied, and no memory is taken while they are the training's
+    own."""
+
+    iteration: int
+    """The last one that the state has seen, which is also the position in the data."""
+    update: int
+    window: Mapping[str, Any]
+    """The sums since the last report (reporting.ReportWindow)."""
+    state: State
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The job and the rank that a state is of."""
+
+    config_hash: str
+    """engine.protocol.job.config_hash"""
+    world_size: int
+    part: int
+    """Index of the part of the state, from 0."""
+    parts: int
+    """1 where every rank has the whole state."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been verified or just been written."""
+
+    path: Path
+    manifest: Manifest
+
+
+def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "none") -> Checkpoint:
+    """Commit `snapshot`, on any thread: its arrays have been evaluated.
+
+    When this returns, the checkpoint survives a power cut; when it raises (OSError, ValueError), nothing of it is left
+    and every older one is as it was. One of the same update is replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # What a killed writer has left: there is one writer, so that none of it is in use.
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    target = folder / folder_name(snapshot.update)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
+    state = {
+        "iteration": snapshot.iteration,
+        "window": dict(snapshot.window),
+        "part": origin.part,
+        "parts": origin.parts,
+    }
+    try:
+        entries = [_write_group(temporary, stem, arrays, compression) for stem, arrays in snapshot.state.items()]
+        manifest = Manifest(
+            snapshot.update, origin.config_hash, origin.world_size, state, package_versions(), tuple(entries)
+        )
+        _write_manifest(temporary, manifest)
+        sync_folder(temporary)
+        _rename_into_place(temporary, target)
+        sync_folder(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Checkpoint(target, manifest)
+
+
+def package_versions() -> dict[str, str]:
+    """Package → version, of what the training is computed with."""
+    packages = {name.replace("-", "_"): version(name) for name in ("mlx", "mlx-lm")}
+    return {"python": platform.python_version(), **packages}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All paths that are named as checkpoints, oldest first. Raises OSError."""
+    try:
+        return sorted(path for path in folder.iterdir() if update_of(path.name) is not None)
+    except FileNotFoundError:
+        return []
+
+
+def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
+    """Compare every byte with the manifest; without `check_hashes` only names and sizes. Raises CheckpointError,
+    OSError."""
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointError("it is not a folder")
+    try:
+        descriptor = os.open(path / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError("it has no manifest: it was never finished") from error
+    with os.fdopen(descriptor, "rb") as file:
+        raw = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise CheckpointError("its manifest is too long")
+    manifest = Manifest.from_json(raw)
+    if manifest.update != update_of(path.name):
+        raise CheckpointError(f"its manifest is of update {manifest.update}")
+    for entry in manifest.files:
+        if check_hashes:
+            verify_file(path, entry)
+        else:
+            check_size(path, entry)
+    return Checkpoint(path, manifest)
+
+
+def load(checkpoint: Checkpoint) -> dict[str, dict[str, mx.array]]:
+    """File stem → arrays, evaluated. Raises CheckpointError, OSError."""
+    groups = {}
+    for entry in checkpoint.manifest.files:
+        with contextlib.ExitStack() as stack:
+            path = checkpoint.path / entry.name
+            if entry.compression != "none":
+                # Beside it: it may not fit where temporary files are.
+                scratch = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=".unpacked.", dir=checkpoint.path.parent)
+                )
+                path = Path(scratch) / entry.name.rsplit(".", 1)[0]
+                with path.open("wb") as file:
+                    for data in unpacked(checkpoint.path, entry):
+                        file.write(data)
+            try:
+                tensors = check_header(path).tensors
+            except CheckpointError as refused:
+                raise CheckpointError(f"{entry.name}: {refused}") from refused
+            arrays = cast("dict[str, mx.array]", mx.load(str(path), format="safetensors")) if tensors else {}
+            mx.eval(arrays)
+            groups[entry.name.split(".", 1)[0]] = arrays
+    return groups
+
+
+def retain(folder: Path, count: int, committed: int, on_refused: OnRefused) -> list[Path]:
+    """Remove all but the newest `count` complete checkpoints (by names and sizes), from update `committed` backwards,
+    which has just been verified; returns what was removed. An incomplete one does not count, and is removed when
+    `count` newer ones are there. What cannot be removed is passed to `on_refused`.
+
+    Those of a later update are removed in any case: the training has resumed from an earlier one."""
+    kept, removed = 0, []
+    for path in reversed(list_checkpoints(folder)):
+        if kept < count and (update_of(path.name) or 0) <= committed:
+            try:
+                verify(path, check_hashes=False)
+            except (CheckpointError, OSError):
+                continue
+            kept += 1
+            continue
+        try:
+            shutil.rmtree(_move_aside(path), ignore_errors=True)
+        except OSError as error:
+            on_refused(path, f"it cannot be removed: {error.strerror or error}")
+        else:
+            removed.append(path)
+    return removed
+
+
+def _write_group(folder: Path, stem: str, arrays: Mapping[str, mx.array], compression: str) -> FileEntry:
+    with contextlib.closing(HashedFile(folder, f"{stem}.safetensors", compression)) as file:
+        try:
+            mx.save_safetensors(cast(BinaryIO, file), dict(arrays))
+        except RuntimeError as error:
+            raise OSError(f"{file.name} could not be written: {error}") from error
+        return file.commit()
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    descriptor = os.open(folder / MANIFEST_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        sync_file(file.fileno())
+
+
+def _rename_into_place(temporary: Path, target: Path) -> None:
+    """Rename a whole folder; one that is already there is moved out of the way first, by one rename too."""
+    replaced = _move_aside(target) if target.exists() or target.is_symlink() else None
+    temporary.rename(target)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _move_aside(path: Path) -> Path:
+    """One rename, so that a kill in the middle of a deletion leaves nothing that looks like a checkpoint; returns the
+    folder that is to be deleted."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    path.rename(aside / "removed")
+    return aside

@@ -1,0 +1,195 @@
+"""The group of ranks: created strictly, checked against the plan, and used on the CPU stream only; and broadcasts of
+objects and arrays, bit for bit, built on the sums that every backend has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+
+
+class GroupError(RuntimeError):
+    """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
+
+
+class PeerLost(RuntimeError):
+    """Another rank is gone: a consequence of its failure, not the cause."""
+
+
+class Collective:
+    """Sums over all ranks. Every call is made by every rank, in the same order, and is finished when it returns."""
+
+    def __init__(self, backend: str, world_size: int, rank: int) -> None:
+        """Join the group. Raises GroupError."""
+        # A single rank has no peers to connect to, and the backends refuse it with strict=True.
+        strict = world_size > 1
+        try:
+            # "jaccl-ring" is mlx.launch's name for one way of wiring jaccl.
+            chosen = backend.removesuffix("-ring") if strict else "any"
+            self._group = mx.distributed.init(strict=strict, backend=chosen)
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"the {backend} group could not be formed: {error}") from error
+        if (self._group.size(), self._group.rank()) != (world_size, rank):
+            raise GroupError(
+                f"planned rank {rank} of {world_size}, but MLX's {backend} group has "
+                f"rank {self._group.rank()} of {self._group.size()}"
+            )
+        self.size = world_size
+        self.rank = rank
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        """The sum of every rank's `array`, evaluated. Raises PeerLost."""
+        mx.eval(array)
+        if self.size == 1:
+            return array
+        return self._evaluate(lambda: mx.distributed.all_sum(array, group=self._group, stream=mx.cpu))
+
+    def gather_arrays(self, array: mx.array) -> mx.array:
+        """Every rank's `array` (of one shape and type), [ranks, *shape], evaluated. Raises PeerLost."""
+        mx.eval(array)
+        if self.size == 1:
+            return array[None]
+        return self._evaluate(lambda: mx.distributed.all_gather(array[None], group=self._group, stream=mx.cpu))
+
+    def all_gather(self, values: list[int]) -> list[list[int]]:
+        """Every rank's `values` (32 bits each, as many on every rank), one row per rank. Raises PeerLost."""
+        if self.size == 1:
+            return [values]
+        return cast("list[list[int]]", self.gather_arrays(mx.array(values, dtype=mx.uint32)).tolist())
+
+    def send(self, array: mx.array, rank: int) -> None:
+        """Send `array` to a neighbour, which must be receiving: this may return only then. Raises PeerLost."""
+        mx.eval(array)
+        # On the stream of the collectives, and evaluated: on another stream both would get each other's bytes.
+        self._evaluate(lambda: mx.distributed.send(array, rank, group=self._group, stream=mx.cpu))
+
+    def recv_lazy(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> mx.array:
+        """The array that a neighbour will send, for computations before it arrives."""
+        return mx.distributed.recv(shape, dtype, rank, group=self._group, stream=mx.cpu)
+
+    def receive(self, expected: mx.array) -> mx.array:
+        """Wait for `expected`, of recv_lazy. Raises PeerLost."""
+        return self._evaluate(lambda: expected)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it. Raises PeerLost."""
+        self.all_sum(mx.array(1.0))
+
+    def check_equal(self, facts: dict[str, int]) -> None:
+        """Check that `facts` (32 bits each) are the same on all ranks. Raises GroupError, PeerLost."""
+        rows = self.all_gather(list(facts.values()))
+        for rank, row in enumerate(rows):
+            for name, ours, theirs in zip(facts, rows[0], row, strict=True):
+                if ours != theirs:
+                    raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
+
+    def _evaluate(self, operation: Callable[[], mx.array]) -> mx.array:
+        try:
+            result = operation()
+            mx.eval(result)
+        except RuntimeError as error:
+            # A backend's own error, and not for instance a lack of memory.
+            if str(error).startswith(("[ring]", "[jaccl]")):
+                raise PeerLost(str(error)) from error
+            raise
+        return result
+
+
+_BUCKET_BYTES = 64 * 2**20
+_ALIGNMENT = 8
+"""Bytes: no element of any type is cut in two."""
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        mx.float32, mx.bfloat16, mx.float16, mx.uint8, mx.uint16, mx.uint32, mx.uint64,
+        mx.int8, mx.int16, mx.int32, mx.int64,
+    )
+}  # fmt: skip
+
+Groups = Mapping[str, Mapping[str, mx.array]]
+
+
+def all_gather_object(collective: Collective, facts: Any) -> list[Any]:
+    """Every rank's `facts` (a JSON value), by rank. Raises PeerLost."""
+    raw = json.dumps(facts).encode()
+    lengths = [row[0] for row in collective.all_gather([len(raw)])]
+    padded = raw.ljust(-(-max(lengths) // 4) * 4, b"\0")
+    rows = collective.all_gather(list(struct.unpack(f"<{len(padded) // 4}I", padded)))
+    return [json.loads(struct.pack(f"<{len(row)}I", *row)[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_object(collective: Collective, facts: Any, owner: int) -> Any:
+    """`facts` of rank `owner` (a JSON value), on every rank. Raises PeerLost."""
+    return all_gather_object(collective, facts if collective.rank == owner else None)[owner]
+
+
+def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> dict[str, dict[str, mx.array]]:
+    """The `groups` of rank `owner`, bit for bit, on every rank; the others pass None. Raises PeerLost."""
+    mine = groups if collective.rank == owner else None
+    described = {
+        group: {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
+        for group, arrays in (mine or {}).items()
+    }
+    described = broadcast_object(collective, described, owner)
+    shapes = [
+        (group, name, tuple(shape), _DTYPES[dtype])
+        for group, arrays in described.items()
+        for name, (shape, dtype) in arrays.items()
+    ]
+    found: dict[str, dict[str, mx.array]] = {group: {} for group in described}
+    for bucket in _buckets(shapes):
+        sizes = [_padded(shape, dtype) for _, _, shape, dtype in bucket]
+        # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
+        if mine is None:
+            bits = mx.zeros(sum(sizes) // 4, dtype=mx.uint32)
+        else:
+            bits = mx.concatenate([_bits(mine[group][name]) for group, name, _, _ in bucket])
+        total = (collective.all_sum(bits) if bits.size else bits).view(mx.uint8)
+        if mine is not None:
+            # The owner keeps its own arrays: there is no room for two states.
+            for group, name, _, _ in bucket:
+                found[group][name] = mine[group][name]
+            continue
+        start = 0
+        for (group, name, shape, dtype), size in zip(bucket, sizes, strict=True):
+            length = math.prod(shape) * dtype.size
+            # A copy: a slice would keep its whole bucket in memory.
+            piece = mx.contiguous(total[start : start + length])
+            mx.eval(piece)
+            found[group][name] = piece.view(dtype).reshape(shape)
+            start += size
+        mx.eval(found)
+    return found
+
+
+_Entry = tuple[str, str, tuple[int, ...], mx.Dtype]
+
+
+def _buckets(entries: list[_Entry]) -> Iterator[list[_Entry]]:
+    """In order, as many as fit: hundreds of small sums would take longer than one large one."""
+    bucket: list[_Entry] = []
+    room = _BUCKET_BYTES
+    for entry in entries:
+        size = _padded(entry[2], entry[3])
+        if bucket and size > room:
+            yield bucket
+            bucket, room = [], _BUCKET_BYTES
+        bucket.append(entry)
+        room -= size
+    if bucket:
+        yield bucket
+
+
+def _padded(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
+    return -(-math.prod(shape) * dtype.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bits(value: mx.array) -> mx.array:
+    """Its bytes as 32-bit words, padded."""
+    raw = mx.contiguous(value).reshape(-1).view(mx.uint8)
+    return mx.pad(raw, (0, _padded(value.shape, value.dtype) - raw.size)).view(mx.uint32)

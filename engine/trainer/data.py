@@ -1,0 +1,227 @@
+"""Training examples, read as mlx-lm reads them (text, prompt and completion, chat), padded into batches, and loaded
+rank by rank.
+
+A small split is held in memory and tokenised once. A large one is streamed in chunks: examples are read from the file
+when their batch is due, so that memory use is that of one chunk.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tuner.datasets import CacheDataset, create_dataset
+from numpy.typing import NDArray
+
+from engine.protocol.batches import chunk_plan, progress_text, share_counts, share_slice
+from engine.protocol.job import Job, JobError
+from engine.trainer.jsonl import JsonlIndex, has_examples, parse_row
+from engine.trainer.reporting import Reporter
+from engine.trainer.sampler import BatchSampler, ChunkedSampler, Indices, Sampler, fixed_batches, fixed_chunked_batches
+
+_PAD_TO = 32
+
+Tokens = tuple[list[int], int]
+"""An example's tokens, and the index of its first target."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples as arrays."""
+
+    tokens: NDArray[np.int32]
+    """[examples, length], padded with 0."""
+    bounds: NDArray[np.int32]
+    """[examples, 2]: the first token that is a target, and the number of tokens."""
+    targets: int
+    """Number of target tokens."""
+
+
+class Split(Protocol):
+    """One file of examples."""
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the file."""
+
+    @property
+    def num_chunks(self) -> int | None:
+        """Chunks that it is streamed in; None when it is in memory."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most.
+        Raises JobError."""
+
+    def sampler(self, batch_size: int, seed: int) -> BatchSampler:
+        """Endless global batches. Raises ValueError for fewer examples than a batch."""
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
+        """Batches for validation and test, at most `limit`: the same every time."""
+
+
+class InMemoryExamples:
+    """A split in memory, each example tokenised once."""
+
+    num_chunks = None
+
+    def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
+        """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
+        self._path = path
+        self._max_length = job.max_seq_length
+        self._on_truncate = on_truncate
+        raw = path.read_bytes() if path.exists() else b""
+        self.checksum = zlib.crc32(raw)
+        lines = enumerate(raw.split(b"\n"), 1)
+        rows = [parse_row(path, number, line) for number, line in lines if line.strip()]
+        self._data = CacheDataset(_dataset(path, rows, tokenizer, job)) if rows else []
+        self.lengths = [_length(row) for row in rows]
+        """Characters of each example, for sorting."""
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        examples = [_tokens(self._path, int(index), self._data.__getitem__, int(index)) for index in indices]
+        return _padded(examples, self._max_length, self._on_truncate)
+
+    def sampler(self, batch_size: int, seed: int) -> Sampler:
+        return Sampler(self.lengths, batch_size, seed)
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> list[Indices]:
+        return fixed_batches(len(self), batch_size, seed, limit)
+
+
+class StreamedExamples:
+    """A split on disk: an example is read and tokenised each time it is used."""
+
+    def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
+        """Index `path`, which has at least one example. Raises JobError for what cannot be read."""
+        self._path = path
+        self._max_length = job.max_seq_length
+        self._on_truncate = on_truncate
+        self._index = JsonlIndex.of(path, job.home / "index")
+        self._plan = chunk_plan(len(self._index), job.chunk_size)
+        self._process = _dataset(path, self._index.rows([0]), tokenizer, job).process
+        self.checksum = self._index.checksum
+        self.num_chunks = self._plan.num_chunks
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        wanted = [int(index) for index in indices]
+        rows = self._index.rows(wanted)
+        examples = [_tokens(self._path, index, self._process, row) for index, row in zip(wanted, rows, strict=True)]
+        return _padded(examples, self._max_length, self._on_truncate)
+
+    def sampler(self, batch_size: int, seed: int) -> ChunkedSampler:
+        return ChunkedSampler(self._plan, self._index.lengths, batch_size, seed)
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
+        return fixed_chunked_batches(self._plan, batch_size, seed, limit)
+
+
+def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int], None]) -> Split:
+    """The split `name` (train, valid or test) of the job's data directory: streamed if it has [job] chunk_size examples
+    or more, unless chunking is off. Raises JobError."""
+    path = job.data / f"{name}.jsonl"
+    try:
+        large = job.chunking and path.exists() and has_examples(path, job.chunk_size)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    return (StreamedExamples if large else InMemoryExamples)(path, tokenizer, job, on_truncate)
+
+
+def _dataset(path: Path, rows: list[dict[str, Any]], tokenizer: Any, job: Job) -> Any:
+    """mlx-lm's dataset of `rows`; the first one determines their format."""
+    try:
+        return create_dataset(rows, tokenizer, job)
+    except ValueError as error:
+        raise JobError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def _tokens(path: Path, index: int, process: Callable[[Any], Tokens], example: Any) -> Tokens:
+    try:
+        return process(example)
+    except (KeyError, TypeError, IndexError) as error:
+        raise JobError(f"{path}: example {index + 1} does not have the format of the first one: {error!r}") from error
+
+
+def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int], None]) -> Batch:
+    longest = max(len(tokens) for tokens, _ in examples)
+    if longest > max_length:
+        on_truncate(longest)
+    bounds = [(max(start, 1), min(len(tokens), max_length)) for tokens, start in examples]
+    # One more than a multiple, since the input is all but the last token.
+    width = min(1 + _PAD_TO * -(-max(longest - 1, 1) // _PAD_TO), max(max_length, 2))
+    array = np.zeros((len(examples), width), np.int32)
+    for row, ((tokens, _), (_, end)) in enumerate(zip(examples, bounds, strict=True)):
+        array[row, :end] = tokens[:end]
+    targets = sum(max(0, end - start) for start, end in bounds)
+    return Batch(array, np.asarray(bounds, np.int32), targets)
+
+
+def _length(value: Any) -> int:
+    """Characters of text in an example: close enough to its tokens for sorting, without tokenising everything."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return 0
+
+
+class DataLoader:
+    """This rank's share of each global batch: a function of the position alone, so that resuming needs no other
+    state."""
+
+    def __init__(self, train: Split, job: Job, shares: Sequence[float], rank: int, reporter: Reporter) -> None:
+        """`shares`: relative, per rank. Raises JobError when the batch is too small for the ranks or too large for the
+        data."""
+        self._train = train
+        try:
+            self._counts = share_counts(job.batch_size, shares)
+            self._sampler = train.sampler(job.batch_size, job.seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self._rank = rank
+        self._reporter = reporter
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._sampler.batches_per_epoch
+
+    def batch(self, position: int) -> Batch:
+        """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
+        return self._train.batch(self.local_share(self._sampler.batch(position)))
+
+    def local_share(self, batch: Indices) -> Indices:
+        """This rank's examples of a global batch; perhaps none of a short one."""
+        return batch[share_slice(len(batch), self._counts, self._rank)]
+
+    def end_batch(self, position: int) -> None:
+        """Called after training on the batch at `position`: if a chunk ends with it, free its memory and report it."""
+        ended = self._sampler.chunk_end(position)
+        if ended is None:
+            return
+        gc.collect()
+        mx.clear_cache()
+        text = progress_text(ended.chunk, ended.num_chunks)
+        self._reporter.event(
+            "chunk",
+            chunk=ended.chunk,
+            num_chunks=ended.num_chunks,
+            epoch=ended.epoch,
+            iteration=position + 1,
+            progress=text,
+        )
+        self._reporter.print(text)

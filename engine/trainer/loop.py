@@ -1,0 +1,272 @@
+"""The training loop: iterations, updates, validation, reports and saves, and how all ranks stop together.
+
+How the work of an update is divided over the ranks is up to the strategy. A stop request is one of the counters in the
+update's own all_sum, so that all ranks stop after the same update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+
+import mlx.core as mx
+
+from engine.protocol.job import Job
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
+from engine.trainer.checkpoint.resume import ResumePoint
+from engine.trainer.checkpoint.store import Snapshot
+from engine.trainer.collective import Collective
+from engine.trainer.control import Control
+from engine.trainer.data import Split
+from engine.trainer.replica_check import Corrupted, ReplicaCheck
+from engine.trainer.reporting import Reporter, ReportWindow
+from engine.trainer.saver import Saver
+from engine.trainer.strategies.base import LocalStep, Strategy
+from engine.trainer.strategies.gradients import dropout_seed
+from engine.trainer.weights import floats
+
+_CACHE_BYTES = 2**30
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient is not finite."""
+
+
+class _ReplicasDiffer(Exception):
+    """A replica check found a difference that ends the training."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the training ended."""
+
+    completed: bool
+    stopped: bool
+    iteration: int
+
+
+@dataclass
+class _Iteration:
+    """One iteration of the update under way, on this rank."""
+
+    iteration: int
+    step: LocalStep
+    local: dict[str, float | None] = field(default_factory=dict)
+    """At the end of an update: this rank's loss and gradient norm before they are summed."""
+    local_s: float = 0.0
+    """Seconds spent on `local`."""
+
+
+@dataclass
+class Loop:
+    """One rank's training. `start` is the point that the strategy's state has been restored to."""
+
+    job: Job
+    strategy: Strategy
+    valid: Split
+    collective: Collective
+    control: Control
+    reporter: Reporter
+    replicas: ReplicaCheck
+    periodic: PeriodicCheckpoints
+    emergency: EmergencyCheckpoint
+    start: ResumePoint = field(default_factory=ResumePoint)
+    _stop: bool = False
+
+    def __post_init__(self) -> None:
+        self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
+        self._window = ReportWindow.from_snapshot(self.start.window)
+        self._pending: list[_Iteration] = []
+        self._updates = self.start.update
+
+    def run(self) -> Outcome:
+        """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
+        self.strategy.model.train()
+        done = self.start.iteration
+        self.emergency.hold(self._snapshot(done))
+        try:
+            self._check_replicas(done)
+            for iteration in range(done + 1, self.job.iters + 1):
+                if self._validation_due(iteration):
+                    self._validate(iteration - 1)
+                    if self._stop:
+                        return self._finish(Outcome(False, True, iteration - 1))
+                self._train(iteration)
+                if self._stop and iteration < self.job.iters:
+                    return self._finish(Outcome(False, True, iteration))
+                if iteration % self.job.save_every == 0:
+                    self._check_replicas(iteration)
+                    self._saver.save(iteration, last=False)
+                if mx.get_cache_memory() > (self.job.clear_cache_threshold or _CACHE_BYTES):
+                    mx.clear_cache()
+            return self._finish(Outcome(True, self._stop, self.job.iters))
+        except _ReplicasDiffer:
+            pass
+        return self._stop_on_mismatch()
+
+    def evaluate(self, examples: Split, limit: int) -> float | None:
+        """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
+        self.strategy.model.eval()
+        loss, tokens = 0.0, 0.0
+        for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
+            local_loss, local_tokens = self.strategy.loss(examples, indices)
+            # A whole validation may take longer than a stop has time: every batch carries the request.
+            sums = mx.array([local_loss, float(local_tokens), float(self.control.stop_requested)])
+            total = floats(self.collective.all_sum(sums))
+            loss, tokens = loss + total[0], tokens + total[1]
+            if total[2]:
+                self._stop = True
+                break
+        self.strategy.model.train()
+        return None if self._stop or not tokens else loss / tokens
+
+    def _validation_due(self, iteration: int) -> bool:
+        if not len(self.valid) or self.job.val_batches == 0:
+            return False
+        return iteration in (1, self.job.iters) or iteration % self.job.steps_per_eval == 0
+
+    def _validate(self, iteration: int) -> None:
+        self.reporter.phase("validating")
+        started = time.perf_counter()
+        loss = self.evaluate(self.valid, self.job.val_batches)
+        if loss is not None:
+            seconds = time.perf_counter() - started
+            self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+
+    def _train(self, iteration: int) -> None:
+        """One iteration, and the update and the periodic checkpoint that end with it."""
+        self.reporter.phase("training")
+        mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
+        self._pending.append(_Iteration(iteration, self.strategy.accumulate(iteration - 1)))
+        if iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters:
+            try:
+                self._update()
+            except Diverged:
+                # One rank's corrupted parameter may be what makes the sum not finite.
+                self._check_replicas(iteration, self._updates + 1)
+                raise
+            checkpoint_due = self.periodic.due(self._updates)
+            if checkpoint_due or self.replicas.due(self._updates):
+                self._check_replicas(iteration)
+            if checkpoint_due:
+                self.periodic.begin(self._snapshot(iteration))
+        self.strategy.loader.end_batch(iteration - 1)
+
+    def _update(self) -> None:
+        """Sum over the ranks, take one optimizer step, and report the iterations."""
+        self._measure_local_norms()
+        started = time.perf_counter()
+        counters = [pending.step.loss_sum for pending in self._pending]
+        counters += [float(pending.step.tokens) for pending in self._pending]
+        counters += [float(self.control.stop_requested), *self.periodic.counters()]
+        *counted, stop, idle, settled = self.strategy.exchange(counters)
+        losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
+        self._stop = stop > 0
+        self._sync_checkpoint_state(idle, settled)
+        summed = time.perf_counter()
+        for pending, loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {pending.iteration}")
+        with self.emergency.changing():
+            norm = self._apply(sum(tokens))
+            updated = time.perf_counter()
+            self._updates += 1
+            self._report_update(losses, tokens, summed - started, updated - summed, norm)
+            self.emergency.hold(self._snapshot(self._pending[-1].iteration))
+        self._pending = []
+
+    def _measure_local_norms(self) -> None:
+        """This rank's loss and gradient norm before they are summed: the validators compare the ranks by them."""
+        started, last = time.perf_counter(), self._pending[-1]
+        tokens = sum(pending.step.tokens for pending in self._pending)
+        loss = sum(pending.step.loss_sum for pending in self._pending) / tokens if tokens else None
+        norm = self.strategy.local_norm(tokens)
+        last.local = {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": norm}
+        last.local_s = time.perf_counter() - started
+
+    def _apply(self, tokens: float) -> float | None:
+        """Apply the summed gradients; their mean's norm, or None when there was no target anywhere."""
+        iteration = self._pending[-1].iteration
+        norm = self.strategy.apply(tokens)
+        if norm is None:
+            self.reporter.warn(f"iteration {iteration}: no token is a target, so nothing was learned from it")
+        elif not math.isfinite(norm):
+            raise Diverged(f"gradient is not finite at iteration {iteration}")
+        return norm
+
+    def _sync_checkpoint_state(self, idle: float, settled: float) -> None:
+        """`idle` and `settled`: the counters of the periodic checkpoints, summed over the ranks."""
+        before = self.periodic.committed
+        self.periodic.sync(idle, settled)
+        if before is None and self.periodic.committed is not None:
+            # Emergency checkpoints of earlier attempts are older than the first complete one.
+            self.emergency.remove_older()
+
+    def _snapshot(self, iteration: int) -> Snapshot:
+        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())
+
+    def _report_update(
+        self, losses: list[float], tokens: list[float], communicate_s: float, update_s: float, norm: float | None
+    ) -> None:
+        for pending, loss, count in zip(self._pending, losses, tokens, strict=True):
+            last, step = pending is self._pending[-1], pending.step
+            mean = loss / count if count else None
+            compute_s = step.compute_s + pending.local_s
+            exchange_s = step.communicate_s + (communicate_s if last else 0.0)
+            apply_s = update_s if last else 0.0
+            self.reporter.event(
+                "step",
+                iteration=pending.iteration,
+                loss=mean,
+                tokens=int(count),
+                data_s=step.data_s,
+                compute_s=compute_s,
+                communicate_s=exchange_s,
+                update_s=apply_s,
+                grad_norm=norm if last else None,
+                peak_memory_bytes=mx.get_peak_memory(),
+                **pending.local,
+            )
+            self._window.add(mean, int(count), step.data_s + compute_s + exchange_s + apply_s)
+            if pending.iteration % self.job.steps_per_report == 0 or pending.iteration == self.job.iters:
+                values = self._window.close(pending.iteration, self.strategy.learning_rate)
+                self.reporter.report(self.job.iters, values)
+
+    def _check_replicas(self, iteration: int, update: int | None = None) -> None:
+        """Raises _ReplicasDiffer when the training has to stop for it; PeerLost."""
+        if not self.replicas.compare(iteration, self._updates if update is None else update):
+            raise _ReplicasDiffer
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        # What was never trained must not replace what an earlier run has left.
+        if outcome.iteration > 0:
+            self._check_replicas(outcome.iteration)
+            self._saver.save(outcome.iteration, last=True)
+            # A stopped run can resume where it was; a complete one needs no more than its weights.
+            self.periodic.finish(None if outcome.completed else self._snapshot(outcome.iteration))
+            if not outcome.completed and not self.periodic.on:
+                # Without periodic checkpoints too; and it must not resume from an older emergency checkpoint.
+                self.emergency.save_on_stop()
+            # The first rank to exit would take the others down.
+            self.collective.barrier()
+            if outcome.completed:
+                self.emergency.remove_all()
+        return outcome
+
+    def _stop_on_mismatch(self) -> Outcome:
+        """The replicas differ: all ranks stop together, at the last iteration where they agreed, as far as its
+        parameters have been kept. What is on disk is of that iteration or earlier. Raises Corrupted on the ranks that
+        differ."""
+        mismatch, agreed = self.replicas.difference, self.replicas.agreed_at or 0
+        assert mismatch is not None
+        message = self.replicas.message()
+        if agreed > 0 and self._saver.saved != agreed and self.replicas.restore():
+            self._saver.save(agreed, last=True)
+        saved = self._saver.saved
+        message += f"; kept: what was saved at iteration {saved}" if saved is not None else "; nothing was saved"
+        self.reporter.print(message)
+        if self.collective.rank in mismatch.ranks:
+            raise Corrupted(message, mismatch.ranks, certain=mismatch.certain)
+        return Outcome(False, True, agreed)

@@ -1,0 +1,96 @@
+"""The model on this rank: loads it, freezes all but the trained part, and computes the checksums that all ranks
+compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+
+from engine.protocol.job import Job, JobError
+from engine.trainer.weights import UINT_OF_SIZE
+
+_SAMPLE = 2**16
+_PIECE, _PIECES = 2**12, 2**9
+"""Bytes of one read, and about how many reads per file."""
+
+
+def load_model(job: Job) -> tuple[nn.Module, Any]:
+    """The model and tokenizer of the job, with only the trained parameters unfrozen. For the partitioned strategies it
+    is not evaluated yet: parameters that this rank does not keep are never read. Raises JobError."""
+    model, tokenizer = load(
+        str(job.model),
+        lazy=True,
+        tokenizer_config={"trust_remote_code": job.trust_remote_code},
+        trust_remote_code=job.trust_remote_code,
+    )
+    # Every rank initialises the same adapter.
+    mx.random.seed(job.seed)
+    model.freeze()
+    layers = job.layers(len(model.layers))
+    if job.fine_tune_type == "full":
+        for layer in model.layers[-max(layers, 0) :]:
+            layer.unfreeze()
+    else:
+        try:
+            linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
+        except (KeyError, TypeError, ValueError) as error:
+            raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
+    if job.resume_adapter_file is not None:
+        try:
+            model.load_weights(job.resume_adapter_file, strict=False)
+        except (RuntimeError, ValueError) as error:
+            raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
+    if not tree_flatten(model.trainable_parameters()):
+        raise JobError(f"[job] num_layers = {job.num_layers}: there is nothing to train")
+    # The sharded strategy recomputes each layer in the backward pass anyway.
+    if job.grad_checkpoint and job.strategy != "sharded":
+        grad_checkpoint(model.layers[0])
+    if job.strategy == "data":
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def parameter_checksum(model: nn.Module) -> str:
+    """16 hexadecimal digits, the same for models with the same parameters.
+
+    Of a large parameter only some 100,000 elements at regular distances are read: another model differs in those too,
+    and reading all of a large model would take longer than loading it.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in tree_flatten(model.parameters()):
+        bits = parameter.reshape(-1).view(UINT_OF_SIZE[parameter.dtype.size])
+        sample = np.asarray(bits[:: max(1, bits.size // _SAMPLE)])
+        digest.update(f"{name} {parameter.shape} {parameter.dtype}\n".encode() + sample.tobytes())
+    return digest.hexdigest()
+
+
+def files_checksum(job: Job) -> str:
+    """16 hexadecimal digits, the same for the same model and adapter files, of which samples are read."""
+    digest = hashlib.blake2b(digest_size=8)
+    paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
+    if job.resume_adapter_file is not None:
+        paths.append(Path(job.resume_adapter_file))
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_PIECE, size // _PIECES)):
+                file.seek(start)
+                digest.update(file.read(_PIECE))
+    return digest.hexdigest()
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Trainable parameters, and all (quantized ones as stored)."""
+    trainable = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    return trainable, sum(value.size for _, value in tree_flatten(model.parameters()))

@@ -1,0 +1,234 @@
+"""Checks that the ranks are still replicas of one another: digests of all parameters are compared over the ranks.
+
+Data-parallel ranks apply the same sums to the same parameters, so these stay equal to the bit. A difference is a
+silent corruption (of memory, or by a bug), and the next update would spread it to every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from engine.trainer.collective import Collective, broadcast_arrays
+from engine.trainer.reporting import Reporter
+from engine.trainer.weights import UINT_OF_SIZE
+
+_ROW = 4096
+"""32-bit words. Sums of rows and of columns read memory once each, and change with a flipped bit or exchanged
+elements."""
+_DIGEST_BYTES = 8
+_KEPT_FRACTION = 0.1
+"""A copy of the trained parameters of the last agreement is kept when they are at most this fraction of the model:
+adapters cost nothing, a second copy of a whole model would."""
+_NAMED = 3
+"""Differing parameters named in a message, at most."""
+
+
+class Corrupted(RuntimeError):
+    """This rank's parameters differ from the others', or there is no majority that tells which are right."""
+
+    def __init__(self, message: str, ranks: Sequence[int], *, certain: bool) -> None:
+        super().__init__(message)
+        self.facts = {"ranks": list(ranks), "certain": certain}
+        """For the `failure` event."""
+
+
+@dataclass(frozen=True)
+class ReplicaMismatch:
+    """The ranks that differ, as far as that can be known."""
+
+    ranks: tuple[int, ...]
+    certain: bool
+    """These and no others are wrong, by a majority or by frozen parameters that have changed. Otherwise they only
+    differ, and any of them may be right."""
+
+
+def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, bytes]:
+    """8 bytes per parameter, which change with any of its bits: one pass over the memory, on the device."""
+    pieces = {name: _pieces(parameter) for name, parameter in parameters.items()}
+    mx.eval([piece for parts in pieces.values() for piece in parts])
+    found = {}
+    for name, parts in pieces.items():
+        parameter = parameters[name]
+        digest = hashlib.blake2b(f"{name} {parameter.shape} {parameter.dtype}\n".encode(), digest_size=_DIGEST_BYTES)
+        for piece in parts:
+            digest.update(np.asarray(piece).tobytes())
+        found[name] = digest.digest()
+    return found
+
+
+def find_mismatch(rows: Sequence[Sequence[int]], frozen: Sequence[int] | None) -> ReplicaMismatch | None:
+    """Compare `rows`, one per rank (two words of the frozen parameters, two of the trained); None when all agree.
+    `frozen`: the words of the frozen parameters when all ranks last agreed."""
+    if all(list(row) == list(rows[0]) for row in rows):
+        return None
+    if frozen is not None and (ranks := [rank for rank, row in enumerate(rows) if list(row[:2]) != list(frozen)]):
+        return ReplicaMismatch(tuple(ranks), certain=True)
+    votes = [tuple(row) for row in rows]
+    majority = max(votes, key=votes.count)
+    if votes.count(majority) * 2 > len(votes):
+        return ReplicaMismatch(tuple(rank for rank, vote in enumerate(votes) if vote != majority), certain=True)
+    return ReplicaMismatch(tuple(range(len(rows))), certain=False)
+
+
+@dataclass
+class ReplicaCheck:
+    """The comparison of a run's ranks. Every call is made by every rank, at the same update."""
+
+    model: nn.Module
+    collective: Collective
+    reporter: Reporter
+    every: int
+    """Updates between two comparisons; 0: never."""
+    stops: bool
+    """A difference ends the training."""
+    difference: ReplicaMismatch | None = None
+    """Found by the last comparison."""
+    agreed_at: int | None = None
+    """The last iteration at which all ranks agreed."""
+    _compared: int | None = None
+    """The update of the last comparison."""
+    _frozen: list[int] | None = None
+    _kept: dict[str, mx.array] = field(default_factory=dict)
+    _kept_words: list[int] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _restored: bool = False
+
+    @property
+    def on(self) -> bool:
+        return self.every > 0 and self.collective.size > 1
+
+    def due(self, update: int) -> bool:
+        return self.on and update % self.every == 0
+
+    def compare(self, iteration: int, update: int) -> bool:
+        """False when the training has to stop. At most once per update: nothing changes in between. Raises PeerLost."""
+        if not self.on or self._compared == update:
+            return self.difference is None or not self.stops
+        started = time.perf_counter()
+        trained = dict(tree_flatten(self.model.trainable_parameters()))
+        every = dict(tree_flatten(self.model.parameters()))
+        own = parameter_digests(every)
+        row = [*_combined(own, every.keys() - trained.keys()), *_combined(own, trained.keys())]
+        rows = self.collective.all_gather(row)
+        self._compared, self.difference = update, find_mismatch(rows, self._frozen)
+        if self.difference is None:
+            self.agreed_at, self._frozen = iteration, row[:2]
+            self._remember(trained, every, row[2:])
+        else:
+            self._names = self._differing_parameters(own)
+        self._report(iteration, update, rows, time.perf_counter() - started)
+        return self.difference is None or not self.stops
+
+    def message(self) -> str:
+        """The result of the last comparison, in one line."""
+        if self.difference is None:
+            return "all ranks have the same parameters"
+        ranks = [str(rank) for rank in self.difference.ranks]
+        several = len(ranks) > 1
+        names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if several else ranks[0]
+        who = f"the parameters of rank{'s' if several else ''} {names} "
+        if self.difference.certain:
+            message = who + "are corrupted: they differ from those of the other ranks" + self._which()
+        else:
+            message = who + "differ from each other, and it is not known which are right" + self._which()
+        last = "never agreed" if self.agreed_at is None else f"last agreed at iteration {self.agreed_at}"
+        return f"{message}; the ranks {last}"
+
+    @property
+    def intact_rank(self) -> int | None:
+        """The first rank whose trained parameters are not known to be corrupted; None when there is none."""
+        mismatch = self.difference
+        if mismatch is None or self._restored or not mismatch.certain:
+            return 0
+        return next((rank for rank in range(self.collective.size) if rank not in mismatch.ranks), None)
+
+    def broadcast_trained(self, rank: int) -> dict[str, mx.array]:
+        """The trained parameters of `rank`, bit for bit, on every rank. Raises PeerLost."""
+        own = dict(tree_flatten(self.model.trainable_parameters()))
+        return broadcast_arrays(self.collective, {"trained": own}, rank)["trained"]
+
+    def restore(self) -> bool:
+        """Restore the trained parameters of the last agreement; False, on every rank, when a rank does not have
+        them."""
+        kept = bool(self._kept) and _combined(parameter_digests(self._kept), self._kept.keys()) == self._kept_words
+        # A rank whose copy is corrupted too must not save it.
+        if not all(row[0] for row in self.collective.all_gather([int(kept)])):
+            return False
+        self.model.update(tree_unflatten(list(self._kept.items())))
+        self._restored = True
+        return True
+
+    def _remember(self, trained: dict[str, mx.array], every: dict[str, mx.array], words: list[int]) -> None:
+        if sum(value.nbytes for value in trained.values()) <= _KEPT_FRACTION * sum(
+            value.nbytes for value in every.values()
+        ):
+            self._kept, self._kept_words = trained, words
+
+    def _differing_parameters(self, own: dict[str, bytes]) -> list[str]:
+        """Their names: a single one hints at bad memory, all of them at different arithmetic."""
+        table = self.collective.all_gather([word for digest in own.values() for word in _words(digest)])
+        return [
+            name
+            for place, name in enumerate(own)
+            if any(row[2 * place : 2 * place + 2] != table[0][2 * place : 2 * place + 2] for row in table)
+        ]
+
+    def _which(self) -> str:
+        if not self._names:
+            return ""
+        more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
+        return f" in {', '.join(self._names[:_NAMED])}{more}"
+
+    def _report(self, iteration: int, update: int, rows: list[list[int]], seconds: float) -> None:
+        found = self.difference
+        self.reporter.event(
+            "replica_check",
+            iteration=iteration,
+            update=update,
+            agreed=found is None,
+            seconds=seconds,
+            agreed_at=self.agreed_at,
+            **(
+                {
+                    "ranks": list(found.ranks),
+                    "certain": found.certain,
+                    "parameters": self._names[:_NAMED],
+                    "differing": len(self._names),
+                    "checksums": ["".join(f"{word:08x}" for word in row) for row in rows],
+                    "message": self.message(),
+                }
+                if found is not None
+                else {}
+            ),
+        )
+        if found is not None and not self.stops:
+            self.reporter.warn(self.message())
+
+
+def _pieces(parameter: mx.array) -> list[mx.array]:
+    """Sums over rows and columns of its 32-bit words, modulo 2^32, and the words of the last, incomplete row."""
+    flat = parameter.reshape(-1)
+    bits = flat.view(mx.uint32 if flat.nbytes % 4 == 0 else UINT_OF_SIZE[flat.dtype.size]).astype(mx.uint32)
+    rows = bits.size // _ROW
+    table = bits[: rows * _ROW].reshape(rows, _ROW)
+    sums = [table.sum(axis=1), table.sum(axis=0)] if rows else []
+    return [*sums, bits[rows * _ROW :]]
+
+
+def _combined(own: Mapping[str, bytes], names: Iterable[str]) -> list[int]:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(names):
+        digest.update(own[name])
+    return _words(digest.digest())
+
+
+def _words(digest: bytes) -> list[int]:
+    return [int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")]

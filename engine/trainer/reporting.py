@@ -1,0 +1,117 @@
+"""The reports of the trainer: events for the head, lines for people, and mlx-lm's callbacks (W&B, SwanLab) where
+configured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from engine.protocol.events import EventWriter
+from engine.protocol.job import Job
+
+
+class Reporter:
+    """One rank's reports. The lines on standard output are for people only: nothing parses them."""
+
+    def __init__(self, rank: int, events: EventWriter) -> None:
+        self._rank = rank
+        self._events = events
+        self._callback: Any = None
+        self._phase: str | None = None
+        self._warned: set[str] = set()
+
+    def attach_callbacks(self, job: Job) -> None:
+        """W&B and SwanLab through mlx-lm's own callbacks, on rank 0 alone."""
+        if not job.report_to or self._rank != 0:
+            return
+        # Imported only when configured: it pulls in the services' own packages.
+        from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+        config = {key: str(value) for key, value in dataclasses.asdict(job).items()}
+        self._callback = get_reporting_callbacks(
+            job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
+        )
+
+    def print(self, text: str) -> None:
+        print(text, flush=True)
+
+    def event(self, event: str, **fields: Any) -> None:
+        self._events.write(event, **fields)
+
+    def phase(self, phase: str) -> None:
+        """Announce `phase` unless it is the one already announced."""
+        if phase != self._phase:
+            self._phase = phase
+            self._events.write("phase", phase=phase)
+
+    def warn(self, message: str) -> None:
+        """Report `message` once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            self._events.write("warning", message=message)
+            self.print(f"warning: {message}")
+
+    def report(self, iterations: int, values: dict[str, Any]) -> None:
+        """mlx-lm's training report; `iterations` is how many there will be."""
+        self._events.write("report", **values)
+        if self._callback is not None:
+            self._callback.on_train_loss_report(values)
+        self.print(
+            f"iteration {values['iteration']}/{iterations}  train loss {values['train_loss']:.4f}  "
+            f"learning rate {values['learning_rate']:.3e}  {values['iterations_per_second']:.2f} it/s  "
+            f"{values['tokens_per_second']:.0f} tok/s  peak {values['peak_memory']:.3f} GB"
+        )
+
+    def validation(self, values: dict[str, Any]) -> None:
+        """mlx-lm's validation report."""
+        self._events.write("validation", **values)
+        if self._callback is not None:
+            self._callback.on_val_loss_report(values)
+        self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
+
+
+@dataclasses.dataclass
+class ReportWindow:
+    """Sums since the last report."""
+
+    loss_sum: float = 0.0
+    losses: int = 0
+    iterations: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    trained_tokens: int = 0
+    """Since the run started."""
+
+    @classmethod
+    def from_snapshot(cls, window: Mapping[str, Any]) -> ReportWindow:
+        """`window`: a window as a dict, perhaps of another version."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in window.items() if name in names})
+
+    def add(self, loss: float | None, tokens: int, seconds: float) -> None:
+        """One iteration: its global loss (None without targets), global tokens, and its seconds on this rank."""
+        if loss is not None:
+            self.loss_sum += loss
+            self.losses += 1
+        self.iterations += 1
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def close(self, iteration: int, learning_rate: float) -> dict[str, Any]:
+        """The report, in mlx-lm's names and units; the window starts again."""
+        self.trained_tokens += self.tokens
+        values = {
+            "iteration": iteration,
+            "train_loss": self.loss_sum / self.losses if self.losses else float("nan"),
+            "learning_rate": learning_rate,
+            "iterations_per_second": self.iterations / self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "trained_tokens": self.trained_tokens,
+            "peak_memory": mx.get_peak_memory() / 1e9,
+        }
+        self.loss_sum, self.losses, self.iterations, self.tokens, self.seconds = 0.0, 0, 0, 0, 0.0
+        return values

@@ -1,0 +1,231 @@
+"""Which examples are in which global batch, of which ranks take slices (protocol.batches).
+
+The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), and the position is one
+integer. So the sequence of global batches is the same for every world size, and no other use of random numbers
+changes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol.batches import ChunkPlan
+
+Indices = NDArray[np.int64]
+
+_PERMUTE, _DROP, _BATCHES, _WITHIN, _CHUNKS, _SAMPLE = range(6)
+
+
+class _Stream(NamedTuple):
+    """Random numbers of one epoch: of the whole dataset (part 0), or of one of its chunks (from 1)."""
+
+    seed: int
+    epoch: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkEnd:
+    """The end of a chunk."""
+
+    epoch: int
+    """From 0."""
+    chunk: int
+    """Its number within the epoch, from 1; each epoch has its own order of chunks."""
+    num_chunks: int
+
+
+class BatchSampler(Protocol):
+    """Endless global batches of training examples."""
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    def batch(self, position: int) -> Indices:
+        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+
+    def chunk_end(self, position: int) -> ChunkEnd | None:
+        """The chunk that ends with the batch at `position`."""
+
+
+class Sampler:
+    """Endless global batches of training examples of similar length.
+
+    Examples are sorted by length and cut into batches, which saves padding; batches come in random order, and their
+    examples too. Examples that do not fill a last batch are left out, other ones in each epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        """`lengths` orders the examples and needs no unit. Raises ValueError for fewer examples than a batch."""
+        if len(lengths) < batch_size:
+            raise ValueError(f"{len(lengths)} examples do not fill one batch of {batch_size}")
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = -1
+        self._order = np.empty((0, batch_size), dtype=np.int64)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._lengths) // self._batch_size
+
+    def batch(self, position: int) -> Indices:
+        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._order = self._epoch_order(epoch)
+            self._epoch = epoch
+        chosen: Indices = self._order[number]
+        return chosen
+
+    def chunk_end(self, position: int) -> None:
+        """None: there are no chunks."""
+
+    def _epoch_order(self, epoch: int) -> Indices:
+        count = self.batches_per_epoch * self._batch_size
+        shuffled = _permutation(len(self._lengths), _Stream(self._seed, epoch), _DROP)[:count]
+        return _batched(shuffled, self._lengths[shuffled], self._batch_size, _Stream(self._seed, epoch))
+
+
+class ChunkedSampler:
+    """As Sampler, for a streamed dataset: only one chunk's order and lengths are in memory at a time.
+
+    Every epoch takes the chunks in another order, and shuffles the examples within each. The sequence of all examples
+    is cut into one window of batches per chunk; examples that do not fill a window's last batch move to the next one,
+    so that an epoch leaves out no more examples than without chunks. Batches of similar length are formed within a
+    window.
+    """
+
+    def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
+        """`lengths` returns those of a half-open range of examples. Raises ValueError for fewer examples than a
+        batch."""
+        if plan.dataset_size < batch_size:
+            raise ValueError(f"{plan.dataset_size} examples do not fill one batch of {batch_size}")
+        self._plan = plan
+        self._lengths = lengths
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = -1
+        self._chunks: list[int] = []
+        self._starts: list[int] = []
+        """Each chunk's offset in the epoch's sequence of examples, and the end of the last one."""
+        self._windows: list[int] = []
+        """The number of the first batch of each chunk's window, and the end of the last one."""
+        self._window = -1
+        self._order = np.empty((0, batch_size), dtype=np.int64)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._plan.dataset_size // self._batch_size
+
+    def batch(self, position: int) -> Indices:
+        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        self._begin_epoch(epoch)
+        window = bisect_right(self._windows, number) - 1
+        if window != self._window:
+            self._order = self._window_order(window)
+            self._window = window
+        chosen: Indices = self._order[number - self._windows[window]]
+        return chosen
+
+    def chunk_end(self, position: int) -> ChunkEnd | None:
+        """The chunk that ends with the batch at `position`; the last of several."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        self._begin_epoch(epoch)
+        chunk = bisect_right(self._windows, number + 1) - 1
+        ended = self._windows[chunk] == number + 1
+        return ChunkEnd(epoch, chunk, self._plan.num_chunks) if ended else None
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._chunks = _permutation(self._plan.num_chunks, _Stream(self._seed, epoch), _CHUNKS).tolist()
+        sizes = (end - start for start, end in map(self._plan.bounds, self._chunks))
+        self._starts = list(accumulate(sizes, initial=0))
+        self._windows = [start // self._batch_size for start in self._starts]
+        self._epoch, self._window = epoch, -1
+
+    def _window_order(self, window: int) -> Indices:
+        first, last = (self._windows[edge] * self._batch_size for edge in (window, window + 1))
+        examples, lengths = [], []
+        # A window starts with what remains of the chunks before it.
+        chunk = bisect_right(self._starts, first) - 1
+        while chunk <= window:
+            start, end = self._plan.bounds(self._chunks[chunk])
+            started = self._starts[chunk]
+            shuffled = _permutation(end - start, _Stream(self._seed, self._epoch, 1 + self._chunks[chunk]), _DROP)
+            taken = shuffled[max(0, first - started) : max(0, last - started)]
+            examples.append(start + taken)
+            lengths.append(self._lengths(start, end)[taken])
+            chunk += 1
+        together = np.concatenate(examples), np.concatenate(lengths)
+        return _batched(*together, self._batch_size, _Stream(self._seed, self._epoch, 1 + window))
+
+
+def fixed_batches(examples: int, batch_size: int, seed: int, limit: int) -> list[Indices]:
+    """At most `limit` batches (-1: all) for validation and test: the same every time, in random order, the last one
+    perhaps short."""
+    order = _permutation(examples, _Stream(seed), _PERMUTE)
+    batches = [order[start : start + batch_size] for start in range(0, examples, batch_size)]
+    return batches if limit < 0 else batches[:limit]
+
+
+def fixed_chunked_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
+    """As fixed_batches, for a streamed dataset. A limited number of batches samples the whole dataset, one example from
+    each of as many equal parts; an unlimited number goes chunk by chunk."""
+    size = plan.dataset_size
+    wanted = size if limit < 0 else min(size, limit * batch_size)
+    left = np.empty(0, dtype=np.int64)
+    for pool in _whole(plan, seed) if wanted == size else _sample(size, wanted, seed):
+        left = np.concatenate([left, pool])
+        whole = len(left) // batch_size * batch_size
+        yield from left[:whole].reshape(-1, batch_size)
+        left = left[whole:]
+    if len(left):
+        yield left
+
+
+def _whole(plan: ChunkPlan, seed: int) -> Iterator[Indices]:
+    """Every example, in pieces: the shuffled chunks in random order."""
+    for chunk in _permutation(plan.num_chunks, _Stream(seed), _CHUNKS).tolist():
+        start, end = plan.bounds(chunk)
+        yield start + _permutation(end - start, _Stream(seed, part=1 + chunk), _PERMUTE)
+
+
+def _sample(size: int, wanted: int, seed: int) -> Iterator[Indices]:
+    """`wanted` of `size` examples in random order, as one piece; no piece for 0."""
+    if wanted:
+        edges = np.arange(wanted + 1) * size // wanted
+        offsets = _raw(wanted, _Stream(seed), _SAMPLE) % np.diff(edges).astype(np.uint64)
+        chosen = edges[:-1] + offsets.astype(np.int64)
+        yield chosen[_permutation(wanted, _Stream(seed), _PERMUTE)]
+
+
+def _batched(shuffled: Indices, lengths: Indices, size: int, stream: _Stream) -> Indices:
+    """As many full batches of similar length as examples in random order fill, [batches, size]."""
+    count = len(shuffled) // size
+    # A stable sort of a shuffled order breaks ties of length at random.
+    by_length = shuffled[np.argsort(lengths, kind="stable")].reshape(count, size)
+    batches = by_length[_permutation(count, stream, _BATCHES)]
+    # Without this the last rank would always have the longest examples of a batch.
+    within = _raw(count * size, stream, _WITHIN).reshape(count, size)
+    order: Indices = np.take_along_axis(batches, np.argsort(within, axis=1, kind="stable"), axis=1)
+    return order
+
+
+def _permutation(length: int, stream: _Stream, purpose: int) -> Indices:
+    return np.argsort(_raw(length, stream, purpose), kind="stable")
+
+
+def _raw(length: int, stream: _Stream, purpose: int) -> NDArray[np.uint64]:
+    # The raw stream of a named bit generator is the same in every numpy, which Generator.permutation does not promise.
+    counter = [0, stream.part, purpose, stream.epoch]
+    return np.random.Philox(key=stream.seed & (2**64 - 1), counter=counter).random_raw(length)

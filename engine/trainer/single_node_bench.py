@@ -1,0 +1,267 @@
+"""The trainer's step on one machine without peers, timed and probed for memory; and the synthetic model and data
+that are measured for a job with its own command.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from engine.protocol.job import Job, JobError
+from engine.protocol.measurements import MeasureSpec
+from engine.trainer.data import Batch, load_split
+from engine.trainer.model import load_model
+from engine.trainer.optimizer import Updater
+from engine.trainer.sampler import Indices
+from engine.trainer.strategies.gradients import Gradients, dropout_seed
+
+SYNTHETIC_VOCABULARY = 384
+SYNTHETIC_LENGTH = 129
+"""Tokens of each example."""
+SYNTHETIC_EXAMPLES = 64
+
+
+class SyntheticData:
+    """Examples of one length, the same on every node."""
+
+    def __init__(self) -> None:
+        self._tokens = np.random.default_rng(7).integers(
+            0, SYNTHETIC_VOCABULARY, (SYNTHETIC_EXAMPLES, SYNTHETIC_LENGTH), np.int32
+        )
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        rows = np.asarray(indices) % SYNTHETIC_EXAMPLES
+        bounds = np.tile(np.asarray([1, SYNTHETIC_LENGTH], np.int32), (len(rows), 1))
+        return Batch(self._tokens[rows], bounds, len(rows) * (SYNTHETIC_LENGTH - 1))
+
+
+def synthetic_model(batch_size: int, home: Path) -> tuple[Job, nn.Module]:
+    """The job, and its model with everything but embeddings, norm and head trained, as in mlx-lm's "full"."""
+    mx.random.seed(7)
+    model = Model(
+        ModelArgs(
+            model_type="llama",
+            hidden_size=128,
+            num_hidden_layers=2,
+            intermediate_size=320,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+            vocab_size=SYNTHETIC_VOCABULARY,
+            tie_word_embeddings=False,
+        )
+    )
+    model.freeze()
+    for layer in model.layers:
+        layer.unfreeze()
+    mx.eval(model.parameters())
+    job = Job(home, home, home, home, fine_tune_type="full", batch_size=batch_size, max_seq_length=SYNTHETIC_LENGTH)
+    return job, model
+
+
+def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
+    """Loads model and data as the trainer does. `home`: for what is indexed. Raises JobError."""
+    os.chdir(spec.workdir)
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.disable_compile()
+    maybe_set_recommended_wired_limit()
+    if spec.job is None:
+        job, model = synthetic_model(spec.batch, home)
+        return SingleNodeTrainer(
+            job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch
+        )
+    job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
+    model, tokenizer = load_model(job)
+    train = load_split(job, "train", tokenizer, lambda longest: None)
+    if not len(train):
+        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+    try:
+        sampler = train.sampler(job.batch_size, job.seed)
+    except ValueError as error:
+        raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+    return SingleNodeTrainer(job, model, train, sampler.batch)
+
+
+PROBE_BATCHES = (1, 2)
+"""Batches whose peak memory is measured: the peak is affine in the batch."""
+WARM_UP_STEPS = 2
+WINDOWS = 10
+"""The spread is over their throughputs."""
+_SECOND_BATCH_FRACTION = 0.2
+"""Share of a window for steps of a second batch size: the two give a step's fixed overhead."""
+_PROBE_STEPS = 5
+"""Steps of a memory probe: MLX frees a step's memory while the next operation runs, so that a single step may
+show less than the peak."""
+_CACHE_BYTES = 2**30
+
+
+class BatchSource(Protocol):
+    def batch(self, indices: Indices) -> Batch: ...
+
+
+@dataclass
+class StepTimes:
+    """Steps of one batch."""
+
+    batch: int
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.seconds.append(seconds)
+        self.tokens += tokens
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def examples_per_s(self) -> float | None:
+        return self.batch * len(self.seconds) / self.total_s if self.seconds else None
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.seconds)
+
+
+class SingleNodeTrainer:
+    """The trainer's iterations, without peers, checkpoints or reports."""
+
+    def __init__(self, job: Job, model: nn.Module, data: BatchSource, order: Callable[[int], Indices]) -> None:
+        """`order` returns the examples of the n-th global batch."""
+        self._job = job
+        self._data = data
+        self._order = order
+        self._gradients = Gradients(model)
+        self._updater = Updater(job, model)
+        self._updater.evaluate()
+        self._sums: list[mx.array] | None = None
+        self._targets = 0
+        self._position = 0
+        model.train()
+        trainable = tree_flatten(model.trainable_parameters())
+        self.gradient_bytes = sum(4 * value.size for _, value in trainable)
+        """Bytes of an all_sum of the gradients (float32)."""
+
+    def step(self, batch_size: int) -> tuple[float, int]:
+        """One iteration with the first `batch_size` examples of the next global batch; its seconds and target
+        tokens."""
+        started = time.perf_counter()
+        indices = np.resize(self._order(self._position), batch_size)
+        batch = self._data.batch(indices)
+        self._position += 1
+        mx.random.seed(dropout_seed(self._job.seed, self._position, 0))
+        self._accumulate(batch)
+        if self._position % self._job.grad_accumulation_steps == 0:
+            self._update()
+        if mx.get_cache_memory() > (self._job.clear_cache_threshold or _CACHE_BYTES):
+            mx.clear_cache()
+        return time.perf_counter() - started, batch.targets
+
+    def probe(self, batch_size: int) -> tuple[int, int]:
+        """Steps with `batch_size` sequences of the job's full length; MLX's bytes of the state (weights, gradients and
+        moments) in the first, and of the peak."""
+        batch = self._full(batch_size)
+        states = []
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        for _ in range(_PROBE_STEPS):
+            self._accumulate(batch)
+            if self._job.grad_accumulation_steps > 1:
+                self._accumulate(batch)
+            states.append(mx.get_active_memory())
+            self._update()
+        return states[0], mx.get_peak_memory()
+
+    def _accumulate(self, batch: Batch) -> None:
+        _, self._sums = self._gradients.add(batch, self._sums)
+        self._targets += batch.targets
+
+    def _update(self) -> None:
+        assert self._sums is not None
+        if self._targets:
+            self._updater.update(self._gradients.unpack(self._sums, self._targets))
+        self._sums, self._targets = None, 0
+
+    def _full(self, batch_size: int) -> Batch:
+        """Real tokens, repeated to the job's full length."""
+        length = max(self._job.max_seq_length, 2)
+        tokens = self._data.batch(self._order(0)).tokens
+        filled = np.resize(tokens[tokens != 0] if np.any(tokens) else tokens, (batch_size, length))
+        bounds = np.tile(np.asarray([1, length], np.int32), (batch_size, 1))
+        return Batch(filled.astype(np.int32), bounds, batch_size * (length - 1))
+
+
+class Measurement:
+    """Steps of two batches in turn, window by window; its figures can be read at any time."""
+
+    def __init__(
+        self, training: SingleNodeTrainer, batch: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Measures `batch` for about `seconds`."""
+        self._training = training
+        self.seconds = seconds
+        self._clock = clock
+        self.steps = StepTimes(batch)
+        self.others = StepTimes(1 if batch > 1 else 2)
+        self.throughputs: list[float] = []
+        """Examples per second of each window."""
+        self.elapsed_s = 0.0
+        self.on_step: Callable[[], object] = lambda: None
+        """Called after each step."""
+
+    def run(self, on_window: Callable[[], None]) -> None:
+        """Measure until the time is over, at least one window."""
+        started = self._clock()
+        while self.elapsed_s < self.seconds:
+            self._window()
+            self.elapsed_s = self._clock() - started
+            on_window()
+
+    @property
+    def spread(self) -> float | None:
+        """Coefficient of variation of the windows' throughputs (sample standard deviation over mean)."""
+        if len(self.throughputs) < 2:
+            return None
+        return statistics.stdev(self.throughputs) / statistics.fmean(self.throughputs)
+
+    @property
+    def overhead_s(self) -> float | None:
+        """A step's fixed seconds: the line through both batches' mean steps, at batch 0."""
+        one, two = self.steps, self.others
+        if not one.seconds or not two.seconds:
+            return None
+        slope = (one.mean_s - two.mean_s) / (one.batch - two.batch)
+        return min(max(0.0, one.mean_s - slope * one.batch), one.mean_s)
+
+    def _window(self) -> None:
+        window = StepTimes(self.steps.batch)
+        length = self.seconds / WINDOWS
+        self._until(window, length * (1 - _SECOND_BATCH_FRACTION))
+        self.steps.seconds += window.seconds
+        self.steps.tokens += window.tokens
+        throughput = window.examples_per_s
+        assert throughput is not None
+        self.throughputs.append(throughput)
+        self._until(self.others, length * _SECOND_BATCH_FRACTION)
+
+    def _until(self, steps: StepTimes, seconds: float) -> None:
+        """At least one step."""
+        started = self._clock()
+        while True:
+            steps.add(*self._training.step(steps.batch))
+            self.on_step()
+            if self._clock() - started >= seconds:
+                return

@@ -1,0 +1,161 @@
+"""A model cut into sections of contiguous layers, each of which runs by itself, and the forward and backward pass of
+one section: for sharded and pipeline training.
+
+A section is the architecture's own code with the other parts left out, so that masks, windows and names are
+unchanged; a layer of another section passes its input through. Sections of one model share their parts with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
+
+from engine.protocol.job import JobError
+from engine.protocol.pipeline import SPLITTABLE_MODULES
+from engine.trainer.data import Batch
+from engine.trainer.strategies.gradients import loss_scale, loss_sum
+
+
+class PassThrough(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
+    """Takes the place of a module that is in another section: returns its input, and has no parameters."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        if hasattr(part, "use_sliding"):
+            # The model selects each layer's mask by it.
+            self.use_sliding = part.use_sliding
+
+    def __call__(self, hidden: mx.array, *_: Any, **__: Any) -> mx.array:
+        return hidden
+
+
+class Section:
+    """The layers from `start` to before `end`; with the embeddings when it is the first, with norm and head when it is
+    the last."""
+
+    def __init__(self, model: nn.Module, start: int, end: int, *, first: bool, last: bool) -> None:
+        """Raises JobError for a model that cannot be split."""
+        names = _trunk_path(model)
+        self.first, self.last = first, last
+        self.model = _shallow_copy(model)
+        """Its parameters have the names of the whole model's."""
+        holder = self.model
+        for name in names:
+            setattr(holder, name, _shallow_copy(getattr(holder, name)))
+            if name != names[-1]:
+                holder = getattr(holder, name)
+        self._trunk = trunk = getattr(holder, names[-1])
+        tied = not hasattr(holder, "lm_head")
+        trunk.layers = [
+            layer if start <= index < end else PassThrough(layer) for index, layer in enumerate(trunk.layers)
+        ]
+        if not (first or (last and tied)):
+            trunk.embed_tokens = PassThrough(trunk.embed_tokens)
+        if not last:
+            trunk.norm = PassThrough(trunk.norm)
+            if not tied:
+                holder.lm_head = PassThrough(holder.lm_head)
+
+    def __call__(self, tokens: mx.array, hidden: mx.array | None = None) -> mx.array:
+        """`tokens` [rows, length]; `hidden` [rows, length, width] from the previous section, None for the first.
+        Returns the next section's `hidden`, or the last one's logits [rows, length, vocabulary]."""
+        whole = self.model if self.last else self._trunk
+        output: mx.array = whole(tokens, input_embeddings=hidden)
+        return output
+
+    def forward(self, rows: Rows, hidden: mx.array | None) -> mx.array:
+        """The next section's `hidden`, or the last one's scaled sum of cross-entropies. Not evaluated."""
+        if self.last:
+            return loss_sum(lambda tokens: self(tokens, hidden), rows.tokens, rows.bounds, mx.array(rows.scale))
+        return self(rows.tokens[:, :-1], hidden)
+
+    def like_output(self, rows: Rows, hidden: mx.array | None) -> mx.array:
+        """An array of the shape and type of the next section's `hidden`. Nothing is computed."""
+        # Every section but the first returns the shape that it gets; only the first one's embeddings know the width.
+        return self.forward(rows, None) if hidden is None else hidden
+
+    def forward_backward(
+        self,
+        trained: Mapping[str, mx.array],
+        rows: Rows,
+        hidden: mx.array | None,
+        cotangent: mx.array,
+        *,
+        below: bool,
+    ) -> tuple[mx.array, dict[str, mx.array], mx.array | None]:
+        """The forward pass's output, the gradients of `trained` (float32, unscaled), and that of `hidden` if a section
+        `below` is trained. Nothing is evaluated: the output can be before `cotangent`, the gradient with respect to it,
+        has arrived; what the backward pass needs is kept until its results are evaluated."""
+        names = list(trained)
+        differentiated = [*trained.values(), *([hidden] if below and hidden is not None else [])]
+
+        def compute(*arguments: mx.array) -> list[mx.array]:
+            self.model.update(tree_unflatten(list(zip(names, arguments, strict=False))))
+            return [self.forward(rows, arguments[-1] if below else hidden)]
+
+        outputs, gradients = mx.vjp(compute, differentiated, [cotangent])
+        self.model.update(tree_unflatten(list(trained.items())))
+        flat = {
+            name: gradient.astype(mx.float32) / rows.scale for name, gradient in zip(names, gradients, strict=False)
+        }
+        return outputs[0], flat, gradients[-1] if below else None
+
+
+def check_splittable(model: nn.Module, strategy: str) -> None:
+    """Raises JobError for an architecture that `strategy` does not support."""
+    kind = type(model).__module__.rsplit(".", 1)[-1]
+    if kind not in SPLITTABLE_MODULES:
+        raise JobError(
+            f"[job] strategy = {strategy!r} does not support models of type {kind}, only "
+            f"{', '.join(SPLITTABLE_MODULES)} and those that mlx-lm runs as one of them: use "
+            'strategy = "data"'
+        )
+    _trunk_path(model)
+
+
+def _trunk_path(model: nn.Module) -> list[str]:
+    """The attributes that lead to the module with embed_tokens, layers and norm."""
+    names = ["language_model", "model"] if hasattr(model, "language_model") else ["model"]
+    trunk = model
+    for name in names:
+        trunk = getattr(trunk, name, None)
+    if not all(hasattr(trunk, part) for part in ("embed_tokens", "layers", "norm")):
+        raise JobError(f"a model of {type(model).__module__} has no embed_tokens, layers and norm to split it at")
+    return names
+
+
+def _shallow_copy(module: nn.Module) -> Any:
+    """A copy that shares the submodules, which can be replaced in it."""
+    copied = copy.copy(module)
+    copied._no_grad = set(module._no_grad)
+    return copied
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a batch, as a section's input."""
+
+    tokens: mx.array
+    """[rows, length], including the last target."""
+    bounds: mx.array
+    """[rows, 2]"""
+    scale: float
+    """Factor of the loss."""
+
+    @classmethod
+    def of(cls, batch: Batch, chosen: slice = slice(None), *, half: bool = False) -> Rows:
+        """`half`: the loss is float16."""
+        scale = loss_scale(batch.targets) if half else 1.0
+        return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """Rows and length of the model's input."""
+        rows, length = self.tokens.shape
+        return rows, length - 1

@@ -1,0 +1,226 @@
+"""One rank's training from its specification: loads model and data, checks that all ranks have the same, builds the
+strategy, the checkpoints and the loop, and runs it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from engine.protocol.attempt import AttemptSpec, RankSpec
+from engine.protocol.job import Job, JobError, config_hash
+from engine.protocol.pipeline import LayerSplit, format_split, layer_split, parse_split
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.locations import CheckpointLocations
+from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.resume import Resume, ResumePoint
+from engine.trainer.checkpoint.store import Origin, package_versions
+from engine.trainer.collective import Collective, PeerLost
+from engine.trainer.control import Control
+from engine.trainer.data import DataLoader, Split, load_split
+from engine.trainer.loop import Loop
+from engine.trainer.model import count_parameters, files_checksum, load_model, parameter_checksum
+from engine.trainer.replica_check import ReplicaCheck
+from engine.trainer.reporting import Reporter
+from engine.trainer.saver import save_adapter_config
+from engine.trainer.strategies.base import Strategy
+from engine.trainer.strategies.data_parallel import DataParallel
+from engine.trainer.strategies.pipeline import Pipeline
+from engine.trainer.strategies.sharded import Sharded
+
+_MIB = 2**20
+
+
+def train(spec: AttemptSpec, home: Path, collective: Collective, control: Control, reporter: Reporter) -> None:
+    """Run the job to its end or to an agreed stop. `home`: the run's folder on this node. Raises JobError, GroupError,
+    PeerLost, Diverged, Corrupted, OSError."""
+    setup = _Setup(spec, _rank_job(spec.job or {}, spec.rank(collective.rank), home), collective, control, reporter)
+    job = setup.job
+    maybe_set_recommended_wired_limit()
+    model, tokenizer = load_model(job)
+    splits = setup.load_splits(tokenizer)
+    checksum = setup.check_ranks_agree(model, splits)
+    if collective.rank == 0:
+        save_adapter_config(job, job.layers(len(model.layers)))
+    reporter.attach_callbacks(job)
+    setup.report_start(model, splits.train, checksum)
+    strategy = setup.build_strategy(model, splits.train)
+    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
+        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
+    loop = setup.build_loop(strategy, splits.valid)
+    try:
+        outcome = loop.run()
+        if splits.test is not None and not outcome.stopped:
+            reporter.phase("validating")
+            loss = loop.evaluate(splits.test, job.test_batches)
+            if loss is not None:
+                reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
+                reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+    except PeerLost:
+        loop.emergency.save_on_peer_loss()
+        raise
+    reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
+    reporter.print(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
+
+
+def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
+    """The job with this rank's own paths. Raises JobError."""
+    own = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
+    chosen = {**raw, **{key: path for key, path in own.items() if path is not None}}
+    return Job.from_spec(chosen, model=rank.model, data=rank.data, workdir=Path(rank.workdir), home=home)
+
+
+@dataclass(frozen=True)
+class _Splits:
+    train: Split
+    valid: Split
+    """May be empty."""
+    test: Split | None
+    """Only where the job has `test`."""
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The steps from a rank's specification to its loop. All ranks take the same steps in the same order."""
+
+    spec: AttemptSpec
+    job: Job
+    collective: Collective
+    control: Control
+    reporter: Reporter
+
+    def load_splits(self, tokenizer: Any) -> _Splits:
+        """Raises JobError."""
+        job, reporter = self.job, self.reporter
+
+        def truncated(longest: int) -> None:
+            reporter.warn(
+                f"some examples are longer than max_seq_length = {job.max_seq_length} "
+                f"(one has {longest} tokens) and are truncated"
+            )
+
+        train, valid = (load_split(job, name, tokenizer, truncated) for name in ("train", "valid"))
+        if not len(train):
+            raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+        if not len(valid):
+            reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training continues without validation")
+        test = load_split(job, "test", tokenizer, truncated) if job.test else None
+        if test is not None and not len(test):
+            raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
+        return _Splits(train, valid, test)
+
+    def check_ranks_agree(self, model: nn.Module, splits: _Splits) -> str:
+        """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
+        # A partitioned model never is complete in the memory of one rank.
+        checksum = parameter_checksum(model) if self.job.strategy == "data" else files_checksum(self.job)
+        self.collective.check_equal(
+            {
+                "the job's configuration": int(self._config_hash[:8], 16),
+                "the model or the adapter": int(checksum[:8], 16),
+                "train.jsonl": splits.train.checksum,
+                "valid.jsonl": splits.valid.checksum,
+            }
+        )
+        return checksum
+
+    def report_start(self, model: nn.Module, train: Split, checksum: str) -> None:
+        job = self.job
+        trainable, total = count_parameters(model)
+        self.reporter.event(
+            "start",
+            versions=package_versions(),
+            world_size=self.spec.world_size,
+            backend=self.spec.backend,
+            config_hash=self._config_hash,
+            parameter_checksum=checksum,
+            iterations=job.iters,
+            trainable_parameters=trainable,
+            total_parameters=total,
+            device=str(mx.default_device()),
+        )
+        chunks = f" in {train.num_chunks} chunks of {job.chunk_size}" if train.num_chunks is not None else ""
+        self.reporter.print(
+            f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
+            f"{len(train)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
+        )
+
+    def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
+        """Raises JobError, PeerLost."""
+        job, collective = self.job, self.collective
+        if job.strategy == "pipeline":
+            layers = self._layer_split(len(model.layers))
+            self.reporter.print(f"pipeline: layers {format_split(layers)} on ranks 0 to {collective.size - 1}")
+            # Every stage reads the whole batch.
+            return Pipeline(job, model, DataLoader(train, job, [1.0], 0, self.reporter), collective, layers)
+        shares = [rank.share for rank in self.spec.ranks]
+        loader = DataLoader(train, job, shares, collective.rank, self.reporter)
+        return (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
+
+    def build_loop(self, strategy: Strategy, valid: Split) -> Loop:
+        """The loop at the point where it starts or resumes. Raises JobError, PeerLost, Corrupted."""
+        spec, collective, reporter = self.spec, self.collective, self.reporter
+        rank, size = collective.rank, collective.size
+        node = spec.rank(rank)
+        stop_on_corruption = spec.on_corruption == "stop"
+        origin = Origin(self._config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
+        locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
+        policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
+        start = ResumePoint()
+        if spec.resume:
+            locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
+            resume = Resume(collective, strategy, self._config_hash, reporter, stop_on_corruption=stop_on_corruption)
+            adapter = self.job.resume_adapter_file is not None
+            start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
+        destination = None
+        if policy.every > 0 and (origin.part > 0 or rank == 0):
+            policy.check()
+            destination = locations.destination(origin.part, origin.parts)
+        emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
+        self.control.save_and_exit = emergency.save_and_exit
+        return Loop(
+            job=self.job,
+            strategy=strategy,
+            valid=valid,
+            collective=collective,
+            control=self.control,
+            reporter=reporter,
+            replicas=ReplicaCheck(
+                strategy.model,
+                collective,
+                reporter,
+                every=spec.replica_check_every if strategy.replicated else 0,
+                stops=stop_on_corruption,
+            ),
+            periodic=PeriodicCheckpoints(destination, policy, origin, reporter),
+            emergency=emergency,
+            start=start,
+        )
+
+    @property
+    def _config_hash(self) -> str:
+        return config_hash(self.spec.job or {})
+
+    def _layer_split(self, layers: int) -> LayerSplit:
+        """As the job has it, else in proportion to the ranks' memory."""
+        try:
+            if self.job.layer_split is not None:
+                return parse_split(self.job.layer_split)
+            rows = self.collective.all_gather([_memory_mib()])
+            return layer_split(layers, [float(memory) for (memory,) in rows])
+        except ValueError as error:
+            raise JobError(f"[job] layer_split: {error}") from error
+
+
+def _memory_mib() -> int:
+    """The accelerator's recommended working set, or else the main memory."""
+    if mx.metal.is_available():
+        facts = cast("dict[str, Any]", mx.device_info())
+        return int(facts["max_recommended_working_set_size"]) // _MIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB

@@ -1,0 +1,103 @@
+"""Parameters as a stream of arrays, one at a time, and safetensors files written from such a stream; MLX arrays as
+Python floats.
+
+The safetensors format: eight bytes of length, a JSON header with each tensor's type, shape and offsets, then the
+tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
+0.0)."""
+
+
+def floats(array: mx.array) -> list[float]:
+    """All elements in order."""
+    values: list[float] = np.asarray(array, dtype=np.float64).reshape(-1).tolist()
+    return values
+
+
+def scalar(array: mx.array) -> float:
+    """The only element."""
+    (value,) = floats(array)
+    return value
+
+
+_DTYPE_NAMES = {
+    mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.bool_: "BOOL",
+    mx.uint8: "U8", mx.uint16: "U16", mx.uint32: "U32", mx.uint64: "U64",
+    mx.int8: "I8", mx.int16: "I16", mx.int32: "I32", mx.int64: "I64",
+}  # fmt: skip
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor's shape and type, known before its values arrive."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.size
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """Parameters by name, iterated once."""
+
+    entries: Mapping[str, TensorSpec]
+    arrays: Iterator[mx.array]
+    """In the order of `entries`. Where they come from other ranks, every rank iterates over all of them."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, mx.array]) -> WeightStream:
+        """A stream of arrays in memory."""
+        return cls(
+            {name: TensorSpec(value.shape, value.dtype) for name, value in arrays.items()}, iter(arrays.values())
+        )
+
+    def drain(self) -> None:
+        """Iterate over the rest: other ranks wait for it."""
+        for _ in self.arrays:
+            pass
+
+
+def write_safetensors(path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array]) -> None:
+    """Write the next `arrays`, one per entry of `entries`. `path` is complete and on disk afterwards, or as it was
+    before. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            header = _header(entries)
+            file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)
+            for _ in entries:
+                flat = next(arrays).reshape(-1)
+                file.write(np.asarray(flat.view(mx.uint8)).data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _header(entries: Mapping[str, TensorSpec]) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    start = 0
+    for name, entry in entries.items():
+        end = start + entry.nbytes
+        described[name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        start = end
+    raw = json.dumps(described, separators=(",", ":")).encode()
+    return raw.ljust(-(-len(raw) // _ALIGNMENT) * _ALIGNMENT)

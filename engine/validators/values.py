@@ -1,0 +1,56 @@
+"""Validates single values from outside; a ValueError names the wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from engine.security.identifiers import safe_repr
+
+
+def is_number(value: object) -> bool:
+    """A bool is not a number."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def number(value: object, what: str) -> float:
+    """`value` as a float, which may be NaN or infinite. Raises ValueError about `what`."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{what} = {safe_repr(value)}: must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        # An integer beyond every float.
+        return math.inf if value == abs(value) else -math.inf
+
+
+def finite(value: object, what: str) -> float:
+    """`value` as a finite float. Raises ValueError."""
+    found = number(value, what)
+    if not math.isfinite(found):
+        raise ValueError(f"{what} = {safe_repr(value)}: must be finite")
+    return found
+
+
+def not_negative(value: object, what: str) -> float:
+    """`value` as a finite float, at least 0. Raises ValueError."""
+    found = finite(value, what)
+    if found < 0:
+        raise ValueError(f"{what} = {safe_repr(value)}: must be at least 0")
+    return found
+
+
+def whole(value: object, what: str, least: int = 0) -> int:
+    """`value` as an integer of at least `least`. Raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} = {safe_repr(value)}: must be a whole number, at least {least}")
+    return value
+
+
+def table(value: object, what: str) -> Mapping[str, Any]:
+    """`value` when it is a mapping. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} = {safe_repr(value)}: must be a table of names and values")
+    return value

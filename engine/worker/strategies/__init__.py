@@ -1,3 +1,0 @@
-"""How the work of an update is divided over ranks: one module per strategy, each a `strategy.Strategy`.
-
-Strategies compute and communicate; iterations, files, signals and start-up belong to the loop and the trainer."""

@@ -1,0 +1,281 @@
+"""The shape of the code in figures: `uv run python -m tests.architecture.report [--repo DIR]`, also on an old checkout.
+
+Only the source is read, nothing is imported, so that any version can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+PACKAGES = ("engine", "tui")
+SHORT = 60
+"""A file with fewer lines is short."""
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+STEP = re.compile(r"\d+\. `(?P<path>[\w/]+\.py)`: (?P<text>.+)")
+STARTS_PROCESS = "starts a process"
+CHAIN = 3
+"""A frontend calls an engine's part over `engine.api` and its Engine."""
+MEETING_POINTS = ("engine.protocol.", "engine.store.layout", "engine.node.")
+"""Two processes, or a writer and a reader of a file, are connected where both import the form of what they exchange."""
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    """Dotted, as it is imported; a package's own name for its `__init__`."""
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def lines(self) -> int:
+        return len(self.text.splitlines())
+
+    @cached_property
+    def code_lines(self) -> int:
+        """Lines that are neither blank nor wholly comment or docstring."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NO_CODE)
+        return len({line for span in spans for line in span} - set(self._docstring_lines()))
+
+    @cached_property
+    def header_lines(self) -> int:
+        """From the first line to the last of the leading docstring and imports."""
+        last = 0
+        for node in self.tree.body:
+            kind_of_header = isinstance(node, ast.Import | ast.ImportFrom | ast.Expr) or _is_type_checking(node)
+            if not kind_of_header:
+                break
+            last = node.end_lineno or last
+        return last
+
+    @cached_property
+    def public_classes(self) -> list[str]:
+        return [node.name for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+
+    @cached_property
+    def public_functions(self) -> list[str]:
+        """Functions and methods."""
+        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        return [node.name for node in nodes if node.name[0] != "_"]
+
+    @cached_property
+    def docstrings(self) -> list[str]:
+        """Of the module, its classes, functions, and fields."""
+        return [str(ast.literal_eval(node.value)) for node in _texts(self.tree)]
+
+    @cached_property
+    def identifiers(self) -> set[str]:
+        """Every name that the module defines: classes, functions, parameters, variables and attributes."""
+        found = set()
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.add(name)
+                case ast.arg(arg=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case _:
+                    pass
+        return found
+
+    def imports(self, known: Mapping[str, Module]) -> set[str]:
+        """The modules of `known` that are imported anywhere in this one, for type checking alone too."""
+        found = set()
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Import(names=names):
+                    found |= {alias.name for alias in names}
+                case ast.ImportFrom(module=module, names=names, level=level):
+                    base = self._base(module, level)
+                    for alias in names:
+                        whole = f"{base}.{alias.name}"
+                        found.add(whole if whole in known else base)
+                case _:
+                    pass
+        return {name for name in found if name in known} - {self.name}
+
+    def _base(self, module: str | None, level: int) -> str:
+        if not level:
+            return module or ""
+        parts = self.name.split(".")
+        package = parts if self.path.name == "__init__.py" else parts[:-1]
+        kept = package[: len(package) - (level - 1)]
+        return ".".join([*kept, module] if module else kept)
+
+    def _docstring_lines(self) -> Iterator[int]:
+        for node in _texts(self.tree):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _texts(tree: ast.AST) -> Iterator[ast.Expr]:
+    """The statements that are a string alone: docstrings of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+class Code:
+    """The modules of one checkout."""
+
+    def __init__(self, repository: Path, packages: tuple[str, ...] = PACKAGES) -> None:
+        self.repository = repository
+        self.modules: dict[str, Module] = {}
+        for path in sorted(path for package in packages for path in (repository / package).rglob("*.py")):
+            parts = path.relative_to(repository).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            self.modules[name] = Module(name, path, path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        return {name: module.imports(self.modules) for name, module in self.modules.items()}
+
+    def below(self, package: str) -> list[Module]:
+        return [module for name, module in self.modules.items() if name.split(".")[0] == package]
+
+    def twins(self) -> dict[str, list[str]]:
+        """Public class name -> the modules that define it, where there are several."""
+        homes = defaultdict(list)
+        for module in self.modules.values():
+            for name in module.public_classes:
+                homes[name].append(module.name)
+        return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
+
+    def function_counts(self) -> Counter[str]:
+        return Counter(name for module in self.modules.values() for name in module.public_functions)
+
+    def cycles(self) -> list[list[str]]:
+        """Groups of modules that import each other, directly or not."""
+        reached = {name: self._reached(name) for name in self.modules}
+        groups = {
+            tuple(sorted(other for other in reached[name] if name in reached[other]))
+            for name in self.modules
+            if name in reached[name]
+        }
+        return [list(group) for group in sorted(groups)]
+
+    def _reached(self, start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in self.imports[waiting.pop()] - found:
+                found.add(name)
+                waiting.append(name)
+        return found
+
+    def connection(self, step: Step, after: Step) -> str | None:
+        """How a step leads to the one after it; None when the code shows no way."""
+        one, two = step.module, after.module
+        if one == two:
+            return "the same file"
+        if STARTS_PROCESS in step.text:
+            return "a process"
+        chain = self._import_chain(one, two) or self._import_chain(two, one)
+        if chain:
+            return "imports: " + " -> ".join(chain)
+        packages = tuple(f"{name.rpartition('.')[0]}." for name in (one, two))
+        if shared := {
+            name for name in self.imports[one] & self.imports[two] if name.startswith(MEETING_POINTS + packages)
+        }:
+            return f"{min(shared)}, which both import"
+        joins = {name for name, found in self.imports.items() if {one, two} <= found}
+        return f"{min(joins)}, which imports both" if joins else None
+
+    def _import_chain(self, start: str, end: str) -> list[str]:
+        """The shortest chain of at most CHAIN imports from `start` to `end`, both included; empty for none."""
+        chains = [[start]]
+        for _ in range(CHAIN):
+            chains = [[*chain, name] for chain in chains for name in sorted(self.imports[chain[-1]] - set(chain))]
+            if found := next((chain for chain in chains if chain[-1] == end), None):
+                return found
+        return []
+
+
+@dataclass(frozen=True)
+class Step:
+    path: str
+    text: str
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def flows(repository: Path) -> dict[str, list[Step]]:
+    """The numbered flows of docs/architecture.md, by their titles; none in a checkout that has no such document."""
+    document = repository / "docs" / "architecture.md"
+    found: dict[str, list[Step]] = {}
+    if not document.exists():
+        return found
+    chapter = document.read_text(encoding="utf-8").partition("\n## Flows\n")[2].partition("\n## ")[0]
+    for part in chapter.split("\n### ")[1:]:
+        title, _, body = part.partition("\n")
+        found[title] = [Step(match["path"], match["text"]) for match in map(STEP.match, body.splitlines()) if match]
+    return found
+
+
+def report(code: Code) -> Iterator[str]:
+    """The lines that are printed."""
+    for package in PACKAGES:
+        modules = code.below(package)
+        lines, code_lines = sum(module.lines for module in modules), sum(module.code_lines for module in modules)
+        header = sum(module.header_lines for module in modules)
+        yield (
+            f"{package}: {len(modules)} files, {lines:,} lines, {code_lines:,} of code; "
+            f"header {header / max(1, lines):.0%} ({header / max(1, len(modules)):.0f} lines a file); "
+            f"{sum(module.lines < SHORT for module in modules)} files under {SHORT} lines"
+        )
+    longest = sorted(code.modules.values(), key=lambda module: -module.lines)[:8]
+    yield "longest: " + ", ".join(f"{module.path.relative_to(code.repository)} {module.lines}" for module in longest)
+    yield f"public class names that occur twice: {len(code.twins())}"
+    for name, modules_of in code.twins().items():
+        yield f"  {name}: {', '.join(modules_of)}"
+    counts = code.function_counts()
+    yield "public function names that occur most: " + ", ".join(f"{name} {n}" for name, n in counts.most_common(12))
+    yield f"functions called look: {counts['look']}"
+    yield f"import cycles: {len(code.cycles())}"
+    for cycle in code.cycles():
+        yield f"  {len(cycle)} modules: {', '.join(cycle)}"
+    for title, steps in flows(code.repository).items():
+        yield f"{title} passes through {len({step.path for step in steps})} files"
+        for step, after in pairwise(steps):
+            missing = [each.path for each in (step, after) if each.module not in code.modules]
+            if missing or code.connection(step, after) is None:
+                yield f"  {step.path} -> {after.path}: {'no such file' if missing else 'not connected'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.architecture.report", description=__doc__)
+    parser.add_argument("--repo", type=Path, default=Path(__file__).parents[2], metavar="DIR", help="another checkout")
+    for line in report(Code(parser.parse_args().repo)):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

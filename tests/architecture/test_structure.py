@@ -1,0 +1,75 @@
+"""The shape of the code: no cycles, no twins, no growth, the field's words, and flows that the document tells truly."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.report import Code, Module, flows
+
+CODE = Code(Path(__file__).parents[2])
+FLOWS = flows(CODE.repository)
+MOST_FILES, MOST_LINES = 243, 41_900
+"""Of the engine. They are lowered when it shrinks, not raised."""
+DIALECT = {
+    *("Flight", "FlightConfig", "fly", "bring_home", "stumble", "look", "looks", "Desk", "Scene", "survey", "Room"),
+    *("face", "faces", "told", "said", "heard", "beat", "beats", "Rescue", "culprit", "judging", "Witnesses", "Signs"),
+    *("Remnants", "inheritance", "Sighting", "last_words", "Ways", "Wiring", "wiring", "Situation", "Outlook"),
+    *("judgement", "mend", "mending", "cures", "stand_in", "_part", "_look_at_own", "_keep_up", "owes", "all_home"),
+    *("hurry", "run_story", "plan_story", "tidying"),
+}
+"""Names of an earlier vocabulary. The field says probe, message, reported, received, heartbeat, fix, first_failure."""
+OPENINGS = re.compile(r"(Of|What|Whether) |To be closed")
+"""How no docstring begins: the subject comes first, and a question of a name needs no docstring."""
+
+
+def package_of(module: Module) -> str:
+    """For example engine.run, engine.models or tui."""
+    parts = module.name.split(".")
+    return parts[0] if parts[0] == "tui" else ".".join(parts[:2])
+
+
+PACKAGES = sorted({package_of(module) for module in CODE.modules.values()})
+
+
+def modules_of(package: str) -> list[Module]:
+    return [module for module in CODE.modules.values() if package_of(module) == package]
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    assert CODE.cycles() == []
+
+
+def test_no_public_class_name_occurs_twice() -> None:
+    assert CODE.twins() == {}
+
+
+def test_the_engine_does_not_grow() -> None:
+    engine = CODE.below("engine")
+    assert len(engine) <= MOST_FILES
+    assert sum(module.lines for module in engine) <= MOST_LINES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_are_the_fields(package: str) -> None:
+    assert {module.name: found for module in modules_of(package) if (found := module.identifiers & DIALECT)} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_begin_with_their_subject(package: str) -> None:
+    found = [(module.name, text[:60]) for module in modules_of(package) for text in module.docstrings]
+    assert [each for each in found if OPENINGS.match(each[1])] == []
+
+
+def test_the_document_tells_the_flows() -> None:
+    assert {"A launch", "A log line", "A fix", "An abort"} <= FLOWS.keys()
+
+
+@pytest.mark.parametrize("title", FLOWS)
+def test_each_step_of_a_flow_leads_to_the_next(title: str) -> None:
+    steps = FLOWS[title]
+    assert [step.path for step in steps if step.module not in CODE.modules] == []
+    assert [(one.path, two.path) for one, two in pairwise(steps) if CODE.connection(one, two) is None] == []

@@ -1,0 +1,181 @@
+"""Writes the generated parts of the documentation: `uv run python -m tests.docs.generate`.
+
+A generated part of a document lies between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from engine.checks.runner import CHECKS
+from engine.run.diagnosis import findings
+from engine.run.signatures import SIGNATURES, Signature, SignatureKind
+from tests.docs.configuration import configuration
+from tui import actions, cli
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+_PART: Final = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+_ISSUE: Final = re.compile(r"\b(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
+PACKAGES: Final = (
+    "tui",
+    "engine/api",
+    "engine/run",
+    "engine/calibration",
+    "engine/checks",
+    "engine/launch",
+    "engine/plan",
+    "engine/cluster",
+    "engine/store",
+    "engine/config",
+    "engine/validators",
+    "engine/security",
+    "engine/protocol",
+    "engine/node",
+    "engine/trainer",
+)
+"""In the order of the imports."""
+PURPOSE_CHARACTERS: Final = 100
+_PRINTED_BY: Final = {
+    "launch": "mlx.launch and the shell that starts a rank",
+    "config": "mlx.distributed_config",
+    "ring": "MLX's ring backend",
+    "any": "Any backend of MLX",
+    "dist": "Any backend of MLX",
+    "jaccl": "MLX's jaccl backend (RDMA over Thunderbolt)",
+    "metal": "Metal",
+    "os": "macOS",
+    "lora": "mlx-lm",
+    "hf": "The Hugging Face libraries",
+    "import": "Python's imports",
+    "memory": "Memory",
+    "disk": "Disks",
+    "ssh": "ssh",
+}
+"""The first part of a signature's id → the heading that it stands under."""
+
+
+def commands() -> str:
+    """Every command with its options and examples, from the argument parser."""
+    return "\n\n".join(_command(name, parser) for name, parser in _subparsers(cli.command_parser()).items())
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    (found,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    choices: Mapping[str, argparse.ArgumentParser] = found.choices
+    return choices
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    rows = [f"| {_written(action)} | {action.help} |" for action in parser._actions if _is_shown(action)]
+    examples = [re.split(r" {3,}", line.strip(), maxsplit=1) for line in (parser.epilog or "").splitlines()[1:]]
+    width = max(len(example[0]) for example in examples)
+    return "\n".join(
+        [
+            f"## flightdeck {name}",
+            "",
+            str(parser.description),
+            "",
+            *(["| option | meaning |", "|---|---|", *rows, ""] if rows else []),
+            *("    " + "   # ".join([example[0].ljust(width), *example[1:]]).rstrip() for example in examples),
+        ]
+    )
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    """--help and --json are the same everywhere; the page says so once."""
+    return not {"--help", "--json"} & set(action.option_strings)
+
+
+def _written(action: argparse.Action) -> str:
+    value: Any = action.metavar or ("|".join(action.choices) if action.choices else None)
+    names = [f"`{name}{f' {value}' if value else ''}`" for name in action.option_strings] or [f"`{value}`"]
+    return ", ".join(names).replace("|", "\\|")
+
+
+def checks() -> str:
+    """Every preflight check."""
+    rows = [f"| `{check.name}` | {check.title} |" for check in CHECKS.values()]
+    return "\n".join(["| check | what it verifies |", "|---|---|", *rows])
+
+
+def files() -> str:
+    """Every module of a package, with the first sentence of its docstring."""
+    sections = []
+    for package in PACKAGES:
+        modules = [path for path in sorted((ROOT / package).rglob("*.py")) if path.name != "__init__.py"]
+        rows = [f"| `{path.relative_to(ROOT / package)}` | {_purpose(path)} |" for path in modules]
+        sections.append("\n".join([f"### {package}", "", "| file | what it is |", "|---|---|", *rows]))
+    return "\n\n".join(sections)
+
+
+def _purpose(path: Path) -> str:
+    paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(paragraph.split()), maxsplit=1)[0]
+    return textwrap.shorten(sentence, PURPOSE_CHARACTERS, placeholder=" …").replace("`", "").replace("|", "\\|")
+
+
+def signatures() -> str:
+    """Every known failure message, by the program that prints it."""
+    headings = list(dict.fromkeys(_PRINTED_BY.values()))
+    return "\n\n".join(
+        "\n\n".join([f"## {heading}", *(_signature(each) for each in SIGNATURES if _heading(each) == heading)])
+        for heading in headings
+    )
+
+
+def _heading(signature: Signature) -> str:
+    return _PRINTED_BY[signature.id.partition(".")[0]]
+
+
+def _signature(signature: Signature) -> str:
+    (found,) = findings([signature.example])
+    kinds = {
+        SignatureKind.CONSEQUENCE: " Something else failed first: this is a consequence.",
+        SignatureKind.NOISE: " Not a cause: healthy runs print it too, or another log explains it.",
+    }
+    source = _ISSUE.sub(r"[\g<0>](https://github.com/\g<repository>/issues/\g<number>)", signature.source)
+    return "\n".join(
+        [
+            f"### {signature.id}",
+            "",
+            f"    {signature.example}",
+            "",
+            f"- Cause: {found.cause}.{kinds.get(signature.kind, '')}",
+            f"- Fix: {found.fix}.",
+            f"- Source: {source} ({signature.proof}).",
+        ]
+    )
+
+
+PARTS: Final[Mapping[str, Callable[[], str]]] = {
+    "checks": checks,
+    "commands": commands,
+    "configuration": configuration,
+    "files": files,
+    "keys": actions.markdown,
+    "signatures": signatures,
+}
+
+
+def generated(document: str) -> str:
+    """The document with its generated parts made anew. Raises KeyError for a part of no known name."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n\n{part[3]}", document)
+
+
+def main() -> None:
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        before = path.read_text(encoding="utf-8")
+        after = generated(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What CONTRIBUTING.md says to write works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.app import App, ComposeResult
+from textual.content import Content
+
+from engine.checks import connectivity
+from engine.checks.context import CheckContext
+from engine.checks.runner import run_checks
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.models import CheckStatus
+from engine.run.signatures import SIGNATURES, Provenance, Signature
+from tests.docs.generate import ROOT
+from tui.state import DeckState
+from tui.widgets.pane import Pane
+from tui.widgets.text import Text
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def code(heading: str) -> str:
+    """The first block of code below a heading."""
+    section = TEXT.split(f"## {heading}\n")[1]
+    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", section, re.MULTILINE)
+    return textwrap.dedent(next(block for block in blocks if block.strip())).strip("\n")
+
+
+def executed(source: str, **names: object) -> dict[str, Any]:
+    namespace: dict[str, Any] = dict(names)
+    exec(source, namespace)
+    return namespace
+
+
+async def test_the_check_runs(tmp_path: Path) -> None:
+    check = executed(code("Add a check"))["CHECK"]
+    node = NodeConfig(name="here", python="/usr/bin/python3", workdir=str(tmp_path))
+    config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="job", command=("true",)))
+    async with Fleet(config.nodes, tmp_path) as fleet:
+        context = CheckContext(config, fleet)
+        try:
+            checks = {each.name: each for each in (connectivity.CHECK, check)}
+            report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+        finally:
+            await context.close()
+    assert (report.checks[-1].name, report.checks[-1].status) == ("os_version", CheckStatus.PASS)
+
+
+def test_the_failure_signature_matches_its_example_and_no_other() -> None:
+    signature = executed(f"made = {code('Add a failure signature')}", Signature=Signature, Provenance=Provenance)[
+        "made"
+    ]
+    assert signature.id not in {known.id for known in SIGNATURES}
+    matching = [known.id for known in (*SIGNATURES, signature) if re.search(known.pattern, signature.example)]
+    assert matching == [signature.id]
+
+
+async def test_the_screen_is_drawn() -> None:
+    names = {"Pane": Pane, "ComposeResult": ComposeResult, "Text": Text, "DeckState": DeckState, "Content": Content}
+    pane = executed(code("Add a screen"), **names)["AuditPane"]()
+
+    class Alone(App[None]):
+        def compose(self) -> ComposeResult:
+            yield pane
+
+    async with Alone().run_test():
+        pane.show(DeckState(fault="nothing there"))
+        assert pane.text() == "nothing there"
+        assert str(pane.query_one(Text).render()) == "nothing there"
+
+
+@pytest.mark.parametrize("section", ["Add a check", "Add a failure signature", "Add a screen"])
+def test_ten_lines_are_enough(section: str) -> None:
+    assert len([line for line in code(section).splitlines() if line.strip()]) <= 12

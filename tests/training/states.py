@@ -1,0 +1,81 @@
+"""Small states, and parts of a trainer that save and restore them, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine.protocol.events import EventWriter
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.locations import Destination, Remote
+from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.reporting import Reporter
+from engine.trainer.strategies.base import State
+
+WINDOW = {"loss_sum": 1.5, "losses": 1}
+
+
+class FakeStrategy:
+    """A strategy's state: one number per part."""
+
+    def __init__(self) -> None:
+        self.restored: dict[int, float] = {}
+        self.unfit: set[float] = set()
+        self.others: set[float] = set()
+        """Values of another rank's part."""
+
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        return float(np.asarray(state["weights"]["w"])[0]) not in self.unfit | self.others
+
+    def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
+        value = float(np.asarray(state["weights"]["w"])[0])
+        if value in self.unfit:
+            raise ValueError("w is of another shape")
+        self.restored[part] = value
+
+
+def state(value: float) -> State:
+    arrays = {"weights": {"w": mx.full((50,), value)}, "optimizer": {"step": mx.array(3, mx.uint64)}}
+    mx.eval(arrays)
+    return arrays
+
+
+def snapshot(update: int, value: float | None = None) -> Snapshot:
+    return Snapshot(2 * update, update, WINDOW, state(update if value is None else value))
+
+
+def origin(part: int = 0, parts: int = 1, job: str = "job") -> Origin:
+    return Origin(job, world_size=max(parts, 2), part=part, parts=parts)
+
+
+def reporter(path: Path, rank: int = 0) -> Reporter:
+    path.parent.mkdir(exist_ok=True)
+    return Reporter(rank, EventWriter(path, rank, 2))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def corrupt(checkpoint: store.Checkpoint) -> None:
+    file = checkpoint.path / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def periodic(home: Path, *, part: int = 0, parts: int = 1, remote: Remote | None = None) -> PeriodicCheckpoints:
+    """One every two updates, of a rank of two; its events are in `home`/e<part>."""
+    destination = Destination(home / f"p{part}", remote)
+    policy = CheckpointPolicy(2, keep=2)
+    return PeriodicCheckpoints(destination, policy, origin(part, parts), reporter(home / f"e{part}", part))
+
+
+def names(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in store.list_checkpoints(folder)]

@@ -1,0 +1,229 @@
+"""The state that a training resumes from, with ranks as threads of this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from engine.protocol.job import JobError, config_hash
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.files import MANIFEST_NAME
+from engine.trainer.checkpoint.locations import CheckpointLocations
+from engine.trainer.checkpoint.resume import CandidateRow, Resume, ResumePoint, StateFolder, complete_states
+from engine.trainer.collective import Collective
+from engine.trainer.replica_check import Corrupted
+from engine.trainer.strategies.base import Strategy
+from tests.training.states import WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot
+from tests.training.together import together
+
+
+def resume(
+    home: Path,
+    folders: list[list[Path]],
+    unfit: set[float] | None = None,
+    reached: int = 0,
+    others: set[float] | None = None,
+) -> tuple[list[ResumePoint], list[FakeStrategy], str]:
+    """Resume on a rank for each of `folders`: the points, the restored strategies, and the warnings."""
+    strategies = [FakeStrategy() for _ in folders]
+    for one in strategies:
+        one.unfit, one.others = unfit or set(), others or set()
+
+    def run(collective: Collective) -> ResumePoint:
+        rank = collective.rank
+        search = Resume(collective, cast("Strategy", strategies[rank]), "job", reporter(home / f"e{rank}", rank))
+        return search.run([StateFolder("checkpoint", folder) for folder in folders[rank]], reached=reached)
+
+    starts = together(len(folders), run)
+    messages = "\n".join(
+        event["message"]
+        for rank in range(len(folders))
+        for event in events(home / f"e{rank}")
+        if event["event"] == "warning"
+    )
+    return starts, strategies, messages
+
+
+def test_the_config_hash_does_not_depend_on_the_layer_split() -> None:
+    raw = {"iters": 3, "layer_split": "0-1,1-4"}
+    assert config_hash(raw) == config_hash({**raw, "layer_split": "0-4"}) == config_hash({"iters": 3})
+    assert config_hash(raw) != config_hash({**raw, "iters": 4})
+
+
+def row(update: int, part: int = 0, parts: int = 1) -> CandidateRow:
+    return CandidateRow(update, parts, part, "checkpoint", 2 * update, {}, None, 0)
+
+
+def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
+    rows = [[row(7, 0, 2), row(5, 0, 2), row(3)], [row(5, 1, 2), row(3)], [row(6, 1, 3)]]
+    found = complete_states(rows)
+    assert [(whole.update, len(whole.holders)) for whole in found] == [(5, 2), (3, 1)]
+    assert found[0].holders == (((0, 1),), ((1, 0),))
+    assert found[1].holders == (((0, 2), (1, 1)),)
+
+
+def test_the_newest_state_of_any_rank_is_restored_on_all(tmp_path: Path) -> None:
+    store.write(tmp_path / "a", snapshot(4), origin())
+    store.write(tmp_path / "b", snapshot(9), origin())
+    starts, strategies, messages = resume(tmp_path, [[tmp_path / "a"], [tmp_path / "b"], []])
+    assert starts == [ResumePoint(18, 9, WINDOW, "checkpoint", 1)] * 3
+    assert [one.restored for one in strategies] == [{0: 9.0}] * 3
+    assert messages == ""
+
+
+def test_of_equal_states_the_lowest_ranks_is_used_and_the_next_ones_if_that_is_corrupt(tmp_path: Path) -> None:
+    copies = [store.write(tmp_path / name, snapshot(4), origin()) for name in ("a", "b")]
+    folders = [[tmp_path / "a"], [tmp_path / "b"]]
+    assert resume(tmp_path / "one", folders)[0][0].rank == 0
+    corrupt(copies[0])
+    starts, strategies, messages = resume(tmp_path / "two", folders)
+    assert [start.rank for start in starts] == [1, 1] and [one.restored for one in strategies] == [{0: 4.0}] * 2
+    assert "its hash is not the manifest's" in messages
+
+
+def test_a_state_that_does_not_fit_the_job_is_reported_and_the_one_before_is_used(tmp_path: Path) -> None:
+    for update in (1, 2):
+        store.write(tmp_path / "a", snapshot(update), origin())
+    store.write(tmp_path / "a", snapshot(3), origin(job="another"))
+    starts, strategies, messages = resume(tmp_path, [[tmp_path / "a"], []], unfit={2.0})
+    assert [start.update for start in starts] == [1, 1] and strategies[1].restored == {0: 1.0}
+    assert "w is of another shape" in messages and "it is of another job" in messages
+
+
+def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path) -> None:
+    raised: list[str] = []
+
+    def run(collective: Collective) -> None:
+        rank = collective.rank
+        search = Resume(collective, cast("Strategy", FakeStrategy()), "job", reporter(tmp_path / f"e{rank}", rank))
+        with pytest.raises(JobError) as error:
+            search.run([StateFolder("checkpoint", tmp_path / "none")], adapter=rank == 0, reached=40)
+        raised.append(str(error.value))
+
+    together(2, run)
+    assert len(raised) == 2 and raised[0] == raised[1]
+    assert "no rank has any" in raised[0] and "iteration 40" in raised[0] and "\n" not in raised[0]
+    assert "`flightdeck resume`" in raised[0] and "`flightdeck launch`" in raised[0]
+    # Not with a state, nor when no iteration had been reached.
+    assert resume(tmp_path / "one", [[], []])[0] == [ResumePoint()] * 2
+    store.write(tmp_path / "a", snapshot(4), origin())
+    assert [start.update for start in resume(tmp_path / "two", [[tmp_path / "a"], []], reached=40)[0]] == [4, 4]
+
+
+def resume_runs(
+    home: Path, runs: list[Path], *, stop_on_corruption: bool = True
+) -> tuple[list[ResumePoint | Corrupted], list[FakeStrategy], str]:
+    """Resume on a rank for each folder of a run: the points or errors, the restored strategies, and the warnings."""
+    strategies = [FakeStrategy() for _ in runs]
+
+    def run(collective: Collective) -> ResumePoint | Corrupted:
+        rank = collective.rank
+        reported = reporter(home / f"e{rank}", rank)
+        search = Resume(
+            collective, cast("Strategy", strategies[rank]), "job", reported, stop_on_corruption=stop_on_corruption
+        )
+        try:
+            return search.run(CheckpointLocations.of(runs[rank], runs[rank], "run", None).states())
+        except Corrupted as error:
+            return error
+
+    found = together(len(runs), run)
+    messages = [
+        event["message"] for rank in range(len(runs)) for event in events(home / f"e{rank}") if "message" in event
+    ]
+    return found, strategies, "\n".join(messages)
+
+
+def save_on_ranks(home: Path, attempt: int, values: list[float]) -> list[Path]:
+    """A node for each rank of an attempt, which has saved its state of update 4."""
+    for rank, value in enumerate(values):
+        store.write(home / f"n{rank}" / "emergency" / str(attempt) / f"rank{rank}", snapshot(4, value), origin())
+    return [home / f"n{rank}" for rank in range(len(values))]
+
+
+def test_an_outvoted_emergency_checkpoint_is_not_used(tmp_path: Path) -> None:
+    found, strategies, messages = resume_runs(tmp_path / "one", save_on_ranks(tmp_path, 1, [9.0, 4.0, 4.0]))
+    assert (
+        found == [ResumePoint(8, 4, WINDOW, "emergency", 1)] * 3
+        and [one.restored for one in strategies] == [{0: 4.0}] * 3
+    )
+    assert "update 4" in messages and "attempt 1" in messages and "rank 0 is outvoted by the others" in messages
+    # Two ranks of one node see the same folders: these count once.
+    (tmp_path / "n1").rename(tmp_path / "gone")
+    (tmp_path / "n1").mkdir()
+    nodes = [tmp_path / "n0", tmp_path / "n0", tmp_path / "n2"]
+    assert all(isinstance(one, Corrupted) for one in resume_runs(tmp_path / "two", nodes)[0])
+
+
+def test_emergency_checkpoints_that_differ_without_a_majority_are_not_used(tmp_path: Path) -> None:
+    runs = save_on_ranks(tmp_path, 1, [9.0, 4.0])
+    found, strategies, _ = resume_runs(tmp_path / "stop", runs)
+    for error in found:
+        assert isinstance(error, Corrupted) and error.facts == {"ranks": [0, 1], "certain": False}
+        assert "ranks 0, 1 disagree" in str(error) and "\n" not in str(error)
+    assert [one.restored for one in strategies] == [{}, {}]
+    found, strategies, messages = resume_runs(tmp_path / "warn", runs, stop_on_corruption=False)
+    assert [one.restored for one in strategies] == [
+        {0: 9.0}
+    ] * 2 and "no majority that tells which is right" in messages
+
+
+def test_emergency_checkpoints_of_different_attempts_may_differ(tmp_path: Path) -> None:
+    """Another number of ranks sums in another order."""
+    store.write(tmp_path / "n0" / "emergency" / "1" / "rank0", snapshot(4, 9.0), origin())
+    store.write(tmp_path / "n1" / "emergency" / "2" / "rank1", snapshot(4, 4.0), origin())
+    found, _, messages = resume_runs(tmp_path, [tmp_path / "n0", tmp_path / "n1"])
+    assert found == [ResumePoint(8, 4, WINDOW, "emergency", 0)] * 2 and messages == ""
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"iteration": "4", "part": 0, "parts": 1, "window": {}},
+        {"iteration": -4, "part": 0, "parts": 1, "window": {}},
+        {"iteration": 4, "part": 1, "parts": 1, "window": {}},
+        {"iteration": 4, "part": 0, "parts": 10**9, "window": {}},
+        {"iteration": 4, "part": True, "parts": 1, "window": {}},
+        {"iteration": 4, "part": 0, "parts": 1, "window": {"losses": "many"}},
+        {"iteration": 4, "part": 0, "parts": 1, "window": []},
+    ],
+)
+def test_a_manifest_with_impossible_facts_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    written = store.write(tmp_path / "a", snapshot(2), origin())
+    manifest = json.loads((written.path / MANIFEST_NAME).read_bytes())
+    (written.path / MANIFEST_NAME).write_text(json.dumps({**manifest, "state": facts}))
+    starts, strategies, messages = resume(tmp_path, [[tmp_path / "a"]])
+    assert starts[0].source == "none" and strategies[0].restored == {}
+    assert "its manifest" in messages and "1 were refused" in messages
+
+
+def test_each_rank_restores_its_own_part_and_another_number_of_ranks_all_parts(tmp_path: Path) -> None:
+    for part in (0, 1):
+        store.write(tmp_path / f"p{part}", snapshot(5, value=10.0 + part), origin(part, 2))
+        store.write(tmp_path / f"p{part}", snapshot(6, value=20.0 + part), origin(part, 2))
+    folders = [[tmp_path / "p0"], [tmp_path / "p1"]]
+    starts, strategies, _ = resume(tmp_path / "same", folders)
+    assert starts == [ResumePoint(12, 6, WINDOW, "checkpoint", None)] * 2
+    assert [one.restored for one in strategies] == [{0: 20.0}, {0: 21.0}]
+    # One rank's layers have changed: all ranks get all parts.
+    starts, strategies, messages = resume(tmp_path / "divided", folders, others={21.0})
+    assert starts == [ResumePoint(12, 6, WINDOW, "checkpoint", 0)] * 2 and messages == ""
+    assert [one.restored for one in strategies] == [{0: 20.0, 1: 21.0}] * 2
+    _, strategies, _ = resume(tmp_path / "three", [*folders, []])
+    assert [one.restored for one in strategies] == [{0: 20.0, 1: 21.0}] * 3
+    _, strategies, _ = resume(tmp_path / "one", [folders[0] + folders[1]])
+    assert strategies[0].restored == {0: 20.0, 1: 21.0}
+
+
+def test_a_corrupt_part_makes_the_whole_state_unusable(tmp_path: Path) -> None:
+    for part in (0, 1):
+        store.write(tmp_path / f"p{part}", snapshot(5, value=10.0 + part), origin(part, 2))
+    newer = [store.write(tmp_path / f"p{part}", snapshot(6), origin(part, 2)) for part in (0, 1)]
+    corrupt(newer[1])
+    starts, strategies, messages = resume(tmp_path, [[tmp_path / "p0"], [tmp_path / "p1"]])
+    assert [start.update for start in starts] == [5, 5]
+    assert [one.restored for one in strategies] == [{0: 10.0}, {0: 11.0}] and "step-000000006" in messages

@@ -1,0 +1,221 @@
+"""What calibration times is the trainer's own step; its figures follow from the steps alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from engine.protocol.job import Job
+from engine.protocol.measurements import MeasureReport, MeasureSpec
+from engine.trainer import calibrate
+from engine.trainer.data import load_split
+from engine.trainer.model import load_model
+from engine.trainer.single_node_bench import (
+    PROBE_BATCHES,
+    WINDOWS,
+    Measurement,
+    SingleNodeTrainer,
+    SyntheticData,
+    synthetic_model,
+)
+from tests.training.test_update import make_job, train
+from tests.training.tiny import Tiny
+
+
+def alone(job: Job) -> tuple[SingleNodeTrainer, Any]:
+    model, tokenizer = load_model(job)
+    data = load_split(job, "train", tokenizer, lambda _: None)
+    return SingleNodeTrainer(job, model, data, data.sampler(job.batch_size, job.seed).batch), model
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"grad_accumulation_steps": 3, "iters": 6}, {"fine_tune_type": "lora", "lora_parameters": {"dropout": 0.1}}],
+)
+def test_its_steps_are_the_trainers_to_the_bit(tiny: Tiny, tmp_path: Path, keys: dict[str, Any]) -> None:
+    trained = train(tiny, tmp_path, **keys)
+    training, model = alone(make_job(tiny, tmp_path, **keys))
+    tokens = sum(training.step(trained.job.batch_size)[1] for _ in range(trained.job.iters))
+    weights = trained.weights()
+    assert all(mx.array_equal(value, weights[name]) for name, value in tree_flatten(model.trainable_parameters()))
+    assert tokens == sum(step["tokens"] for step in trained.of("step"))
+
+
+def test_a_probe_measures_state_and_peak_at_the_full_length(tiny: Tiny, tmp_path: Path) -> None:
+    training, model = alone(make_job(tiny, tmp_path))
+    everything = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    # What earlier tests have left must not go while it is measured.
+    gc.collect()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        found = [training.probe(batch) for batch in (*PROBE_BATCHES, 4)]
+    finally:
+        gc.enable()
+    # Gradients beside what was there: weights, and Adam's moments.
+    assert training.gradient_bytes <= found[0][0] - before < training.gradient_bytes + 4096
+    assert before > everything + 2 * training.gradient_bytes
+    peaks = [peak for _, peak in found]
+    assert peaks[0] < peaks[1] < peaks[2]
+    # Affine, as far as so small a model shows it: what is in flight at the peak differs from run to run.
+    assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.25)
+
+
+class Paced:
+    """Steps that take what a formula says, on a clock of its own."""
+
+    def __init__(self, overhead_s: float, per_example_s: float | Iterator[float]) -> None:
+        self.now = 0.0
+        self._overhead_s = overhead_s
+        self._per_example_s = per_example_s if not isinstance(per_example_s, float) else iter(lambda: per_example_s, 0)
+
+    def step(self, batch_size: int) -> tuple[float, int]:
+        seconds = self._overhead_s + batch_size * next(self._per_example_s)
+        self.now += seconds
+        return seconds, batch_size * 10
+
+
+def measured(paced: Paced, batch: int, seconds: float) -> Measurement:
+    measurement = Measurement(cast("SingleNodeTrainer", paced), batch, seconds, clock=lambda: paced.now)
+    measurement.run(lambda: None)
+    return measurement
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_throughput_and_what_a_step_costs_whatever_its_batch(batch: int) -> None:
+    found = measured(Paced(0.02, 0.01), batch, 30.0)
+    assert found.steps.examples_per_s == pytest.approx(batch / (0.02 + batch * 0.01))
+    assert found.overhead_s == pytest.approx(0.02)
+    assert found.spread == pytest.approx(0)
+    assert found.steps.tokens == 10 * batch * len(found.steps.seconds)
+    assert 30.0 <= found.elapsed_s < 34.0
+
+
+def test_the_spread_is_over_windows_and_says_how_unsteady_it_was() -> None:
+    slower = (0.01 * (1 + step / 1000) for step in count())
+    found = measured(Paced(0.0, slower), 4, 20.0)
+    assert WINDOWS - 2 <= len(found.throughputs) <= WINDOWS
+    assert found.throughputs == sorted(found.throughputs, reverse=True)
+    assert found.spread is not None and found.spread == pytest.approx(
+        np.std(found.throughputs, ddof=1) / np.mean(found.throughputs)
+    )
+    assert found.spread > 0.05
+
+
+def test_a_step_that_outlasts_the_measurement_is_measured_once() -> None:
+    found = measured(Paced(0.0, 100.0), 2, 10.0)
+    assert len(found.steps.seconds) == 1 and found.spread is None
+    assert found.steps.examples_per_s == pytest.approx(0.01)
+
+
+def run(spec: MeasureSpec, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    (folder / "spec.json").write_text(spec.to_json())
+    argv = [sys.executable, "-m", "engine.trainer.calibrate", str(folder / "spec.json")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def spec(tiny: Tiny, folder: Path, job: dict[str, Any] | None, **fields: Any) -> MeasureSpec:
+    known: dict[str, Any] = {"workdir": str(folder), "job": job, "model": str(tiny.model), "data": str(tiny.text)}
+    return MeasureSpec(**{**known, "batch": 4, "seconds": 0.3, **fields})
+
+
+def test_the_program_says_how_far_it_is_and_what_it_has_measured(tiny: Tiny, tmp_path: Path) -> None:
+    code, output = run(spec(tiny, tmp_path, tiny.job()), tmp_path)
+    assert code == 0
+    phases = list(dict.fromkeys(line["progress"]["phase"] for line in output[:-1]))
+    assert phases == ["loading", "probing", "warming up", "measuring"]
+    found = MeasureReport(**output[-1]["measured"])
+    assert found.problem is None and found.batch == 4 and found.steps > 0
+    assert found.examples_per_s is not None and found.examples_per_s > 0
+    assert found.tokens_per_s is not None and found.tokens_per_s > found.examples_per_s
+    assert [batch for batch, _ in found.probes] == list(PROBE_BATCHES)
+    assert found.state_bytes is not None and found.gradient_bytes is not None
+    assert found.qos == ("not on macOS" if sys.platform != "darwin" else found.qos)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]
+
+
+def test_a_job_of_ones_own_has_a_stand_in_that_needs_no_files(tmp_path: Path) -> None:
+    own = MeasureSpec(workdir=str(tmp_path), job=None, model=None, data=None, batch=4, seconds=0.3)
+    code, output = run(own, tmp_path)
+    assert code == 0 and output[-1]["measured"]["examples_per_s"] > 0
+
+
+def test_what_is_missing_is_said_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    code, output = run(spec(tiny, tmp_path, tiny.job(), model=str(tmp_path / "none")), tmp_path)
+    assert code == 1
+    assert output[-1]["measured"]["examples_per_s"] is None
+    assert "is not a directory on this node" in output[-1]["measured"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("stepped", "speed", "problem"),
+    [(False, 0.0, "no step within 60 s"), (True, None, "a step has not ended within 60 s")],
+)
+def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stepped: bool,
+    speed: float | None,
+    problem: str,
+) -> None:
+    class LeftError(Exception):
+        """In place of the process's end."""
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    idle = Measurement(cast("SingleNodeTrainer", Paced(0.0, 1.0)), 4, 10.0)
+    with pytest.raises(LeftError, match="1"):
+        calibrate._give_up(MeasureReport(), idle, stepped)
+    found = json.loads(capsys.readouterr().out)["measured"]
+    assert (found["examples_per_s"], found["problem"]) == (speed, problem)
+
+
+def test_the_limit_is_of_each_step_and_not_of_all_together() -> None:
+    now, looked = [0.0], threading.Semaphore(0)
+
+    def clock() -> float:
+        looked.release()
+        return now[0]
+
+    late: list[bool] = []
+    reported = threading.Event()
+
+    def on_late(stepped: bool) -> None:
+        late.append(stepped)
+        reported.set()
+
+    watch = calibrate._StepWatchdog(60.0, on_late, clock)
+    for _ in range(3):
+        now[0] += 50.0
+        watch.step_done()
+    for _ in range(6):
+        looked.acquire()
+    assert late == [], "150 s in steps of 50 s"
+    now[0] += 61.0
+    assert reported.wait(30)
+    watch.end()
+    assert late[:1] == [True]
+
+
+def test_every_node_has_the_same_synthetic_model(tmp_path: Path) -> None:
+    models = [dict(tree_flatten(synthetic_model(4, tmp_path)[1].parameters())) for _ in range(2)]
+    assert all(mx.array_equal(value, models[1][name]) for name, value in models[0].items())
+    batches = [SyntheticData().batch(np.arange(4)) for _ in range(2)]
+    assert np.array_equal(batches[0].tokens, batches[1].tokens)
+    assert batches[0].targets == 4 * 128

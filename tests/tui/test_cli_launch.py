@@ -1,0 +1,263 @@
+"""The commands that start and stop runs: real ranks under a real mlx.launch, started, followed, interrupted and
+stopped from a shell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api import Engine
+from engine.models import RunState
+from engine.node.processes import with_nonce
+from engine.plan.document import TrainingPlan
+from engine.run.history import fold
+from engine.run.journal import read_journal
+from tests.demo_copies import demo_below
+from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
+
+ITERATIONS = 5
+QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
+"""The two checks that take seconds have been flown with once, by `flown`."""
+
+
+@pytest.fixture(scope="module")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home for this module."""
+    return demo_below(tmp_path_factory.mktemp("flown") / "home")
+
+
+@pytest.fixture(scope="module")
+def flown(shared_home: Path) -> Done:
+    """A demo that has ended."""
+    return flightdeck(shared_home, "demo", "--json", "--ranks", "2", "--iters", str(ITERATIONS), timeout_s=180)
+
+
+@pytest.fixture
+def running(shared_home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command in a group of its own, and ends its run afterwards whatever the test did."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [FLIGHTDECK, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(shared_home),
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    flightdeck(shared_home, "abort", "last", "--now")
+
+
+def id_of(flown: Done) -> str:
+    return str(json.loads(flown.out)["id"])
+
+
+def wait_for(process: subprocess.Popen[str], *starts: str) -> list[str]:
+    """Read lines until one starts with one of `starts`; all that were read."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith(starts):
+            return lines
+    raise AssertionError(f"it ended before {starts}: {lines}")
+
+
+def nonce_of(home: Path, run: str) -> str:
+    return fold(read_journal(Engine(home).runs.find(run).journal).events).nonce
+
+
+def test_a_headless_demo_succeeds_with_one_document_on_stdout(flown: Done) -> None:
+    assert flown.code == 0, flown.err
+    record: dict[str, Any] = json.loads(flown.out)
+    assert (record["state"], record["reason"], record["world_size"]) == ("succeeded", "completed", 2)
+    assert (record["iteration"], record["iterations"]) == (ITERATIONS, ITERATIONS)
+    assert record["tokens_per_second"] > 0
+    for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
+        assert word in flown.err
+    assert flown.err.splitlines()[-1].startswith("succeeded: completed")
+
+
+def test_its_loss_falls(shared_home: Path, flown: Done) -> None:
+    losses = [
+        row["train_loss"]
+        for row in json.loads(flightdeck(shared_home, "metrics", id_of(flown), "--json").out)
+        if "train_loss" in row
+    ]
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0]
+
+
+def test_its_training_plan_lies_beside_it(shared_home: Path, flown: Done) -> None:
+    run = Engine(shared_home).runs.find(id_of(flown))
+    plan = TrainingPlan.model_validate_json(run.training_plan.read_bytes())
+    assert (plan.version, plan.strategy.world_size, plan.data.examples, plan.refusals) == ("2.0.0", 2, 512, ())
+
+
+def test_no_line_is_printed_twice(flown: Done) -> None:
+    iterations = [line for line in flown.err.splitlines() if line.startswith("iteration") and "tok/s" in line]
+    assert len(iterations) == ITERATIONS
+
+
+def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Done) -> None:
+    run = id_of(flown)
+    directory = Engine(shared_home).runs.find(run)
+    merged = flightdeck(shared_home, "logs", run).out.splitlines()
+    single = flightdeck(shared_home, "logs", run, "--rank", "1").out.splitlines()
+    assert [line.removeprefix("1 | ") for line in merged if line.startswith("1 | ")] == single
+    assert flightdeck(shared_home, "logs", run, "--rank", "1", "-n", "2").out.splitlines() == single[-2:]
+    raw = flightdeck(shared_home, "logs", run, "--rank", "0", "--raw").out
+    assert raw == directory.log(0).read_text()
+    documents = json.loads(flightdeck(shared_home, "logs", run, "--rank", "1", "--json").out)
+    assert [document["text"] for document in documents] == single
+
+
+def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    wait_for(process, "iteration")
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted: stopping the run" in said
+    assert "aborted: user_abort" in said
+    assert Engine(shared_home).runs.record("last").state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, "last")) == []
+
+
+def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    runs_before = set(shared_home.glob("runs/*"))
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    wait_for(process, "demo: making")
+    while set(shared_home.glob("runs/*")) == runs_before:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert (process.returncode, "aborted: user_abort" in said) == (130, True), said
+    assert with_nonce(nonce_of(shared_home, "last")) == []
+
+
+def test_following_logs_gives_every_line_once_and_ends_with_the_run(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import time\nfor n in range(100):\n    print('tick', n, flush=True)\n    time.sleep(0.02)\n")
+    file = write_config(tmp_path, command=[sys.executable, str(script)])
+    launched = running("launch", "-c", str(file), "--follow", *QUICK)
+    wait_for(launched, "running")
+    follower = running("logs", "last", "--rank", "0", "-f")
+    said, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0
+    launched.communicate(timeout=60)
+    assert launched.returncode == 0
+    assert said == flightdeck(shared_home, "logs", "last", "--rank", "0").out
+    assert "tick 99" in said
+
+
+def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborted(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import time\nfor n in range(10_000):\n    print('tick', n, flush=True)\n    time.sleep(0.05)\n")
+    file = write_config(tmp_path, command=[sys.executable, str(script)])
+    process = running("launch", "-c", str(file), "--follow", *QUICK)
+    wait_for(process, "running")
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    run = Engine(shared_home).runs.find("last").id
+    assert f"flightdeck abort {run}" in said
+    assert Engine(shared_home).runs.record(run).state is RunState.RUNNING
+    aborted = flightdeck(shared_home, "abort", run)
+    assert (aborted.code, "nothing is left" in aborted.out) == (0, True), aborted
+    assert Engine(shared_home).runs.record(run).state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, run)) == []
+
+
+@pytest.mark.slow
+def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    wait_for(process, "running")
+    directory = Engine(shared_home).runs.find("last")
+    process.kill()
+    os.kill(json.loads(directory.supervisor.read_text())["pid"], signal.SIGKILL)
+    aborted = flightdeck(shared_home, "abort", directory.id)
+    assert aborted.code == 0, aborted
+    assert Engine(shared_home).runs.record(directory.id).state is RunState.ABORTED
+    assert with_nonce(nonce_of(shared_home, directory.id)) == []
+
+
+def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, tmp_path: Path) -> None:
+    file = write_config(tmp_path, command=["./run.sh"])
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/sh\necho ran\n")
+    blocked = flightdeck(shared_home, "launch", "-c", str(file), *QUICK)
+    assert blocked.code == 1
+    assert "fail  program_present" in blocked.out
+    assert f"fix: chmod +x {script}" in blocked.out
+    assert "failed: preflight_failed" in blocked.out
+    script.chmod(0o755)
+    flown_now = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
+    assert (flown_now.code, json.loads(flown_now.out)["state"]) == (0, "succeeded"), flown_now.err
+    assert "0 | ran" in flightdeck(shared_home, "logs").out
+    audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
+    assert ("preflight_override", "gradient_layer") in {
+        (entry["event_type"], entry["context"].get("check")) for entry in audit
+    }
+
+
+def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path, tmp_path: Path) -> None:
+    script = tmp_path / "three.py"
+    script.write_text(THREE)
+    file = write_config(tmp_path, command=["python", str(script)])
+    done = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
+    record = json.loads(done.out)
+    assert (done.code, record["state"], record["reason"]) == (1, "failed", "rank_failed")
+    assert (record["rank"], record["host"], record["exit_code"]) == (1, "b", 3)
+    shown = flightdeck(shared_home, "show").out
+    assert "    | rank 1 gives up" in shown
+    assert "failed: rank_failed, rank 1 on b (exit 3)" in shown
+
+
+THREE = """
+import os, sys, time
+if os.environ["MLX_RANK"] == "1":
+    print("rank 1 gives up", flush=True)
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def write_config(directory: Path, *, command: list[str]) -> Path:
+    file = directory / "flightdeck.toml"
+    nodes = "".join(
+        f'[[node]]\nname = "{name}"\npython = "{sys.executable}"\nworkdir = "{directory}"\n' for name in ("a", "b")
+    )
+    file.write_text(f'[cluster]\nname = "here"\n\n{nodes}\n[job]\nname = "mine"\ncommand = {json.dumps(command)}\n')
+    return file

@@ -1,0 +1,77 @@
+"""Alarms and verification lines, as the run pane and `flightdeck show` print them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.models import NodeTelemetry
+from engine.run.verification import gpu_line
+from engine.snapshots import Alarm, RunSnapshot, Verification
+from tests.tui import fake_engine as situation
+from tests.tui.conftest import opened
+from tests.tui.fake_engine import FakeEngine
+from tui.glyphs import Glyphs
+from tui.state import DeckState
+from tui.widgets.run_summary import SHOWN_ALARMS, alarms, verification
+
+LINES = (
+    Verification("backend", True, "ring, world of 2, on Device(gpu, 0)"),
+    gpu_line({}),
+    Verification("loss", False, "finite and not falling: 2.000 to 2.100"),
+    Verification("replicas", False, "NOT equal at iteration 40"),
+)
+ALARM = Alarm("REPLICAS_DIFFER", "the parameters of rank 1 are corrupted", situation.ago(12), 40, (1,))
+
+
+def watched(*found: Alarm) -> RunSnapshot:
+    return replace(situation.running(), alarms=found or (ALARM,), verification=LINES)
+
+
+def state(snapshot: RunSnapshot, **more: object) -> DeckState:
+    return replace(DeckState(), snapshot=snapshot, now=situation.NOW, **more)  # type: ignore[arg-type]
+
+
+def text(lines: object) -> str:
+    return "\n".join(line.plain for line in lines)  # type: ignore[attr-defined]
+
+
+def test_every_line_has_its_mark_in_both_alphabets_and_what_is_grave_fails() -> None:
+    snapshot = watched()
+    shapes = [line.plain[0] for line in verification(state(snapshot), snapshot, 80, every=True)]
+    assert shapes == ["✓", "?", "▲", "✗"]
+    plain = state(snapshot, glyphs=Glyphs(ascii=True))
+    assert [line.plain[0] for line in verification(plain, snapshot, 80, every=True)] == ["+", "?", "!", "x"]
+
+
+def test_where_there_is_little_room_only_what_is_wrong_is_told() -> None:
+    snapshot = watched()
+    shown = text(verification(state(snapshot), snapshot, 80, every=False))
+    assert "NOT equal" in shown and "not falling" in shown and "world of 2" not in shown
+
+
+def test_gpu_use_comes_from_telemetry_while_somebody_looks() -> None:
+    snapshot = watched()
+    nodes = {rank.node for rank in snapshot.ranks}
+    seen = {node: NodeTelemetry(node=node, at=situation.NOW, gpu_use=0.93) for node in nodes}
+    assert "93%" in text(verification(state(snapshot, telemetry=seen), snapshot, 80, every=True))
+    assert "not measured" in text(verification(state(snapshot), snapshot, 80, every=True))
+
+
+def test_the_newest_alarms_are_shown_and_the_others_counted() -> None:
+    many = tuple(replace(ALARM, iteration=at, message=f"the {at}th") for at in range(8))
+    snapshot = watched(*many)
+    shown = text(alarms(state(snapshot), snapshot, 80))
+    assert "the 7th (iteration 7, 12 s)" in shown and "the 4th" not in shown
+    assert f"and {8 - SHOWN_ALARMS} before" in shown
+
+
+async def test_an_alarm_is_in_the_run_pane_and_the_lines_are_there_when_it_has_the_screen(fake: FakeEngine) -> None:
+    snapshot = watched()
+    fake.add(snapshot)
+    async with opened(fake, size=(120, 40), follow=snapshot.record.id) as console:
+        await console.shows("▲ alarm")
+        await console.shows("the parameters of rank 1 are corrupted")
+        await console.shows("✗ replicas")
+        await console.press("4", "z")
+        await console.shows("✓ backend")
+        await console.shows("? GPU use")

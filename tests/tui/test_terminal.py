@@ -1,0 +1,71 @@
+"""The console on a real terminal: it leaves it as it was, with an exit code that tells how it ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.terminal import Terminal
+
+CONSOLE: Final = "import sys; from tui.cli import main; sys.exit(main(sys.argv[1:]))"
+BROKEN: Final = (
+    """
+from tui.app import FlightDeckApp
+
+def broken(app):
+    raise RuntimeError("broken on purpose")
+
+FlightDeckApp._tick = broken
+"""
+    + CONSOLE
+)
+CONFIG: Final = '[[node]]\nname = "local-0"\n\n[job]\ncommand = ["true"]\n'
+SHOW_CURSOR: Final = b"\x1b[?25h"
+LEAVE_ALTERNATE_SCREEN: Final = b"\x1b[?1049l"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "flightdeck.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+def console(code: str, home: Path, *arguments: str, term: str = "xterm-256color") -> Terminal:
+    env = {"FLIGHTDECK_HOME": str(home), "TERM": term}
+    return Terminal([sys.executable, "-c", code, *arguments], env=env)
+
+
+def assert_restored(terminal: Terminal) -> None:
+    assert terminal.cooked
+    for sequence in (SHOW_CURSOR, LEAVE_ALTERNATE_SCREEN):
+        assert sequence in terminal.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_restores_the_terminal_and_is_the_exit_code(config: Path, home: Path, number: signal.Signals) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(b"commands")
+        assert not terminal.cooked
+        terminal.signal(number)
+        assert terminal.wait() == 128 + number
+        assert_restored(terminal)
+
+
+def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path) -> None:
+    with console(BROKEN, home, "-c", str(config)) as terminal:
+        assert terminal.wait() == 1
+        assert_restored(terminal)
+        assert b"broken on purpose" in terminal.output
+
+
+@pytest.mark.parametrize("command", [(), ("demo",)], ids=["console", "demo"])
+def test_a_terminal_that_cannot_be_drawn_on_is_refused_in_one_line(home: Path, command: tuple[str, ...]) -> None:
+    with console(CONSOLE, home, *command, term="dumb") as terminal:
+        assert terminal.wait() == 2
+        lines = terminal.output.decode().splitlines()
+        assert len(lines) == 1 and "TERM=dumb" in lines[0] and "--headless" in lines[0], lines

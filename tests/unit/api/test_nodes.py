@@ -1,0 +1,45 @@
+"""Facts through the Engine: probed, stored, and there for the next console."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from engine.api import Engine
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+
+
+def config(workdir: Path, *names: str) -> Config:
+    nodes = [NodeConfig(name=name, python=sys.executable, workdir=str(workdir)) for name in names]
+    return Config(cluster=ClusterConfig(name="desk"), nodes=tuple(nodes), job=JobConfig(name="job"))
+
+
+async def test_what_the_probe_saw_is_there_for_the_next_console(home: Path, tmp_path: Path) -> None:
+    two = config(tmp_path, "a", "b")
+    engine = Engine(home)
+    assert engine.nodes.last_facts(two) == []
+    found = await engine.nodes.probe(two)
+    assert [(facts.node, facts.problem) for facts in found] == [("a", None), ("b", None)]
+    assert Engine(home).nodes.last_facts(two) == found
+    assert Engine(home).nodes.last_facts(config(tmp_path, "b", "c")) == [found[1]]
+    moved = two.model_copy(update={"nodes": (two.nodes[0].model_copy(update={"ssh": "elsewhere"}),)})
+    assert Engine(home).nodes.last_facts(moved) == []
+    await engine.close()
+
+
+async def test_the_machine_alone_is_wired_as_a_ring_on_loopback(home: Path, tmp_path: Path) -> None:
+    engine, two = Engine(home), config(tmp_path, "a", "b")
+    found = await engine.nodes.probe(two)
+    assert engine.nodes.topology(found).shape == "single"
+    wiring = engine.nodes.network_plan(two, found)
+    assert (wiring.backend, [host.ips for host in wiring.hosts]) == ("ring", [("127.0.0.1",)] * 2)
+    await engine.close()
+
+
+async def test_an_iterator_that_is_closed_early_keeps_what_had_come(home: Path, tmp_path: Path) -> None:
+    engine, two = Engine(home), config(tmp_path, "a")
+    answers = engine.nodes.probe_each(two)
+    first = await anext(answers)
+    await answers.aclose()  # type: ignore[attr-defined]
+    assert engine.nodes.last_facts(two) == [first]
+    await engine.close()

@@ -1,0 +1,77 @@
+"""What a node says of its measurement is anybody's: it is taken in a known form only, and safe to show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from engine.calibration.calibrate import ring_pairs
+from engine.calibration.throughput import MeasureOutput, _measure, step_batch
+from engine.cluster.replies import parse_line
+from engine.config.models import JobConfig
+from engine.protocol.measurements import MeasureProgress, MeasureReport
+from tests.unit.plan.calibrations import config
+
+
+def said(document: Mapping[str, Any]) -> MeasureOutput | None:
+    return parse_line(json.dumps(document).encode(), MeasureOutput)
+
+
+def test_what_the_worker_writes_is_what_the_head_reads() -> None:
+    written = MeasureReport(
+        8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, [(1, 5), (2, 9)], "not on macOS"
+    )
+    found = said({"measured": asdict(written)})
+    assert found is not None and found.measured is not None
+    measure = _measure(config(["a"]).nodes[0], found.measured)
+    assert (measure.examples_per_s, measure.overhead_s, measure.steps, measure.state_bytes) == (
+        8.5,
+        0.01,
+        30,
+        6_000_000,
+    )
+    assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
+    progress = said({"progress": asdict(MeasureProgress("measuring", 1.5, 3, 8.0))})
+    assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"examples_per_s": -1},
+        {"examples_per_s": float("inf")},
+        {"examples_per_s": float("nan")},
+        {"batch": 0},
+        {"state_bytes": "much"},
+        {"probes": [[1, 2]] * 11},
+        {"probes": [[0, 2]]},
+    ],
+)
+def test_a_figure_that_cannot_be_is_no_answer(figures: dict[str, Any]) -> None:
+    assert said({"measured": figures}) is None
+
+
+def test_messages_are_made_harmless_and_short() -> None:
+    found = said({"measured": {"problem": "\x1b[31mred\x1b]0;title\x07" + "x" * 1000}})
+    assert found is not None and found.measured is not None and found.measured.problem is not None
+    assert "\x1b" not in found.measured.problem and len(found.measured.problem) < 400
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [("a", []), ("ab", ["ab"]), ("abc", ["ab", "bc", "ca"]), ("abcd", ["ab", "bc", "cd", "da"])],
+)
+def test_neighbours_are_the_pairs_of_the_ring_each_once(names: str, pairs: list[str]) -> None:
+    assert ["".join(pair) for pair in ring_pairs(tuple(names))] == pairs
+
+
+@pytest.mark.parametrize(("nodes", "batch", "measured"), [(1, 8, 8), (2, 8, 4), (3, 8, 3), (4, 4, 1)])
+def test_a_measured_step_is_an_equal_part_of_the_batch(nodes: int, batch: int, measured: int) -> None:
+    deck = config([f"n{number}" for number in range(nodes)], batch=batch)
+    assert step_batch(deck) == measured
+    own = deck.model_copy(update={"job": JobConfig(name="own", command=("x",))})
+    assert step_batch(own) == 4

@@ -1,0 +1,98 @@
+"""A cluster on this machine with a model directory and a corpus that the checks accept, to be broken by the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checks.check import CheckFunction
+from engine.checks.context import CheckContext
+from engine.cluster.transport.fleet import Fleet
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
+from engine.measurements import Calibration, Division
+from engine.models import CheckResult
+from engine.store.layout import state_home
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path) -> Path:
+    """The worker is staged for every look: below a state directory of the test's own."""
+    return home
+
+
+async def run_check(
+    look: CheckFunction, config: Config, *, division: Division | None = None, calibration: Calibration | None = None
+) -> CheckResult:
+    """What one check says of a configuration, without those that it needs."""
+    async with Fleet(config.nodes, state_home()) as fleet:
+        context = CheckContext(config, fleet, division=division, calibration=calibration)
+        try:
+            return await look(context)
+        finally:
+            await context.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Enough of a model to be found; nothing here loads it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """40 text lines to train on, 4 to validate with."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for name, count in (("train", 40), ("valid", 4)):
+        lines = [json.dumps({"text": f"line {number}"}) for number in range(count)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+@pytest.fixture
+def config(model: Path, data: Path, tmp_path: Path) -> Config:
+    """Two ranks on 127.0.0.1 with this interpreter."""
+    return make_config(model, data, tmp_path)
+
+
+def make_config(
+    model: Path,
+    data: Path,
+    workdir: Path,
+    *,
+    pythons: tuple[str, ...] = (sys.executable, sys.executable),
+    starting_port: int | None = None,
+    skip: tuple[str, ...] = (),
+    settings: dict[str, object] | None = None,
+) -> Config:
+    nodes = tuple(
+        NodeConfig(name=f"node{rank}", python=python, workdir=str(workdir)) for rank, python in enumerate(pythons)
+    )
+    return Config(
+        cluster=ClusterConfig(starting_port=starting_port),
+        nodes=nodes,
+        job=JobConfig(
+            name="job",
+            model=str(model),
+            data=str(data),
+            mlx_lm=with_defaults({"batch_size": 4, "iters": 10, "val_batches": 25, **(settings or {})}),
+        ),
+        preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
+    )
+
+
+async def run_fix(command: str | None) -> None:
+    """What a check has printed, run by a shell of this machine as a person would."""
+    assert command is not None
+    shell = await asyncio.create_subprocess_exec("/bin/sh", "-c", command)
+    assert await shell.wait() == 0, command

@@ -1,0 +1,214 @@
+"""checkpoint_layer tries what saving does, verifies what is saved there, and compares what is to be resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checks import checkpoint as check
+from engine.checks.context import CheckContext
+from engine.cluster.probe_results import AdapterWeights
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import CheckpointConfig, Config
+from engine.models import CheckStatus
+from engine.node.probes import storage
+from engine.node.probes import storage as safetensors
+from engine.store.layout import state_home
+from tests.unit.checks.conftest import run_check, run_fix
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def saving(config: Config, model: Path, adapters: Path) -> Config:
+    """A LoRA job on the last two of four layers, which saves in a folder below its workdir."""
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    lora = {"rank": 8, "scale": 20.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    return with_settings(config, adapter_path="adapters", num_layers=2, save_every=5, iters=10, lora_parameters=lora)
+
+
+def with_settings(config: Config, **settings: Any) -> Config:
+    """The same with other keys of mlx-lm's; both ranks have the workdir as the folder that paths are relative to."""
+    base = config.file or Path(config.nodes[0].workdir) / "flightdeck.toml"
+    job = config.job.model_copy(update={"mlx_lm": {**config.job.mlx_lm, **settings}})
+    return config.model_copy(update={"job": job, "file": base})
+
+
+def weights(path: Path, *layers: int, rank: int = 8, names: str = "self_attn.q_proj", dora: bool = False) -> Path:
+    """A safetensors file of adapters."""
+    shapes: dict[str, list[int]] = {}
+    for layer in layers:
+        shapes[f"model.layers.{layer}.{names}.lora_a"] = [64, rank]
+        shapes[f"model.layers.{layer}.{names}.lora_b"] = [rank, 64]
+        if dora:
+            shapes[f"model.layers.{layer}.{names}.m"] = [64]
+    return tensors(path, shapes)
+
+
+def tensors(path: Path, shapes: dict[str, list[int]]) -> Path:
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    at = 0
+    for name, shape in shapes.items():
+        size = 4
+        for axis in shape:
+            size *= axis
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+    return path
+
+
+async def test_a_good_place_passes_with_what_is_saved(saving: Config, adapters: Path) -> None:
+    result = await run_check(check.run, saving)
+    # Two layers, one adapter of 64 × 8 and 8 × 64 each, float32.
+    assert (result.status, result.summary) == (CheckStatus.PASS, "every node can save, 0.0 MB a save")
+    assert result.evidence["node0"].startswith(f"{adapters}, ")
+    assert list(adapters.iterdir()) == []
+
+
+async def test_what_is_needed_follows_the_adapters_and_how_often_they_are_saved(saving: Config) -> None:
+    """And the states beside them, of three float32 numbers for each that is trained: twice as many as are kept."""
+    for save_every, files in ((5, 4), (1, 12)):
+        async with Fleet(saving.nodes, state_home()) as fleet:
+            context = CheckContext(with_settings(saving, save_every=save_every), fleet)
+            state = await check.save_size(context)
+            await context.close()
+        assert state.saved_bytes == 2 * 2 * 64 * 8 * 4
+        assert state.needed_bytes == state.saved_bytes * files + 2 * 3 * 3 * state.saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "count"),
+    [
+        ({}, 6),
+        ({"keep": 1}, 2),
+        ({"enabled": False}, 1),
+        ({"destination": "/mnt/x"}, 1),
+        ({"destination": "s3://b"}, 6),
+    ],
+)
+def test_room_is_wanted_for_the_states_that_lie_there(saving: Config, checkpoint: dict[str, Any], count: int) -> None:
+    assert check.state_count(saving.model_copy(update={"checkpoint": CheckpointConfig(**checkpoint)})) == count
+
+
+async def test_a_place_that_is_missing_is_tried_and_not_made(saving: Config, adapters: Path) -> None:
+    adapters.rmdir()
+    assert (await run_check(check.run, saving)).status is CheckStatus.PASS
+    assert not adapters.exists()
+
+
+async def test_a_link_to_what_is_not_there_comes_with_what_makes_it(
+    saving: Config, adapters: Path, tmp_path: Path
+) -> None:
+    adapters.rmdir()
+    adapters.symlink_to(tmp_path / "disk" / "adapters")
+    result = await run_check(check.run, saving)
+    assert f"leads to {tmp_path / 'disk' / 'adapters'}, which is not there" in result.summary
+    await run_fix(result.fix_command)
+    assert (await run_check(check.run, saving)).status is CheckStatus.PASS
+
+
+@pytest.mark.parametrize("how", ["absolute", "symlink"])
+async def test_a_place_outside_of_the_allowed_roots_is_refused(
+    saving: Config, adapters: Path, tmp_path: Path, how: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    nodes = tuple(node.model_copy(update={"workdir": str(tmp_path / "work")}) for node in saving.nodes)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "adapters").symlink_to(outside)
+    named = str(outside) if how == "absolute" else str(tmp_path / "work" / "adapters")
+    config = with_settings(saving, adapter_path=named).model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.FAIL
+    assert "lies outside of the allowed directories" in result.summary
+    assert "[preflight] roots" in result.summary
+    roots = config.preflight.model_copy(update={"roots": (str(outside),)})
+    assert (await run_check(check.run, config.model_copy(update={"preflight": roots}))).status is CheckStatus.PASS
+
+
+async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(saving: Config, adapters: Path) -> None:
+    weights(adapters / "0000005_adapters.safetensors", 2, 3)
+    torn = weights(adapters / "adapters.safetensors", 2, 3)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (adapters / "adapter_config.json").write_text("{")
+    (adapters / ".adapters.123.safetensors").write_bytes(b"being written")
+    result = await run_check(check.run, saving)
+    assert result.status is CheckStatus.FAIL
+    assert "adapters.safetensors is damaged: its tensors need " in result.summary
+    assert "adapter_config.json is damaged: it is no JSON" in result.summary
+    await run_fix(result.fixes["node0"])
+    assert (await run_check(check.run, saving)).status is CheckStatus.PASS
+    assert (adapters / "adapters.safetensors.damaged").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", bytes(7) + b"\xff", (5).to_bytes(8, "little") + b"[1,2]", b"\x02" + bytes(7) + b"{}x"]
+)
+def test_what_is_no_safetensors_file_is_damaged_and_raises_nothing_else(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    assert safetensors.safetensors_fault(tmp_path / "x") is not None
+
+
+async def test_what_is_resumed_must_be_what_is_trained(saving: Config, adapters: Path) -> None:
+    weights(adapters / "old.safetensors", 2, 3)
+    good = with_settings(saving, resume_adapter_file="adapters/old.safetensors")
+    result = await run_check(check.run, good)
+    assert result.status is CheckStatus.PASS
+    assert "resumes lora of 2 layers" in result.evidence["node0"]
+    for wrong, message in (
+        ({"rank": 16}, "has rank 16"),
+        ({"dora": True}, "holds weights of dora"),
+        ({"names": "mlp.up_proj"}, "adapts mlp.up_proj"),
+    ):
+        weights(adapters / "old.safetensors", 2, 3, **wrong)
+        assert message in (await run_check(check.run, good)).summary
+    weights(adapters / "old.safetensors", 0, 1, 2, 3)
+    assert "has layers 0 to 3, and num_layers trains 2 to 3 of 4" in (await run_check(check.run, good)).summary
+    (adapters / "old.safetensors").unlink()
+    assert "old.safetensors is not there" in (await run_check(check.run, good)).summary
+
+
+def test_weights_of_a_full_fine_tuning_are_distinguished_from_adapters(tmp_path: Path, saving: Config) -> None:
+    path = tensors(tmp_path / "full.safetensors", {"model.layers.2.mlp.up_proj.weight": [4, 4]})
+    found = AdapterWeights.model_validate(safetensors.adapter(path))
+    assert (found.kind, found.layers) == ("full", [2])
+    assert check.resume_mismatches(found, saving, 4)[0].startswith("holds weights of full, and the job trains lora")
+
+
+def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> None:
+    for name, size in (("small", 10), ("large", 1000)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "adapters.safetensors").write_bytes(bytes(size))
+    asked = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs"), "resume": None}
+    message = storage.probe({**asked, "needed": 1 << 60})
+    assert message["largest"] == [[str(tmp_path / "runs" / "large"), 1000], [str(tmp_path / "runs" / "small"), 10]]
+    assert storage.probe({**asked, "needed": 0})["largest"] == []
+
+
+async def test_a_model_of_another_kind_leaves_the_size_open_and_says_why(saving: Config, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "of-tomorrow"}))
+    result = await run_check(check.run, saving)
+    assert (result.status, "size of a save not known" in result.summary) == (CheckStatus.PASS, True)
+    assert "of-tomorrow" in result.evidence["node0"]

@@ -1,0 +1,150 @@
+"""data_matches reads JSONL as mlx-lm does; the commands that it prints really mend the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checks import data as check
+from engine.config.models import Config
+from engine.models import CheckResult, CheckStatus
+from engine.node.probes import dataset
+from tests.unit.checks.conftest import make_config, run_check
+
+KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
+
+
+def apply(result: CheckResult) -> None:
+    assert result.fix_command is not None
+    subprocess.run(result.fix_command, shell=True, check=True)
+
+
+async def test_good_data_passes_with_its_line_counts(config: Config) -> None:
+    result = await run_check(check.run, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
+
+
+def reported(config: Config, folder: Path, **report: object) -> Config:
+    """The configuration with a data quality report beside it."""
+    (folder / "report.json").write_text(json.dumps(report))
+    job = config.job.model_copy(update={"data_quality_report": str(folder / "report.json")})
+    return config.model_copy(update={"job": job, "file": folder / "flightdeck.toml"})
+
+
+async def test_poisoned_data_fails_whatever_other_check_is_skipped(config: Config, tmp_path: Path) -> None:
+    poisoned = reported(config, tmp_path, poisoning_detected=True)
+    result = await run_check(check.run, poisoned)
+    assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
+    assert result.summary.startswith(
+        "the data report says poisoning_detected: true: clean the data, then make a new report"
+    )
+    own = poisoned.job.model_copy(update={"command": ("python", "train.py")})
+    command = poisoned.model_copy(update={"job": own})
+    assert check.CHECK.not_applicable(command) is None
+    assert (await run_check(check.run, command)).status is CheckStatus.FAIL
+
+
+async def test_a_report_that_is_not_ready_or_cannot_be_read_warns(config: Config, tmp_path: Path) -> None:
+    doubtful = await run_check(check.run, reported(config, tmp_path, overall_ready=False, recommendations=["dedupe"]))
+    assert (doubtful.status, "overall_ready: false: dedupe" in doubtful.summary) == (CheckStatus.WARN, True)
+    sound = reported(config, tmp_path, overall_ready=True)
+    assert (await run_check(check.run, sound)).status is CheckStatus.PASS
+    (tmp_path / "report.json").write_text("{")
+    unread = await run_check(check.run, sound)
+    assert (unread.status, "the data report is invalid" in unread.summary) == (CheckStatus.WARN, True)
+
+
+@pytest.mark.parametrize("bad", ["{not json", '{"txt": "other key"}', "[1, 2]", '{"text": 7}'])
+async def test_a_bad_line_is_named_by_number_and_its_fix_takes_it_out(config: Config, data: Path, bad: str) -> None:
+    train = data / "train.jsonl"
+    lines = train.read_text().splitlines()
+    train.write_text("\n".join([*lines[:6], bad, *lines[6:]]) + "\n")
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.FAIL
+    assert f"{train}: line 7 " in result.summary
+    apply(result)
+    assert train.read_text().splitlines() == lines
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+
+
+async def test_a_line_of_another_form_than_the_first_is_a_fault(config: Config, data: Path) -> None:
+    with (data / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    result = await run_check(check.run, config)
+    assert "line 41 has no text, as the first line has" in result.summary
+
+
+async def test_missing_validation_only_warns_and_its_fix_splits_the_training_lines(config: Config, data: Path) -> None:
+    (data / "valid.jsonl").unlink()
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.WARN
+    lines = (data / "train.jsonl").read_text().splitlines()
+    apply(result)
+    assert (data / "train.jsonl").read_text().splitlines() == lines[:38]
+    assert (data / "valid.jsonl").read_text().splitlines() == lines[38:]
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+
+
+async def test_validation_data_is_not_required_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
+    (data / "valid.jsonl").unlink()
+    result = await run_check(check.run, make_config(model, data, tmp_path, settings={"val_batches": 0}))
+    assert result.status is CheckStatus.PASS
+
+
+async def test_a_missing_test_set_blocks_a_job_that_tests(model: Path, data: Path, tmp_path: Path) -> None:
+    result = await run_check(check.run, make_config(model, data, tmp_path, settings={"test": True}))
+    assert result.status is CheckStatus.FAIL
+    assert "test.jsonl is missing" in result.summary
+
+
+async def test_an_empty_training_file_blocks(config: Config, data: Path) -> None:
+    (data / "train.jsonl").write_text("")
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.FAIL
+    assert "train.jsonl is empty" in result.summary
+
+
+async def test_masking_prompts_needs_prompts(model: Path, data: Path, tmp_path: Path) -> None:
+    result = await run_check(check.run, make_config(model, data, tmp_path, settings={"mask_prompt": True}))
+    assert "mask_prompt" in result.summary
+
+
+async def test_other_data_on_another_node_is_named_and_its_fix_copies_it(
+    config: Config, data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(data, copy)
+    with (copy / "train.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"data": str(copy)}))
+    changed = config.model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, changed)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    apply(result)
+    assert (await run_check(check.run, changed)).status is CheckStatus.PASS
+
+
+def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n')
+    summary = dataset.read_lines(path, KEYS)
+    assert [number for number, _ in summary["faults"]] == [1, 2]
+
+
+@given(form=st.sampled_from(["text", "chat", "completions"]), n=st.integers(1, 30))
+def test_each_of_the_three_forms_is_recognised(tmp_path_factory: pytest.TempPathFactory, form: str, n: int) -> None:
+    samples = {
+        "text": {"text": "a"},
+        "chat": {"messages": [{"role": "user", "content": "a"}]},
+        "completions": {"prompt": "a", "completion": "b"},
+    }
+    path = tmp_path_factory.mktemp("forms") / "x.jsonl"
+    path.write_text((json.dumps(samples[form]) + "\n") * n)
+    summary = dataset.read_lines(path, KEYS)
+    assert (summary["form"], summary["lines"], summary["faults"]) == (form, n, [])

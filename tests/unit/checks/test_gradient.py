@@ -1,0 +1,90 @@
+"""gradient_layer starts a real mlx.launch ring; what goes wrong there is named by rank, cause before consequence."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checks import gradient as check
+from engine.checks.gradient import AllSumOutcome
+from engine.config.models import Config
+from engine.models import CheckStatus
+from engine.node.processes import with_nonce
+from engine.protocol.measurements import AllSumResult
+from tests.unit.checks.conftest import make_config, run_check
+
+
+async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
+    config: Config, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "the-nonce-of-this-test")
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.PASS, result
+    assert result.summary.startswith("2 ranks, exact, ")
+    assert set(result.evidence) == {"node0", "node1"}
+    assert with_nonce("the-nonce-of-this-test") == []
+    assert sorted(path.name for path in (home / "node").iterdir()) == ["bundles", "runs"]
+    assert list((home / "node" / "runs").iterdir()) == []
+    assert (home / "node").stat().st_mode & 0o077 == 0
+
+
+async def test_one_rank_is_a_group_of_one_and_says_so(model: Path, data: Path, tmp_path: Path, home: Path) -> None:
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable,)))
+    assert (result.status, "nothing is exchanged" in result.summary) == (CheckStatus.PASS, True)
+
+
+async def test_a_rank_without_an_interpreter_is_blamed_and_not_the_one_that_waits(
+    model: Path, data: Path, tmp_path: Path, home: Path
+) -> None:
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, "/no/such/python")))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert "/no/such/python" in result.summary
+
+
+async def test_cancelling_ends_the_ring(config: Config, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nonce = "the-nonce-of-a-cancelled-check"
+    monkeypatch.setattr(secrets, "token_hex", lambda _: nonce)
+    task = asyncio.create_task(run_check(check.run, config))
+    while len(with_nonce(nonce)) < 3:
+        assert not task.done()
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert with_nonce(nonce) == []
+
+
+def measured(rank: int, size: int, *, exact: bool = True) -> AllSumResult:
+    return AllSumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+
+
+def found(*results: AllSumResult | None, left: str = "", **codes: int) -> AllSumOutcome:
+    """What has become of two ranks; `rank1=-9` is how rank 1 has ended."""
+    ends = {int(name.removeprefix("rank")): code for name, code in codes.items()}
+    return AllSumOutcome(dict(enumerate(results)), {0: "", 1: ""}, ends, left)
+
+
+def test_a_world_that_is_smaller_than_planned_fails(config: Config) -> None:
+    result = check.evaluate(config, found(measured(0, 1), measured(1, 1)))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (0, "node0"))
+    assert "a group of 1 where 2 are planned" in result.summary
+
+
+def test_an_inexact_sum_fails_though_it_is_fast(config: Config) -> None:
+    result = check.evaluate(config, found(measured(0, 2), measured(1, 2, exact=False)))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+
+
+def test_a_lost_peer_is_a_consequence(config: Config) -> None:
+    lost = AllSumResult(0, error="RuntimeError: [ring] connection to a peer was lost")
+    result = check.evaluate(config, found(lost, None, rank1=-9))
+    assert (result.blames, "ended with -9" in result.summary) == ((1, "node1"), True)
+
+
+def test_what_could_not_be_ended_fails_a_sum_that_was_exact(config: Config) -> None:
+    result = check.evaluate(config, found(measured(0, 2), measured(1, 2), left="on node1 is left: python"))
+    assert (result.status, "on node1 is left" in result.summary) == (CheckStatus.FAIL, True)

@@ -1,0 +1,110 @@
+"""health_check on recorded output of Macs, on this machine's real load, and on nodes that have gone away."""
+
+from __future__ import annotations
+
+import time
+
+from engine.checks import health as check
+from engine.checks.health import HeartbeatResult, LoadResult, sleep_prevented
+from engine.cluster.probe_results import BusyProcess, SystemLoad
+from engine.config.models import Config
+from engine.errors import LaunchError, NodeUnreachable
+from engine.models import CheckResult, CheckStatus, NodeFacts
+from tests.unit.checks.conftest import run_check
+from tests.unit.checks.recorded import STUDIO, mac, studio
+
+PREVENTED = """2026-11-21 12:00:00 +0100
+Assertion status system-wide:
+   BackgroundTask                 0
+   PreventSystemSleep             0
+   PreventUserIdleSystemSleep     1
+Listed by owning process:
+   pid 411(caffeinate): [0x0000] 00:01:02 PreventUserIdleSystemSleep named: "caffeinate command-line tool"
+"""
+QUIET = SystemLoad(processes=[], assertions=PREVENTED, caffeinate=True)
+
+
+def evaluated(
+    *facts: NodeFacts, loads: dict[str, LoadResult] | None = None, beats: dict[str, HeartbeatResult] | None = None
+) -> CheckResult:
+    config = studio()
+    names = [node.name for node in config.nodes]
+    now = time.monotonic()
+    return check.evaluate(
+        config,
+        dict(zip(names, facts or (mac("ultra"), mac("max")), strict=True)),
+        dict.fromkeys(names, (0.004, now)) | (beats or {}),
+        dict.fromkeys(names, QUIET) | (loads or {}),
+    )
+
+
+def test_macs_at_rest_pass_with_their_heartbeat_and_its_age() -> None:
+    result = evaluated()
+    assert result.status is CheckStatus.PASS, result
+    evidence = result.evidence["ultra"]
+    assert evidence.startswith("heartbeat in 4.0 ms, 0.0 s ago, 900.0 GB free on the disk of ~/run, swap 0.5 GB")
+    assert "Low Power Mode off" in evidence
+    assert "sleep is prevented now, a run holds caffeinate" in evidence
+
+
+def test_a_node_without_a_heartbeat_fails_by_name() -> None:
+    result = evaluated(beats={"max": NodeUnreachable("does not answer", where="ana@max.local")})
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
+    assert "no heartbeat" in result.summary
+
+
+def test_low_power_mode_warns_with_what_ends_it() -> None:
+    saving = str(STUDIO["pmset"]).replace("lowpowermode         0", "lowpowermode         1")
+    result = evaluated(mac("ultra"), mac("max", pmset=saving))
+    assert (result.status, result.fixes) == (CheckStatus.WARN, {"max": "sudo pmset -a lowpowermode 0"})
+
+
+def test_memory_in_swap_warns() -> None:
+    full = str(STUDIO["sysctl"]).replace("used = 512.25M", "used = 60.00G")
+    result = evaluated(mac("ultra"), mac("max", sysctl=full))
+    assert (result.status, "64.4 GB of its memory are in swap" in result.summary) == (CheckStatus.WARN, True)
+
+
+def test_a_disk_that_is_nearly_full_warns_a_full_one_fails_and_both_show_the_largest_folders() -> None:
+    for free, status in ((800_000_000, CheckStatus.WARN), (1_000, CheckStatus.FAIL)):
+        result = evaluated(mac("ultra"), mac("max", disk=[free, 10**12]))
+        assert (result.status, "make room, the command lists the largest folders" in result.summary) == (status, True)
+        assert result.fixes == {"max": 'du -xak "$HOME"/run 2>/dev/null | sort -rn | head -n 20'}
+
+
+def test_who_works_the_node_hard_is_named_with_pid_and_only_the_own_users_can_be_ended() -> None:
+    mine = BusyProcess(pid=501, command="ollama serve", cores=3.2, rss_bytes=90 * 10**9, ours=True)
+    system = BusyProcess(pid=88, command="WindowServer", cores=1.1, rss_bytes=10**9)
+    result = evaluated(
+        loads={"max": QUIET.model_copy(update={"processes": [mine, system], "memory_bytes": 128 * 10**9})}
+    )
+    assert (result.status, result.fixes) == (CheckStatus.WARN, {})
+    assert "pid 501 (ollama serve) keeps 3.2 cores busy, 90.0 GB of 128" in result.summary
+    assert "pid 88 (WindowServer) keeps 1.1 cores busy" in result.summary
+
+
+def test_a_busy_gpu_warns_by_share_on_a_mac_and_by_process_with_nvidia() -> None:
+    ioreg = '    "PerformanceStatistics" = {"Device Utilization %"=93,"Renderer Utilization %"=90}'
+    result = evaluated(loads={"max": QUIET.model_copy(update={"ioreg": ioreg})})
+    assert (result.status, "its GPU is 93% busy already" in result.summary) == (CheckStatus.WARN, True)
+    smi = "4242, 40960, /usr/bin/python3\n"
+    result = evaluated(loads={"max": QUIET.model_copy(update={"nvidia": smi})})
+    assert "pid 4242 (/usr/bin/python3) holds 41.0 GB of the GPU's memory" in result.summary
+
+
+def test_unknown_load_is_reported() -> None:
+    result = evaluated(loads={"max": LaunchError("no answer within 20 s")})
+    assert (result.status, "its load is not known" in result.summary) == (CheckStatus.WARN, True)
+    result = evaluated(loads={"max": QUIET.model_copy(update={"caffeinate": False})})
+    assert "it has no caffeinate" in result.summary
+
+
+def test_sleep_is_prevented_by_an_assertion_that_is_held() -> None:
+    assert sleep_prevented(PREVENTED)
+    assert not sleep_prevented(PREVENTED.replace("SystemSleep     1", "SystemSleep     0"))
+
+
+async def test_this_machine_has_a_heartbeat_and_tells_its_load(config: Config) -> None:
+    result = await run_check(check.run, config)
+    assert result.status is not CheckStatus.FAIL, result
+    assert result.evidence["node0"].find("this machine, ") >= 0

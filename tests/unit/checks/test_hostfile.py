@@ -1,0 +1,69 @@
+"""hostfile_valid asks MLX's own parser in a process of its own, and this machine about its addresses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.checks import hostfile as check
+from engine.checks import ports
+from engine.checks.context import CheckContext
+from engine.checks.runner import run_checks
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import ClusterConfig, Config
+from engine.models import CheckStatus
+from engine.plan.network import LaunchHost, NetworkPlan
+from engine.store.layout import state_home
+from tests.unit.checks.conftest import run_check
+
+
+async def test_a_local_ring_is_valid(config: Config) -> None:
+    result = await run_check(check.run, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "MLX reads 2 ranks, ring")
+
+
+@pytest.mark.parametrize(
+    ("ip", "problem"),
+    [("localhost", "no IP address"), ("192.0.2.1", "no address of this machine"), ("::1", "IPv6")],
+)
+async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: Config, ip: str, problem: str) -> None:
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"ips": (ip,)}))
+    result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert problem.rsplit(maxsplit=1)[-1] in result.summary
+
+
+def wired(backend: str, ranks: int) -> NetworkPlan:
+    return NetworkPlan(
+        backend=backend, hosts=tuple(LaunchHost(ssh=f"n{rank}", ips=("10.0.0.1",)) for rank in range(ranks))
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "towards"),
+    [
+        ("ring", 1, {}),
+        ("ring", 2, {0: 1, 1: 0}),
+        ("ring", 3, {0: 1, 1: 2, 2: 0}),
+        ("jaccl", 3, {1: 0, 2: 0}),
+        ("jaccl-ring", 3, {1: 0, 2: 0}),
+        ("nccl", 1, {}),
+    ],
+)
+def test_each_rank_connects_to_whom_mlx_has_it_connect_to(backend: str, ranks: int, towards: dict[int, int]) -> None:
+    assert check.neighbours(wired(backend, ranks)) == towards
+
+
+async def test_a_backend_that_is_impossible_is_reported_once(config: Config) -> None:
+    demanded = config.model_copy(update={"cluster": ClusterConfig(backend="jaccl")})
+    context = CheckContext(demanded, Fleet(demanded.nodes, state_home()))
+    checks = {each.name: replace(each, needs=()) for each in (check.CHECK, ports.CHECK)}
+    report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+    await context.close()
+    valid, free = report.checks
+    assert (valid.status, "jaccl is not possible" in valid.summary) == (CheckStatus.FAIL, True)
+    assert (free.status, free.summary) == (
+        CheckStatus.SKIP,
+        "there is no network plan to take the ports from: see hostfile_valid",
+    )

@@ -1,0 +1,58 @@
+"""model_present finds what a load would stumble over, and names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from engine.checks import model as check
+from engine.config.models import Config
+from engine.models import CheckStatus
+from tests.unit.checks.conftest import run_check
+
+
+async def test_a_whole_model_passes_with_its_size(config: Config) -> None:
+    result = await run_check(check.run, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "llama, 1 shard, 0.0 MB")
+    assert set(result.evidence) == {"node0", "node1"}
+
+
+async def test_a_missing_directory_names_the_one_that_was_meant(config: Config, model: Path) -> None:
+    shutil.move(model, model.with_name("models"))
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.FAIL
+    assert f"did you mean {model.with_name('models')}?" in result.summary
+    assert result.blames == (0, "node0")
+
+
+async def test_every_missing_part_is_named_at_once(config: Config, model: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / name).unlink()
+    result = await run_check(check.run, config)
+    for part in ("config.json is missing", "no tokenizer", "no weights"):
+        assert part in result.summary
+
+
+async def test_shards_that_the_index_names_must_be_there(config: Config, model: Path) -> None:
+    weights = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    result = await run_check(check.run, config)
+    assert "1 of 2 shards missing: model-2.safetensors" in result.summary
+
+
+async def test_a_model_that_names_its_origin_comes_with_the_download_command(config: Config, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "org/tiny"}))
+    (model / "model.safetensors").unlink()
+    result = await run_check(check.run, config)
+    assert result.fix_command == f"hf download org/tiny --local-dir {model}"
+
+
+async def test_only_the_node_whose_copy_is_broken_is_blamed(config: Config, model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (copy / "config.json").write_text("{")
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"model": str(copy)}))
+    result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
+    assert result.blames == (1, "node1")
+    assert "no model configuration" in result.evidence["node1"]

@@ -1,0 +1,210 @@
+"""What is collected for a plan, with this machine as the nodes, and what the checks say about memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import (
+    ClusterHistory,
+    collect_plan_inputs,
+    memory_need_of,
+    shared_plan,
+    with_example_count,
+)
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import Config
+from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
+from engine.models import NodeFacts
+from engine.plan.context import PlanInputs
+from engine.plan.document import RankMemory
+from engine.plan.fingerprint import fingerprint
+from engine.plan.planner import make_plan
+from engine.store.layout import state_home
+
+GB = 10**9
+
+
+def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
+    rank = RankMemory(
+        node="a",
+        peak_bytes=89 * GB,
+        reserve_bytes=2 * GB,
+        needed_bytes=91 * GB,
+        source="estimate",
+        limit_bytes=100 * GB,
+        limit_from="Metal",
+        fits=True,
+    )
+    found = memory_need_of(rank)
+    assert found.share == 0.91
+    assert found.describe() == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
+
+
+def test_what_is_not_known_is_not_compared() -> None:
+    assert (
+        memory_need_of(RankMemory(node="a", limit_bytes=GB)).describe()
+        == "memory not compared: what it needs is not known"
+    )
+    assert "not compared" in memory_need_of(RankMemory(node="a", needed_bytes=GB)).describe()
+
+
+NOW = datetime.now(UTC)
+
+
+def seen(config: Config, *, ago: timedelta = timedelta(0)) -> dict[str, NodeFacts]:
+    return {
+        node.name: NodeFacts(node=node.name, host=node.ssh, probed_at=NOW - ago, system="Linux", chip="one of these")
+        for node in config.nodes
+    }
+
+
+async def surveyed(
+    config: Config,
+    fresh: dict[str, NodeFacts] | None = None,
+    past: ClusterHistory = ClusterHistory(),  # noqa: B008
+    **launch: Any,
+) -> PlanInputs:
+    async with Fleet(config.nodes, state_home()) as fleet:
+        context = CheckContext(config, fleet, **launch)
+        try:
+            return await with_example_count(
+                context, await collect_plan_inputs(context, seen(config) if fresh is None else fresh, past)
+            )
+        finally:
+            await context.close()
+
+
+async def test_the_models_configuration_and_the_examples_come_from_the_nodes(config: Config) -> None:
+    inputs = await surveyed(config)
+    assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_source
+    assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node0")
+    assert inputs.launching.hostfile_path is not None
+    assert json.loads(Path(inputs.launching.hostfile_path).read_text()) == inputs.launching.hostfile
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "no JSON object"),
+        ("[1]", "no JSON object"),
+        ("[" * 100_000, "no JSON object"),
+        ('{"a": "' + "x" * (1 << 18) + '"}', "more than 256 KiB"),
+    ],
+    ids=["cut off", "a list", "deep", "vast"],
+)
+async def test_an_invalid_config_json_is_reported_and_not_used(
+    config: Config, model: Path, content: str, why: str
+) -> None:
+    (model / "config.json").write_text(content)
+    inputs = await surveyed(config)
+    assert inputs.model is None and why in inputs.model_source
+
+
+async def test_a_data_set_that_is_not_there_leaves_its_size_open(config: Config, data: Path) -> None:
+    (data / "train.jsonl").unlink()
+    inputs = await surveyed(config)
+    assert inputs.examples is None and "train.jsonl" in inputs.examples_source
+
+
+async def test_a_node_that_is_away_is_as_it_was_last_seen(config: Config) -> None:
+    away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
+    before = seen(config, ago=timedelta(hours=3))
+    inputs = await surveyed(config, seen(config) | {"node1": away}, ClusterHistory(facts=tuple(before.values())))
+    assert inputs.problems == {"node1": "no route to host"}
+    assert inputs.facts["node1"] == before["node1"]
+
+
+async def test_what_another_host_was_is_not_taken_for_the_node(config: Config) -> None:
+    away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
+    other = seen(config)["node1"].model_copy(update={"host": "elsewhere"})
+    inputs = await surveyed(config, seen(config) | {"node1": away}, ClusterHistory(facts=(other,)))
+    assert "node1" not in inputs.facts
+
+
+async def test_a_node_that_has_finished_nothing_when_it_was_measured_is_left_out(config: Config) -> None:
+    speeds = {"node0": 2.0, "node1": 0.0}
+    taken = Calibration(
+        cluster=config.cluster.name,
+        job=config.job.name,
+        fingerprint=fingerprint(config, seen(config).values()),
+        taken_at=NOW,
+        nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in speeds.items()),
+        all_ranks=LinkMeasure(nodes=tuple(speeds)),
+    )
+    inputs = await surveyed(config, past=ClusterHistory(calibrations=(taken,)))
+    assert inputs.calibration == taken and inputs.left_out == ("node1",)
+    assert [node.name for node in inputs.config.nodes] == ["node0"]
+
+
+async def test_what_a_run_was_made_with_is_taken_and_not_what_would_be_found_now(config: Config) -> None:
+    """The nodes are fewer than were measured: no fingerprint of theirs finds the calibration."""
+    speeds = {"node0": 2.0, "node1": 1.0, "gone": 1.0, "off": 0.0}
+    taken = Calibration(
+        cluster=config.cluster.name,
+        job=config.job.name,
+        fingerprint="of four nodes",
+        taken_at=NOW,
+        nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in speeds.items()),
+        all_ranks=LinkMeasure(nodes=tuple(speeds)),
+    )
+    parts = {"node0": 0.5, "node1": 0.25, "gone": 0.25}
+    known = {"source": "calibrated", "reason": "measured", "warnings": ("off counts as offline",)}
+    division = Division.model_validate({**known, "parts": parts, "left_out": ("off",)}).without({"gone"})
+    inputs = await surveyed(config, division=division, calibration=taken)
+    assert (inputs.calibration, inputs.left_out) == (taken, ("off",))
+    plan = await asyncio.to_thread(make_plan, inputs)
+    assert [node.share for node in plan.nodes] == pytest.approx([2 / 3, 1 / 3])
+    warnings = " ".join(warning.text for warning in plan.warnings)
+    assert "gone is left out: a preflight check excluded it" in warnings
+    assert "off counts as offline" in warnings and "off completed no step" not in warnings
+    assert plan.performance_targets.throughput is None
+
+
+async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Config, data: Path) -> None:
+    """All are asked at once: a node whose disk hangs holds nobody up."""
+    hanging = data.parent / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "train.jsonl")
+    first, second = config.nodes
+    slow = config.model_copy(update={"nodes": (first.model_copy(update={"data": str(hanging)}), second)})
+    async with asyncio.timeout(20):
+        inputs = await surveyed(slow)
+    assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node1")
+
+
+async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
+    (data / "train.jsonl").unlink()
+    os.mkfifo(data / "train.jsonl")
+    async with Fleet(config.nodes, state_home()) as fleet:
+        context = CheckContext(config, fleet)
+        try:
+            async with asyncio.timeout(20):
+                plan = await shared_plan(context)
+                assert await shared_plan(context) is plan
+        finally:
+            await context.close()
+    assert plan.data.examples is None and plan.data.source == "not counted yet"
+
+
+async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> None:
+    job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
+    inputs = await surveyed(config.model_copy(update={"job": job}))
+    assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
+    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.command or "")
+    assert any("HF_TOKEN" in note for note in inputs.launching.notes)
+
+
+async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "report.json").symlink_to("/etc/passwd")
+    job = config.job.model_copy(update={"data_quality_report": str(tmp_path / "report.json")})
+    placed = config.model_copy(update={"job": job, "file": tmp_path / "flightdeck.toml"})
+    inputs = await surveyed(placed)
+    assert inputs.report is None and "outside of the allowed directories" in (inputs.report_problem or "")

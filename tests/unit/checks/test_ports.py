@@ -1,0 +1,67 @@
+"""ports_free binds the real ports and names who holds one; what it says to do frees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.checks import ports as check
+from engine.models import CheckStatus
+from engine.protocol.attempt import NONCE_ENV
+from tests.machine import WATCHED
+from tests.unit.checks.conftest import make_config, run_check
+
+LISTEN = """
+import socket, sys, time
+while True:
+    listener, before = socket.socket(), socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    try:
+        before.bind(("127.0.0.1", listener.getsockname()[1] - 1))
+    except OSError:
+        continue
+    before.close()
+    break
+listener.listen()
+print(listener.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def squatter() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """An orphan of an earlier run: it listens on a port and carries a nonce."""
+    environment = {**os.environ, NONCE_ENV: "an-old-run"}
+    command = [sys.executable, "-c", LISTEN, WATCHED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+async def test_fresh_ports_per_attempt_need_no_fixed_one(model: Path, data: Path, tmp_path: Path) -> None:
+    result = await run_check(check.run, make_config(model, data, tmp_path))
+    assert (result.status, "2 from " in result.summary) == (CheckStatus.PASS, True)
+
+
+async def test_a_held_port_names_its_holder_and_the_fix_frees_it(
+    model: Path, data: Path, tmp_path: Path, squatter: tuple[subprocess.Popen[str], int]
+) -> None:
+    process, port = squatter
+    config = make_config(model, data, tmp_path, starting_port=port - 1)
+    result = await run_check(check.run, config)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert f"held by pid {process.pid}" in result.summary
+    assert "a rank of a Flight Deck run, perhaps an orphan" in result.summary
+    assert result.fix_command == f"kill {process.pid}"
+    await asyncio.to_thread(subprocess.run, result.fix_command, shell=True, check=True)
+    await asyncio.to_thread(process.wait, 10)
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS

@@ -1,0 +1,224 @@
+"""The client of a host's agent: probes and commands with one outcome each, and what becomes of them when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pydantic import ValidationError
+
+from engine.cluster import agent_client, probe_results
+from engine.cluster.agent_client import AgentClient, AgentLost, InterpreterMissing
+from engine.cluster.probe_results import AddressProblems, ExampleCount, ModelConfiguration, ModelFiles
+from engine.cluster.transport.local import LocalTransport
+from engine.config.models import NodeConfig
+from engine.errors import LaunchError
+from engine.node.processes import start_time
+from engine.outcomes import Failed, Late, Unparsable
+from tests.unit.cluster.fake_agent import FakeNode
+from tests.waiting import wait_until
+
+MODEL: dict[str, Any] = {"kind": "llama", "bytes": 1, "shards": 1, "faults": [], "repository": None, "hashes": {}}
+
+
+def test_texts_are_made_safe_and_short() -> None:
+    hostile = "\x1b]0;title\x07model\u202egnp.\n" + "x" * 10_000
+    said = probe_results.ModelFiles.model_validate(
+        MODEL | {"kind": hostile, "hashes": {"a\x1b[2J.safetensors": "1 bytes"}}
+    )
+    assert said.kind.startswith("modelgnp.")
+    assert len(said.kind) <= 300
+    assert list(said.hashes) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "org-1/tiny.v2"])
+def test_a_repository_is_taken_by_an_allow_list(name: str) -> None:
+    assert probe_results.ModelFiles.model_validate(MODEL | {"repository": name}).repository == name
+
+
+@pytest.mark.parametrize("name", ["--token/x", "a/b; id", "a/$(id)", "a/b/c", "../..", "a/b\n"])
+def test_a_repository_that_would_be_more_than_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        probe_results.ModelFiles.model_validate(MODEL | {"repository": name})
+
+
+@pytest.mark.parametrize("pid", [0, 1, -9, "7; id"])
+def test_a_pid_that_must_not_be_killed_is_refused(pid: object) -> None:
+    with pytest.raises(ValidationError):
+        probe_results.PortHolders.model_validate({"ports": [{"holder": "x", "pid": pid}]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (probe_results.AddressProblems, {"problems": [None] * 10_001}),
+        (probe_results.ListeningPorts, {"listening": [70_000]}),
+        (probe_results.StaleProcesses, {"stale": [{"pids": [], "command": "x"}]}),
+        (probe_results.LeaseHeld, {"held": False}),
+        (probe_results.ModelFiles, {}),
+        (probe_results.ProgramLocation, {}),
+    ],
+)
+def test_what_has_another_form_is_no_answer(kind: type[probe_results.ProbeResult], said: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        kind.model_validate(said)
+
+
+HERE = NodeConfig(name="here", python=sys.executable, workdir="/")
+
+
+@pytest_asyncio.fixture
+async def agent() -> AsyncIterator[AgentClient]:
+    agent = AgentClient(HERE, LocalTransport())
+    yield agent
+    await agent.aclose()
+
+
+async def own_address(agent: AgentClient) -> object:
+    return await agent.probe("addresses", "127.0.0.1", result_type=AddressProblems, timeout_s=20)
+
+
+async def agent_pid(agent: AgentClient) -> int:
+    return int((await agent.run(["/bin/sh", "-c", "echo $PPID"], timeout_s=20)).stdout)
+
+
+async def test_probes_are_answered_in_whatever_order_they_end_by_one_agent(agent: AgentClient, tmp_path: Path) -> None:
+    asked = [own_address(agent) for _ in range(10)]
+    lacking = agent.probe("configuration", str(tmp_path), result_type=ModelConfiguration, timeout_s=20)
+    *own, found = await asyncio.gather(*asked, lacking)
+    assert own == [AddressProblems(problems=[None])] * 10
+    assert isinstance(found, ModelConfiguration) and "config.json" in (found.problem or "")
+
+
+async def test_a_probe_that_fails_says_how_and_harms_no_other(agent: AgentClient) -> None:
+    failed, unknown, good = await asyncio.gather(
+        agent.probe("model", result_type=ModelFiles, timeout_s=20),
+        agent.probe("../keeper", result_type=ModelFiles, timeout_s=20),
+        own_address(agent),
+    )
+    assert isinstance(failed, Failed) and (failed.exit_code, failed.stderr.startswith("TypeError")) == (1, True)
+    assert unknown == Failed(command="the ../keeper probe", exit_code=2, stderr="there is no probe '../keeper'")
+    assert good == AddressProblems(problems=[None])
+
+
+async def test_a_probe_that_takes_too_long_is_ended_and_the_next_one_answered(
+    agent: AgentClient, tmp_path: Path
+) -> None:
+    """Nobody writes to the pipe that it opens."""
+    os.mkfifo(tmp_path / "pipe")
+    late = await agent.probe("examples", str(tmp_path / "pipe"), result_type=ExampleCount, timeout_s=0.5)
+    assert late == Late(command="the examples probe", after_s=0.5)
+    assert await own_address(agent) == AddressProblems(problems=[None])
+    pid = await agent_pid(agent)
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if children.exists():
+        wait_until(lambda: children.read_text() == "", within_s=10)
+
+
+@pytest.mark.parametrize("document", [[], {}, {"problems": "many"}, "\x1b[31mred"])
+async def test_a_reply_of_another_form_is_no_value(document: object) -> None:
+    agent = AgentClient(HERE, FakeNode(document))
+    outcome = await own_address(agent)
+    assert isinstance(outcome, Unparsable) and outcome.output.isprintable()
+    await agent.aclose()
+
+
+async def test_a_reply_without_end_does_not_fill_the_head(agent: AgentClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_client, "_OUTPUT_LIMIT", 100_000)
+    flood = await agent.run(["/bin/sh", "-c", "yes"], timeout_s=20.0)
+    assert flood.code == 1 and "more than 100,000 bytes" in flood.exit_output
+    assert (await agent.run(["echo", "next"], timeout_s=20.0)).stdout == b"next\n"
+
+
+async def test_a_command_that_is_late_has_ended_when_that_is_reported(agent: AgentClient, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    assert (await agent.run(["/bin/sh", "-c", f"echo $$ > {pid}; sleep 600"], timeout_s=0.5)).code is None
+    assert start_time(int(pid.read_text())) is None
+
+
+async def test_closing_leaves_nothing(agent: AgentClient) -> None:
+    pid = await agent_pid(agent)
+    running = asyncio.create_task(agent.run(["/bin/sleep", "600"], timeout_s=60))
+    await own_address(agent)
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    await agent.aclose()
+    with pytest.raises(AgentLost):
+        await running
+    for each in (pid, *map(int, children)):
+        wait_until(lambda each=each: start_time(each) is None, within_s=10)  # type: ignore[misc]
+
+
+async def test_when_the_agent_is_killed_all_who_wait_fail_and_the_next_request_starts_another(
+    agent: AgentClient,
+) -> None:
+    pid = await agent_pid(agent)
+    waiting = [asyncio.create_task(agent.run(["/bin/sleep", "600"], timeout_s=60)) for _ in range(2)]
+    await own_address(agent)
+    os.kill(pid, signal.SIGKILL)
+    for each in waiting:
+        with pytest.raises(AgentLost, match="ended with -9"):
+            await asyncio.wait_for(each, 20)
+    assert await own_address(agent) == AddressProblems(problems=[None])
+    assert await agent_pid(agent) != pid
+
+
+async def test_an_idle_agent_is_ended_and_the_next_request_starts_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_client, "HEARTBEAT_INTERVAL_S", 0.05)
+    agent = AgentClient(HERE, LocalTransport())
+    opened = agent_client.open_session
+
+    async def impatient(node: NodeConfig, transport: LocalTransport, **options: Any) -> Any:
+        return await opened(node, transport, heartbeat_interval_s=0.05, idle_limit_s=0.2, **options)
+
+    monkeypatch.setattr(agent_client, "open_session", impatient)
+    session = await agent.session()
+    await asyncio.wait_for(session.ended(), 20)
+    assert session.why_ended == "it was idle"
+    assert await own_address(agent) == AddressProblems(problems=[None])
+    await agent.aclose()
+
+
+async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
+    agent = AgentClient(HERE.model_copy(update={"python": "/no/such/python"}), LocalTransport())
+    for _ in range(2):
+        with pytest.raises(InterpreterMissing, match="/no/such/python cannot be run on here: No such file"):
+            await own_address(agent)
+    await agent.aclose()
+
+
+async def test_output_of_a_login_shell_before_the_bootstrap_is_skipped() -> None:
+    banner = b'Welcome!\n{"kind": "motd"}\n[\n'
+    agent = AgentClient(HERE, FakeNode({"problems": [None]}, banner=banner))
+    assert await own_address(agent) == AddressProblems(problems=[None])
+    await agent.aclose()
+
+
+async def test_an_agent_runs_from_memory_where_the_disk_takes_no_bundle(
+    home: Path, monkeypatch: pytest.MonkeyPatch, agent: AgentClient
+) -> None:
+    """And reports why, so that nothing is launched there."""
+    (home / "node").mkdir(parents=True)
+    (home / "node" / "bundles").write_text("in the way")
+    assert await own_address(agent) == AddressProblems(problems=[None])
+    staged = (await agent.session()).home
+    assert staged.staging_problem is not None and staged.staging_path == str(home / "node" / "bundles")
+
+
+@pytest.mark.parametrize("home", ["../../..", "/Users/../etc", "/a\nb\x1b[2J", "", None, 7, ["/Users/ana"]])
+async def test_a_node_that_lies_about_its_home_is_refused(home: object) -> None:
+    node = FakeNode()
+    node.home = home
+    agent = AgentClient(HERE, node)
+    with pytest.raises(LaunchError, match="the home on here cannot be used") as raised:
+        await own_address(agent)
+    assert str(raised.value).isprintable()
+    await agent.aclose()

@@ -1,0 +1,270 @@
+"""The connection to a host's agent, and the files that it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path, PurePath
+from typing import TypeVar
+
+import pytest
+import pytest_asyncio
+
+from engine.cluster import agent_connection
+from engine.cluster.agent_connection import WINDOW_BYTES, AgentConnection, AgentFile
+from engine.cluster.transport.base import Channel
+from engine.cluster.transport.local import LocalTransport
+from engine.config.models import NodeConfig
+from engine.errors import NodeUnreachable
+from engine.node.attempt_watch import MAX_UNANSWERED_HEARTBEATS
+from engine.node.processes import Process
+from engine.protocol.attempt import END, STOP, NodeFiles
+from engine.protocol.messages import FileData, Heartbeat, ListProcesses, Message, ProcessList, ReadFile, encode
+from engine.run.logs.mirror import Gap, Mirror
+from engine.store.layout import RunDir
+from tests.unit.cluster.fake_agent import FakeChannel, hello
+from tests.unit.node.keeper_runner import RunningKeeper, start_keeper
+
+
+def test_what_comes_twice_is_taken_once_and_what_is_behind_it_is_not_lost() -> None:
+    orders: list[tuple[int | None, int]] = []
+    file = AgentFile("rank0.log", lambda order: orders.append((order.begin, order.until)))
+    assert file.read_from(0, 100) == b""
+    assert orders == [(0, WINDOW_BYTES)]
+    file.take(0, b"one two", end=True)
+    # The order was given twice, at a reconnect: the agent began again, and the file had grown by then.
+    file.take(0, b"one two three", end=True)
+    assert file.read_from(0, 100) == b"one two three"
+    file.take(20, b"not next", end=True)
+    file.take(2, b"e two", end=True)
+    assert file.read_from(0, 100) == b"one two three"
+
+
+WORK = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.002)"
+
+
+THERE = NodeConfig(name="there", ssh="there", python=sys.executable, workdir="/")
+Kind = TypeVar("Kind")
+
+
+class Road(LocalTransport):
+    """The way to this machine, which can be closed."""
+
+    closed = False
+    opened = 0
+    faults = 0
+    """As many more openings end in what nobody has thought of."""
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        if self.closed:
+            raise NodeUnreachable("no route", where="there")
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("a fault of ours")
+        self.opened += 1
+        return await super().open(argv, directory=directory)
+
+
+class Host:
+    """A kept rank and the link to its host."""
+
+    def __init__(self, directory: Path, source: str) -> None:
+        self.kept: RunningKeeper = start_keeper(
+            directory, [sys.executable, "-u", "-c", source], spec_fields={"lease_s": 60.0}
+        )
+        self.road = Road()
+        self.link = AgentConnection(THERE, (0,), self.kept.files, self.kept.nonce, self.road, names=["there"])
+
+    async def agent(self) -> int:
+        """The pid of the agent that runs now."""
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+        for _ in range(2000):
+            for pid in map(int, children.read_text().split()):
+                with contextlib.suppress(OSError):
+                    if b"engine.node.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        return pid
+            await asyncio.sleep(0.005)
+        raise AssertionError("no agent")
+
+
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    host = Host(tmp_path, WORK)
+    host.link.start()
+    yield host
+    await host.link.close()
+    if host.kept.process.poll() is None:
+        os.kill(host.kept.process.pid, signal.SIGKILL)
+        host.kept.process.wait()
+    host.kept.nothing_left()
+
+
+async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: Host) -> None:
+    assert not host.link.state.answered
+    await until(lambda: host.link.observe(0, thorough=True).identity is not None)
+    assert host.link.state.answering and host.link.facts is not None
+    assert abs(host.link.facts.clock_ahead_s) < 0.5
+    await until(lambda: b"line" in host.kept.output())
+    host.link.send_command(0, STOP)
+    await until(lambda: host.link.observe(0, thorough=True).record is not None)
+    record = host.link.observe(0, thorough=True).record
+    assert record is not None and record.stopped_by == "stop"
+    assert host.link.exit_output(0).log.startswith("line") or "line" in host.link.exit_output(0).log
+    host.link.request_processes(kill=True)
+    await until(lambda: host.link.processes() is not None)
+
+
+@pytest.mark.needs("linux")
+async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Host, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    gaps: list[Gap] = []
+    mirror = Mirror(run_dir, gaps.append)
+    mirror.follow(0, 1, host.link.file("rank0.log"), 0)
+
+    def copied() -> int:
+        mirror.pump()
+        return run_dir.log(0).stat().st_size if run_dir.log(0).exists() else 0
+
+    for _ in range(3):
+        before = copied()
+        await until(lambda before=before: copied() > before)  # type: ignore[misc]
+        os.kill(await host.agent(), signal.SIGKILL)
+    host.link.send_command(0, END)
+    await until(lambda: host.link.observe(0, thorough=True).record is not None)
+    host.kept.process.wait(20)
+    host.link.request_processes(kill=True)
+    await until(lambda: host.link.processes() == [])
+    await until(lambda: not mirror.behind() or mirror.pump() < 0)
+    assert mirror.finish() and gaps == []
+    assert run_dir.log(0).read_bytes() == host.kept.output()
+    assert host.road.opened >= 3
+
+
+async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host: Host) -> None:
+    await until(lambda: host.link.observe(0, thorough=True).identity is not None)
+    host.road.closed = True
+    os.kill(await host.agent(), signal.SIGKILL)
+    await until(lambda: not host.link.state.connected and host.link.state.problem is not None)
+    host.link.send_command(0, END)
+    # Without killing: the keeper is to have the time to write its record.
+    host.link.request_processes(kill=False)
+    assert host.link.processes() is None
+    await until(lambda: "no route" in str(host.link.state.problem))
+    host.road.closed = False
+    await until(lambda: host.link.observe(0, thorough=True).record is not None)
+    await until(lambda: host.link.processes() is not None)
+
+
+async def test_an_agent_that_cannot_start_is_why_a_host_is_not_connected(tmp_path: Path) -> None:
+    host = Host(tmp_path, "print('done')")
+    host.kept.process.wait(20)
+    node = THERE.model_copy(update={"python": "/bin/false"})
+    link = AgentConnection(node, (0,), host.kept.files, host.kept.nonce, host.road, names=["there"])
+    link.start()
+    await until(lambda: link.state.problem is not None)
+    assert not link.state.answered
+    await link.close()
+
+
+async def test_a_fault_of_ours_does_not_end_the_heartbeats(host: Host) -> None:
+    await until(lambda: host.link.state.answered)
+    host.road.faults = 2
+    os.kill(await host.agent(), signal.SIGKILL)
+    await until(lambda: "a fault of ours" in str(host.link.state.problem))
+    await until(lambda: host.link.state.connected and host.link.state.problem is None)
+
+
+class LineTransport(LocalTransport):
+    """The way to a connection whose other end is the test."""
+
+    def __init__(self) -> None:
+        self.channels: list[FakeChannel] = []
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        self.channels.append(FakeChannel(lambda request: [], STARTED + encode(hello()), acknowledges=False))
+        return self.channels[-1]
+
+
+class Line:
+    """The newest connection, and all that was received over any."""
+
+    def __init__(self) -> None:
+        self.transport = LineTransport()
+
+    @property
+    def received(self) -> list[Message]:
+        return [message for channel in self.transport.channels for message in channel.received]
+
+    def send(self, message: Message) -> None:
+        self.transport.channels[-1].send(message)
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+
+STARTED = b'{"kind": "bootstrap", "home": "/home/ana", "missing": false}\n'
+
+
+@pytest_asyncio.fixture
+async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Line, AgentConnection]]:
+    monkeypatch.setattr(agent_connection, "HEARTBEAT_INTERVAL_S", 0.01)
+    line = Line()
+    link = AgentConnection(THERE, (0,), NodeFiles(tmp_path), "nonce", line.transport, names=["there"])
+    link.start()
+    await until(lambda: link.state.answered)
+    yield line, link
+    await link.close()
+
+
+async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, AgentConnection]) -> None:
+    agent, link = line
+    log = link.file("rank0.log")
+    await until(lambda: len(agent.of(Heartbeat)) > MAX_UNANSWERED_HEARTBEATS)
+    agent.send(FileData("rank0.log", 0, False, b"x" * 1000))
+    assert log.read_from(0, 10) == b""
+    before = len(agent.of(Heartbeat))
+    await until(lambda: any(beat.answered > MAX_UNANSWERED_HEARTBEATS for beat in agent.of(Heartbeat)[before:]))
+    assert link.state.answering
+
+
+async def test_an_answer_that_comes_after_the_request_was_repeated_is_taken(line: tuple[Line, AgentConnection]) -> None:
+    agent, link = line
+    link.request_processes(kill=True)
+    link.request_processes(kill=True)
+    await until(lambda: len(agent.of(ListProcesses)) == 2)
+    first = agent.of(ListProcesses)[0].number
+    agent.send(ProcessList(first, [], {}))
+    await until(lambda: link.processes() == [])
+    link.request_processes(kill=True)
+    agent.send(ProcessList(first, [], {}))
+    agent.send(ProcessList(first + 1, [[7, "late"]], {}))
+    await until(lambda: link.processes() is not None)
+    assert link.processes() == [Process(7, "late")], "an answer to an earlier request is none to a new one"
+
+
+async def test_after_a_break_the_files_are_requested_before_the_open_request(
+    line: tuple[Line, AgentConnection],
+) -> None:
+    agent, link = line
+    log = link.file("rank0.log")
+    assert log.read_from(0, 10) == b""
+    link.request_processes(kill=False)
+    await until(lambda: agent.of(ListProcesses) and agent.of(ReadFile))
+    before = len(agent.received)
+    agent.transport.channels[-1].end()
+    await until(lambda: ListProcesses in [type(message) for message in agent.received[before:]])
+    kinds = [type(message) for message in agent.received[before:]]
+    assert kinds.index(ReadFile) < kinds.index(ListProcesses), "with its answer the agent reports the files' sizes"

@@ -1,0 +1,161 @@
+"""Every node's values as they come, its problems among them; and nothing goes on when nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from engine.cluster.telemetry import TelemetryParser, telemetry
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.models import NodeTelemetry, RankUse
+from engine.node.processes import start_time
+from tests.unit.cluster.fake_agent import fleet_of
+
+AT = datetime(2026, 11, 21, tzinfo=UTC)
+PATIENCE_S = 20.0
+
+
+def cluster(*nodes: tuple[str, str], ssh: str = "127.0.0.1") -> Config:
+    """Nodes (name, python)."""
+    made = tuple(NodeConfig(name=name, ssh=ssh, python=python, workdir="/") for name, python in nodes)
+    return Config(cluster=ClusterConfig(), nodes=made, job=JobConfig(name="x", command=("true",)))
+
+
+def agents() -> list[int]:
+    """The pids of this test's agents."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"engine.node.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def probes() -> list[int]:
+    """The pids of their probes."""
+    return [int(child) for pid in agents() for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextlib.asynccontextmanager
+async def watching(config: Config, interval_s: float) -> AsyncIterator[AsyncIterator[NodeTelemetry]]:
+    async def at_once(seconds: float) -> None:
+        await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(PATIENCE_S), fleet_of() as fleet:
+        values = telemetry(config, fleet, lambda: AT, interval_s=interval_s, pause=at_once)
+        try:
+            yield values
+        finally:
+            await values.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.needs("linux")
+async def test_two_nodes_on_this_machine_and_nothing_is_left_at_the_end() -> None:
+    config = cluster(("left", sys.executable), ("right", sys.executable))
+    async with watching(config, 0.1171) as values:
+        seen: dict[str, NodeTelemetry] = {}
+        async for value in values:
+            seen[value.node] = value
+            if len(seen) == 2 and all(value.cpu_use is not None for value in seen.values()):
+                break
+        # One probe for the host, whatever the number of its nodes.
+        (probe,) = probes()
+    assert agents() == [] and start_time(probe) is None
+    left = seen["left"]
+    assert left == seen["right"].model_copy(update={"node": "left"})
+    assert (left.at, left.slow_at, left.source, left.problem) == (AT, AT, "/proc", None)
+    assert 0 <= (left.cpu_use or 0) <= 1
+    assert left.memory_used_bytes and left.memory_used_bytes > 10_000_000
+    assert left.gpu_use is None or Path("/usr/bin/nvidia-smi").exists()
+
+
+@pytest.mark.needs("linux")
+async def test_a_probe_or_an_agent_that_is_killed_is_reported_and_started_again() -> None:
+    async with watching(cluster(("a", sys.executable)), 0.1172) as values:
+        async for value in values:
+            if value.problem is None:
+                break
+        for victims in (probes, agents):
+            os.kill(victims()[0], signal.SIGKILL)
+            problems = []
+            async for value in values:
+                if value.problem is not None:
+                    problems.append(value.problem)
+                elif problems:
+                    break
+            assert len(problems) == 1 and "ended with -9" in problems[0]
+
+
+async def test_a_node_without_its_interpreter_is_a_problem_and_the_others_go_on(tmp_path: Path) -> None:
+    async with watching(cluster(("a", str(tmp_path / "none"))), 0.1173) as values:
+        async for value in values:
+            assert value.problem == f"no such interpreter: {tmp_path}/none"
+            assert (value.node, value.at, value.memory_used_bytes) == ("a", AT, None)
+            break
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [("echo 'dyld: gone' >&2; exit 134", "dyld: gone"), ("head -c 140000 /dev/zero; sleep 60", "a line of more than")],
+)
+async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(tmp_path: Path, body: str, problem: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{body}\n")
+    python.chmod(0o755)
+    async with watching(cluster(("a", str(python))), 0.1174) as values:
+        async for value in values:
+            assert value.problem is not None and problem in value.problem
+            break
+
+
+def line(**said: object) -> bytes:
+    return json.dumps(said).encode()
+
+
+def test_slow_readings_stay_with_their_own_age() -> None:
+    reader = TelemetryParser()
+    ranks = [["r-1", 0, 100], ["../x", 1, 5], ["r-1", -1, 5], ["r-1", True, 5], "junk", ["r-1", 2, 2.5]]
+    first = reader.read(line(system="Darwin", thermal="com.apple.system.thermalpressurelevel 1", ranks=ranks), AT)
+    assert first is not None
+    assert first["ranks"] == (RankUse(run_id="r-1", rank=0, rss_bytes=100),)
+    later = reader.read(line(system="Darwin", macmon='{"gpu_active_ratio": 0.5}'), AT + timedelta(seconds=2))
+    assert later is not None
+    assert (later["gpu_use"], later["thermal"], later["slow_at"], later["source"]) == (0.5, "moderate", AT, "macmon")
+    assert later["ranks"] == first["ranks"]
+
+
+def test_a_mac_without_macmon() -> None:
+    reader = TelemetryParser()
+    vm_stat = (
+        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages wired down: 2.\nAnonymous pages: 3.\n"
+        "Pages occupied by compressor: 1.\nPages purgeable: 1.\n"
+    )
+    said = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25'}
+    reader.read(line(system="Darwin", ticks=[10, 10, 80, 0]), AT)
+    values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **said), AT)
+    assert values == {
+        "cpu_use": 0.2,
+        "gpu_use": 0.25,
+        "memory_used_bytes": 5 * 16384,
+        "swap_used_bytes": 2**20,
+        "source": "vm_stat, sysctl, ioreg",
+    }
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"Welcome to ultra", b"[1]", b"{}", line(system="Plan9"), b"[" * 100_000, b"9" * 5000, b"\xff\x00"]
+)
+def test_lines_that_are_not_the_programs_are_passed_over(junk: bytes) -> None:
+    assert TelemetryParser().read(junk, AT) is None
+
+
+def test_values_of_the_wrong_kind_are_not_measured() -> None:
+    said = line(system="Linux", cpu=5, meminfo=["x"], cpu_temperature_c="hot", nvidia=[1, None], ranks={"a": 1})
+    values = TelemetryParser().read(said, AT)
+    assert values is not None
+    assert NodeTelemetry(node="a", at=AT, **values).memory_used_bytes is None

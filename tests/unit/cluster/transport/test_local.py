@@ -1,0 +1,114 @@
+"""This machine as a node: commands end within their limit with all their children, files are read and put whole."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from engine.cluster.transport.base import Transport
+from engine.cluster.transport.local import LocalTransport
+from engine.node.processes import with_nonce
+from tests.machine import WATCHED
+
+
+@pytest.fixture
+def nonce() -> str:
+    """Of this test alone: another run of the same test may be under way on this machine."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def local() -> Transport:
+    return LocalTransport()
+
+
+async def gone(nonce: str) -> None:
+    """Returns when no process of that nonce is left: a killed one takes a moment to go."""
+    async with asyncio.timeout(10):
+        while with_nonce(nonce):
+            await asyncio.sleep(0.01)
+
+
+async def test_both_streams_and_the_code_come_back_and_nothing_goes_through_a_shell(local: Transport) -> None:
+    program = "import sys; print(sys.argv[1]); print('err', file=sys.stderr); sys.exit(3)"
+    done = await local.run([sys.executable, "-c", program, "$(id); *"], timeout_s=30)
+    assert (done.code, done.stdout, done.stderr) == (3, b"$(id); *\n", b"err\n")
+    assert done.exit_output == "err"
+
+
+async def test_a_program_that_is_not_there_is_an_oserror(local: Transport) -> None:
+    with pytest.raises(FileNotFoundError):
+        await local.run(["/nonexistent/python"], timeout_s=5)
+
+
+async def test_the_time_limit_ends_the_program_and_its_children(local: Transport, nonce: str) -> None:
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600 & sleep 600", WATCHED]
+    began = time.monotonic()
+    done = await local.run(argv, timeout_s=0.3)
+    assert done.code is None
+    assert time.monotonic() - began < 10
+    await gone(nonce)
+
+
+async def test_a_cancelled_call_ends_the_program_too(local: Transport, nonce: str) -> None:
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true", WATCHED]
+    running = asyncio.create_task(local.run(argv, timeout_s=600))
+    while not with_nonce(nonce):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await gone(nonce)
+
+
+async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(local: Transport, nonce: str) -> None:
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true", WATCHED]
+    for turns in range(25):
+        running = asyncio.create_task(local.run(argv, timeout_s=600))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await gone(nonce)
+
+
+async def test_a_file_is_read_from_an_offset_to_its_end(local: Transport, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_bytes(b"0123456789")
+    assert await local.read_from(file, 4, 3) == b"456"
+    assert await local.read_from(file, 8, 100) == b"89"
+    assert await local.read_from(file, 10, 100) == b""
+    with pytest.raises(FileNotFoundError):
+        await local.read_from(tmp_path / "none", 0, 1)
+
+
+async def test_a_file_is_put_whole_and_private(local: Transport, tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    await local.put(file, b"one")
+    await local.put(file, b"two")
+    assert file.read_bytes() == b"two"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(IsADirectoryError):
+        await local.put(tmp_path, b"x", mode=0o700)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]
+
+
+async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Transport, nonce: str) -> None:
+    # It hears neither the end of its input nor a polite word.
+    channel = await local.open(
+        ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", "echo up; exec sleep 1000", WATCHED]
+    )
+    assert await channel.read(100) == b"up\n"
+    closing = asyncio.create_task(channel.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not with_nonce(nonce)
+    assert channel.exit_output == ""

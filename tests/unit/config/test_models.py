@@ -1,0 +1,55 @@
+"""Copies of a configuration: with some of its nodes, with another strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config.models import select_nodes, with_strategy
+from engine.errors import InputError
+from tests.unit.plan.calibrations import config
+
+
+def test_ranks_are_counted_anew_and_devices_towards_the_others_go() -> None:
+    deck = config(["a", "b", "c"])
+    rows = ((None, "x1", "x2"), ("y0", None, "y2"), ("z0", "z1", None))
+    wired = tuple(node.model_copy(update={"rdma": row}) for node, row in zip(deck.nodes, rows, strict=True))
+    part = select_nodes(deck.model_copy(update={"nodes": wired}), {"c", "a"})
+    assert [(node.name, node.rdma) for node in part.nodes] == [("a", (None, "x2")), ("c", ("z0", None))]
+    assert part.job == deck.job
+
+
+def test_a_pipelines_layers_for_more_ranks_go() -> None:
+    deck = config(["a", "b", "c"])
+    job = deck.job.model_copy(update={"strategy": "pipeline", "layer_split": "0-1,1-2,2-4"})
+    deck = deck.model_copy(update={"job": job})
+    assert select_nodes(deck, {"a", "b"}).job.layer_split is None
+    assert select_nodes(deck, {"a", "b", "c"}).job == job
+
+
+def test_an_empty_selection_is_refused() -> None:
+    with pytest.raises(InputError, match="no node of the configuration is left"):
+        select_nodes(config(["a"]), {"b"})
+
+
+def test_without_options_the_configuration_is_unchanged() -> None:
+    deck = config(["a", "b"])
+    assert with_strategy(deck, None, None) is deck
+
+
+def test_layers_make_it_a_pipeline_and_another_strategy_drops_them() -> None:
+    deck = with_strategy(config(["a", "b"]), None, "0-8,8-36")
+    assert (deck.job.strategy, deck.job.layer_split) == ("pipeline", "0-8,8-36")
+    assert with_strategy(deck, "pipeline", None).job == deck.job
+    sharded = with_strategy(deck, "sharded", None)
+    assert (sharded.job.strategy, sharded.job.layer_split) == ("sharded", None)
+
+
+def test_impossible_strategies_are_refused() -> None:
+    with pytest.raises(InputError, match="at least two nodes"):
+        with_strategy(config(["a"]), "pipeline", None)
+    with pytest.raises(InputError, match="2 ranges for 3 nodes"):
+        with_strategy(config(["a", "b", "c"]), "pipeline", "0-8,8-36")
+    deck = config(["a", "b"])
+    command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})
+    with pytest.raises(InputError, match="a custom command"):
+        with_strategy(command, "sharded", None)

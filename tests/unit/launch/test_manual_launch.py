@@ -1,0 +1,101 @@
+"""The launch as typed by hand: each rank's shell picks its own arguments, whatever they contain."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.launch.manual_launch import ManualLaunch, manual_launch
+from engine.plan.network import NetworkPlan
+from tests.unit.launch.host_layouts import configured_network
+
+HOSTFILE = Path("/state/plans/here.hostfile.json")
+
+
+def config(*nodes: NodeConfig, settings: dict[str, Any] | None = None, **job: Any) -> Config:
+    keys = {"name": "job", "model": "~/model", "data": "~/data", "mlx_lm": with_defaults(settings or {})}
+    return Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(**{**keys, **job}))
+
+
+def typed(job_config: Config, layers: int | None = None, backend: str = "ring") -> ManualLaunch:
+    network: NetworkPlan = configured_network(job_config.nodes, backend)
+    return manual_launch(job_config, network, HOSTFILE, layers=layers, launcher=Path("/venv/bin/mlx.launch"))
+
+
+def of_rank(launch: ManualLaunch, rank: int, home: Path) -> list[str]:
+    """What the shell of a rank becomes: its program's arguments."""
+    assert launch.command is not None
+    argv = shlex.split(launch.command)
+    program = argv[argv.index("--") + 1 :]
+    (home / "show").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (home / "show").chmod(0o755)
+    assert program[:2] == ["/bin/sh", "-c"]
+    done = subprocess.run(
+        program,
+        env={"MLX_RANK": str(rank), "HOME": str(home), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        check=True,
+    )
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def node(name: str, home: Path) -> NodeConfig:
+    """One whose python shows what it is given."""
+    return NodeConfig(name=name, ssh=f"{name}.local", ips=("10.0.0.1",), python="~/show", workdir=str(home))
+
+
+def test_each_rank_becomes_its_own_nodes_python_with_its_own_paths(tmp_path: Path) -> None:
+    first = node("a", tmp_path).model_copy(update={"model": "~/my models/it's"})
+    launch = typed(config(first, node("b", tmp_path), settings={"batch_size": 8}))
+    argv = of_rank(launch, 0, tmp_path)
+    assert argv[:5] == ["-m", "mlx_lm", "lora", "--train", "--model"]
+    assert argv[5] == f"{tmp_path}/my models/it's"
+    other = of_rank(launch, 1, tmp_path)
+    assert other[other.index("--model") + 1] == f"{tmp_path}/model"
+    assert other[other.index("--batch-size") + 1] == "8"
+
+
+def test_hostile_arguments_of_a_command_stay_arguments(tmp_path: Path) -> None:
+    hostile = ["$(touch made)", "a;b", "it's", "{rank}", "two\nlines", "", "{workdir}/x y"]
+    launch = typed(config(node("a", tmp_path), node("b", tmp_path), command=("python", *hostile), mlx_lm={}))
+    assert of_rank(launch, 1, tmp_path) == ["$(touch made)", "a;b", "it's", "1", "two\nlines", "", f"{tmp_path}/x y"]
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_mlx_lm_would_refuse_is_made_acceptable_and_noted(tmp_path: Path) -> None:
+    launch = typed(config(node("a", tmp_path), node("b", tmp_path), settings={"batch_size": 5}), layers=2)
+    argv = of_rank(launch, 0, tmp_path)
+    assert argv[argv.index("--batch-size") + 1] == "6" and argv[argv.index("--num-layers") + 1] == "2"
+    assert any("must divide by the 2 ranks" in note for note in launch.notes)
+    assert any("mlx-lm refuses more" in note for note in launch.notes)
+
+
+def test_keys_without_an_option_travel_as_a_file(tmp_path: Path) -> None:
+    lora = {"rank": 4, "dropout": 0.0, "scale": 10.0, "keys": ["self_attn.q_proj"]}
+    launch = typed(config(node("a", tmp_path), settings={"lora_parameters": lora}))
+    assert launch.command is not None and "--config /dev/stdin" in launch.command
+    assert json.dumps({"lora_parameters": lora}) in shlex.split(launch.command)[-1]
+
+
+def test_a_lone_rank_has_no_empty_hostfile(tmp_path: Path) -> None:
+    launch = typed(config(node("a", tmp_path)))
+    assert launch.command is not None and "unset MLX_HOSTFILE" in launch.command
+
+
+def test_secrets_never_show(tmp_path: Path) -> None:
+    launch = typed(config(node("a", tmp_path), env={"HF_TOKEN": "hf_secret", "LEVEL": "3"}))
+    assert launch.command is not None
+    assert "hf_secret" not in launch.command and "--env LEVEL=3" in launch.command
+    assert any(note.startswith("HF_TOKEN of [job] env is left out") for note in launch.notes)
+
+
+def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path: Path) -> None:
+    job_config = config(node("a", tmp_path), node("b", tmp_path), env={"NCCL_DEBUG": "WARN"})
+    command = typed(job_config, backend="nccl").command or ""
+    assert "--env NCCL_IB_DISABLE=1" in command and "--env NCCL_DEBUG=WARN" in command
+    assert "NCCL_IB" not in (typed(job_config).command or "")

@@ -1,0 +1,114 @@
+"""A real keeper started on a real program, from a bundle staged as on a node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine.node import processes
+from engine.node.bootstrap import python_files
+from engine.protocol.attempt import (
+    NONCE_ENV,
+    AttemptSpec,
+    ExitRecord,
+    Identity,
+    NodeFiles,
+    RankSpec,
+    read_exit,
+    read_identity,
+    write_atomic,
+)
+from tests.waiting import wait_until
+
+SOURCE = Path(engine.__file__).parent
+
+
+def stage_bundle(to: Path, trainer: str | None = None) -> Path:
+    """A copy of the worker as a node holds it; `trainer` is the source of another program in the trainer's place."""
+    for path in python_files(SOURCE):
+        copied = to / "engine" / path.relative_to(SOURCE)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copied)
+    if trainer is not None:
+        (to / "engine" / "trainer" / "main.py").write_text(trainer)
+    return to
+
+
+@dataclass
+class RunningKeeper:
+    """A keeper's process and what it leaves."""
+
+    process: subprocess.Popen[bytes]
+    files: NodeFiles
+    nonce: str
+
+    def say(self, word: bytes) -> None:
+        with os.fdopen(os.open(self.files.control(0), os.O_RDWR), "wb") as fifo:
+            fifo.write(word)
+
+    def identity(self) -> Identity:
+        """Awaits the identity."""
+        wait_until(lambda: read_identity(self.files.identity(0)) is not None)
+        identity = read_identity(self.files.identity(0))
+        assert identity is not None
+        return identity
+
+    def await_output(self, text: bytes) -> None:
+        wait_until(lambda: text in self.output())
+
+    def output(self) -> bytes:
+        return self.files.log(0).read_bytes() if self.files.log(0).exists() else b""
+
+    def troubles(self) -> str:
+        return self.files.keeper_log(0).read_text()
+
+    def ended(self, within_s: float = 20.0) -> ExitRecord:
+        """Awaits the keeper's end; with it, everything of the rank must be gone."""
+        self.process.wait(within_s)
+        record = read_exit(self.files.exit(0))
+        assert record is not None
+        assert record.log_bytes == len(self.output())
+        self.nothing_left()
+        return record
+
+    def nothing_left(self) -> None:
+        wait_until(lambda: processes.with_nonce(self.nonce) == [])
+
+
+def start_keeper(
+    directory: Path,
+    command: list[str] | None,
+    *,
+    trainer: str | None = None,
+    spec_fields: dict[str, Any] | None = None,
+    workdir: Path | None = None,
+    prefix: list[str] | None = None,
+    options: list[str] | None = None,
+    stdout: int = subprocess.DEVNULL,
+) -> RunningKeeper:
+    """Start a keeper on `command`, or on the stand-in `trainer`, in `directory`; `prefix` execs it."""
+    bundle = stage_bundle(directory / "bundle", trainer)
+    files = NodeFiles.for_attempt(directory / "node", "run", 1)
+    files.directory.mkdir(parents=True)
+    nonce = uuid.uuid4().hex
+    rank = RankSpec(0, "n", "127.0.0.1", sys.executable, str(workdir or directory))
+    spec = AttemptSpec("run", 1, nonce, "ring", 1, [rank], command=command, **(spec_fields or {}))
+    write_atomic(files.spec, spec.to_json())
+    with files.keeper_log(0).open("ab") as troubles:
+        process = subprocess.Popen(
+            [*(prefix or []), sys.executable, "-m", "engine.node.keeper", "--spec", str(files.spec), *(options or [])],
+            cwd=bundle,
+            env={**os.environ, NONCE_ENV: nonce, "MLX_RANK": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=troubles,
+            start_new_session=True,
+        )
+    return RunningKeeper(process, files, nonce)

@@ -1,0 +1,181 @@
+"""Probes, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.node.probes import model, network
+from engine.node.processes import start_time
+from engine.protocol.attempt import NONCE_ENV
+from tests.machine import WATCHED
+from tests.waiting import wait_until
+
+NONCE = f"nonce-of-a-lease-{os.getpid()}"
+"""Of this process of pytest's: another must not end what is held here."""
+
+
+@contextmanager
+def rank(nonce: str = NONCE, *words: str, watched: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is deaf to everything but KILL; one that is not `watched` is stale to whoever looks."""
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    environment = {**os.environ, NONCE_ENV: nonce}
+    argv = [sys.executable, "-c", script, *words, *([WATCHED] if watched else [])]
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def lease(seconds: float, *folders: Path) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "engine.node.probes", "lease", NONCE, str(seconds), *map(str, folders)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"held": True}
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def folder(tmp_path: Path, name: str) -> Path:
+    made = tmp_path / name
+    (made / "attempts").mkdir(parents=True)
+    return made
+
+
+def test_a_released_lease_ends_what_it_held_and_reports_it(tmp_path: Path) -> None:
+    mine, another = folder(tmp_path, "preflight-1"), folder(tmp_path, "a-run")
+    with rank() as held, rank("another") as free, lease(60, mine, another) as holder:
+        said, _ = holder.communicate("\n\nend\n", timeout=20)
+        assert json.loads(said) == {"left": []}
+        assert held.wait(5) == -signal.SIGKILL
+        assert start_time(free.pid) is not None
+        assert (mine.exists(), another.exists()) == (False, True)
+
+
+def test_the_end_of_the_head_is_the_end_of_what_it_held(tmp_path: Path) -> None:
+    mine = folder(tmp_path, "preflight-1")
+    with rank() as held, lease(60, mine) as holder:
+        assert holder.stdin is not None
+        holder.stdin.close()
+        assert held.wait(10) == -signal.SIGKILL
+        assert holder.wait(10) == 0
+        assert not mine.exists()
+
+
+def test_silence_ends_it_and_heartbeats_do_not() -> None:
+    with rank() as held, lease(1.0) as holder:
+        assert holder.stdin is not None
+        for _ in range(8):
+            holder.stdin.write("\n")
+            holder.stdin.flush()
+            time.sleep(0.2)
+        assert start_time(held.pid) is not None
+        assert held.wait(10) == -signal.SIGKILL
+
+
+def test_no_signal_but_kill_takes_a_lease_away() -> None:
+    with rank() as held, lease(60) as holder:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            holder.send_signal(number)
+        said, _ = holder.communicate("end", timeout=20)
+        assert json.loads(said) == {"left": []}
+        assert held.wait(5) == -signal.SIGKILL
+
+
+def stale() -> list[dict[str, object]]:
+    done = subprocess.run([sys.executable, "-m", "engine.node.probes", "stale"], capture_output=True, check=True)
+    found: list[dict[str, object]] = json.loads(done.stdout)["stale"]
+    return found
+
+
+@pytest.mark.alone
+def test_what_nobody_watches_is_stale_and_what_a_keeper_watches_is_not() -> None:
+    with rank("left-behind", watched=False) as alone, rank("watched", watched=False) as kept, rank("watched"):
+        pids = [pid for group in stale() for pid in group["pids"]]  # type: ignore[attr-defined]
+        assert alone.pid in pids
+        assert kept.pid not in pids
+
+
+@pytest.mark.alone
+def test_a_calibration_is_stale_only_when_its_lease_is_gone() -> None:
+    nonce = f"measured-{os.getpid()}"
+    argv = [sys.executable, "-m", "engine.node.probes", "lease", nonce, "60"]
+    with rank(nonce, "engine.trainer.calibrate", watched=False) as measuring:
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as lease:
+            assert lease.stdout is not None and lease.stdout.readline() == b'{"held": true}\n'
+            assert [group for group in stale() if measuring.pid in group["pids"]] == []  # type: ignore[operator]
+            # Not as a lease ends: that would end the calibration too.
+            lease.kill()
+        left = [group for group in stale() if measuring.pid in group["pids"]]  # type: ignore[operator]
+        assert [group["pids"] for group in left] == [[measuring.pid]]
+
+
+def test_a_probe_ends_with_its_parent() -> None:
+    probe = "import time; from engine.node.processes import end_with_parent as end; end(); print(flush=True)"
+    asker = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {probe + '; time.sleep(600)'!r}])"
+    argv = [sys.executable, "-c", asker + "; print(p.pid, flush=True); p.wait()"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as head:
+        assert head.stdout is not None
+        # The probe's own line tells that it watches by now.
+        pid = max(int(head.stdout.readline().strip() or 0) for _ in range(2))
+        assert start_time(pid) is not None
+        head.kill()
+    wait_until(lambda: start_time(pid) is None, within_s=5)
+
+
+def test_addresses_that_answer_and_that_do_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        open_, shut = (f"127.0.0.1:{each.getsockname()[1]}" for each in (listener, closed))
+        assert network.reach_all([open_, shut]) == [None, "Connection refused"]
+    assert network.own("127.0.0.1") is None
+    assert "is not an address of this machine" in (network.own("192.0.2.1") or "")
+
+
+def test_an_address_is_listened_on_until_stdin_ends() -> None:
+    argv = [sys.executable, "-m", "engine.node.probes", "listen", "60", "127.0.0.1"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        (port,) = json.loads(process.stdout.readline())["listening"]
+        assert network.reach("127.0.0.1", port) is None
+        process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert network.reach("127.0.0.1", port) is not None
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"model_type": ["x"]}', "[" * 100_000, '"\\ud800"'])
+def test_a_model_with_any_configuration_is_reported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    json.dumps(model.read(tmp_path))
+
+
+def test_only_listeners_count_in_the_kernels_table() -> None:
+    table = (
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+        "   0: 0100007F:7E43 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n"
+        "   1: 0100007F:7E43 0100007F:A2F0 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n"
+        "   2: 00000000:7E44 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4713 1\n"
+    )
+    assert network.listening_inodes(table, 0x7E43) == {"4711"}
+
+
+def test_lsofs_pid_is_read_from_its_field_output() -> None:
+    assert network.lsof_pid("p812\nf5\nf6\n") == 812
+    assert network.lsof_pid("") is None

@@ -1,0 +1,89 @@
+"""A detached keeper: the process that was started ends with what there is to say, and nothing of it holds the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.node import processes
+from engine.protocol.attempt import read_exit
+from tests.unit.node.keeper_runner import RunningKeeper, start_keeper
+from tests.waiting import wait_until
+
+WAIT = "import time; print('up'); time.sleep(60)"
+
+
+def keep_detached(directory: Path, source: str, **fields: object) -> RunningKeeper:
+    return start_keeper(
+        directory, [sys.executable, "-u", "-c", source], spec_fields=fields or None, options=["--detach"]
+    )
+
+
+def ended(kept: RunningKeeper) -> None:
+    wait_until(kept.files.exit(0).exists)
+    kept.nothing_left()
+
+
+def test_the_process_in_front_exits_with_0_when_the_identity_is_written(tmp_path: Path) -> None:
+    kept = keep_detached(tmp_path, WAIT)
+    assert kept.process.wait(20) == 0
+    assert kept.files.identity(0).exists()
+    identity = kept.identity()
+    assert processes.alive(identity.keeper_pid, identity.keeper_start)
+    assert os.getsid(identity.keeper_pid) != kept.process.pid
+    kept.await_output(b"up")
+    kept.say(b"end\n")
+    ended(kept)
+    record = read_exit(kept.files.exit(0))
+    assert record is not None and (record.signal, record.stopped_by) == (signal.SIGTERM, "end")
+
+
+def test_a_failed_start_is_the_exit_code_of_the_process_in_front(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, ["/nowhere/at/all"], options=["--detach"])
+    assert kept.process.wait(20) == 127
+    assert "cannot start" in kept.troubles()
+    ended(kept)
+
+
+def test_a_program_that_ends_at_once_was_started_all_the_same(tmp_path: Path) -> None:
+    for number in range(5):
+        kept = keep_detached(tmp_path / str(number), "raise SystemExit(3)")
+        assert kept.process.wait(20) == 0
+        ended(kept)
+        record = read_exit(kept.files.exit(0))
+        assert record is not None and record.code == 3
+
+
+def test_the_rank_holds_no_pipe_of_its_launcher(tmp_path: Path) -> None:
+    front = ["/bin/sh", "-c", 'exec "$@" 9>&1', "sh"]
+    kept = start_keeper(
+        tmp_path, [sys.executable, "-u", "-c", WAIT], options=["--detach"], prefix=front, stdout=subprocess.PIPE
+    )
+    assert kept.process.stdout is not None
+    assert kept.process.stdout.read() == b"", "its end comes while the rank runs"
+    kept.process.stdout.close()
+    assert kept.process.wait(20) == 0
+    kept.await_output(b"up")
+    kept.say(b"end\n")
+    ended(kept)
+
+
+def test_the_rank_survives_a_killed_process_in_front(tmp_path: Path) -> None:
+    kept = keep_detached(tmp_path, WAIT)
+    wait_until(lambda: len(processes.with_nonce(kept.nonce)) > 1)
+    kept.process.kill()
+    kept.process.wait(20)
+    kept.await_output(b"up")
+    kept.say(b"end\n")
+    ended(kept)
+
+
+def test_the_program_does_not_outlive_a_killed_detached_keeper(tmp_path: Path) -> None:
+    kept = keep_detached(tmp_path, WAIT)
+    assert kept.process.wait(20) == 0
+    kept.await_output(b"up")
+    os.kill(kept.identity().keeper_pid, signal.SIGKILL)
+    kept.nothing_left()

@@ -1,0 +1,350 @@
+"""The keeper, on real child processes: exits, signals, stops, the lease, processes left behind, and the log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.node import processes
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, HEARTBEAT
+from tests.needs import mounted_disk
+from tests.unit.node.keeper_runner import start_keeper
+from tests.waiting import wait_until
+
+QUICK = {"stop_grace_s": 0.8, "term_grace_s": 0.3, "save_grace_s": 20.0}
+
+
+def python(source: str) -> list[str]:
+    return [sys.executable, "-u", "-c", source]
+
+
+WAIT = "import time; print('up'); time.sleep(60)"
+DEAF = "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint('up'); time.sleep(60)"
+
+READS_STOP = """
+import json, os, sys, time
+print("up", flush=True)
+while os.read(int(os.environ["FLIGHTDECK_CONTROL_FD"]), 5) != b"stop\\n": pass
+"""
+
+
+READS_EMERGENCY = """
+import os, sys
+print("up", flush=True)
+while os.read(int(os.environ["FLIGHTDECK_CONTROL_FD"]), 100) != b"emergency_checkpoint\\n": pass
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3, 255])
+def test_an_exit_code_is_recorded_and_passed_on(tmp_path: Path, code: int) -> None:
+    kept = start_keeper(tmp_path, python(f"print('hello'); raise SystemExit({code})"))
+    record = kept.ended()
+    assert (record.code, record.signal, record.stopped_by, record.error) == (code, None, None, None)
+    assert (record.rank, record.attempt, record.dropped_bytes) == (0, 1, 0)
+    assert kept.process.returncode == code
+    assert kept.output() == b"hello\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_signal_that_ends_the_program_is_recorded_as_one(tmp_path: Path, number: signal.Signals) -> None:
+    kept = start_keeper(tmp_path, python(f"import os; os.kill(os.getpid(), {int(number)})"))
+    record = kept.ended()
+    assert (record.code, record.signal, record.stopped_by) == (None, int(number), None)
+
+
+def test_the_identity_names_the_programs_own_group(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT))
+    identity = kept.identity()
+    assert identity.keeper_pid == kept.process.pid
+    assert identity.trainer_pgid == identity.trainer_pid == os.getpgid(identity.trainer_pid)
+    assert os.getsid(identity.trainer_pid) == identity.trainer_pid
+    assert processes.alive(identity.trainer_pid, identity.trainer_start)
+    assert processes.alive(identity.keeper_pid, identity.keeper_start)
+    assert identity.boot_id == processes.boot_id()
+    kept.say(b"end\n")
+    kept.ended()
+
+
+@pytest.mark.parametrize(
+    ("command", "named"), [(["/nowhere/at/all"], "/nowhere/at/all"), (["no-such-program-here"], "no-such-program-here")]
+)
+def test_a_program_that_does_not_exist_is_named(tmp_path: Path, command: list[str], named: str) -> None:
+    record = start_keeper(tmp_path, command).ended()
+    assert record.code == 127
+    assert record.error is not None and named in record.error
+
+
+def test_a_missing_working_directory_is_named(tmp_path: Path) -> None:
+    record = start_keeper(tmp_path, python("pass"), workdir=tmp_path / "gone").ended()
+    assert record.code == 127
+    assert record.error is not None and str(tmp_path / "gone") in record.error
+
+
+def test_a_spec_of_another_version_is_refused_in_the_exit_record(tmp_path: Path) -> None:
+    record = start_keeper(tmp_path, python("pass"), spec_fields={"version": 99}).ended()
+    assert record.code == 127
+    assert record.error is not None and "its version is 99" in record.error
+
+
+def test_the_command_gets_this_nodes_python_and_paths(tmp_path: Path) -> None:
+    shown = "import sys, os; print(sys.executable, sys.argv[1:], os.getcwd(), 'PYTHONPATH' in os.environ)"
+    kept = start_keeper(tmp_path, ["python", "-c", shown, "{workdir}/x", "r{rank}"])
+    assert kept.ended().code == 0
+    assert kept.output().decode().split("\n")[0] == f"{sys.executable} ['{tmp_path}/x', 'r0'] {tmp_path} False"
+
+
+def test_the_log_is_the_output_byte_for_byte_from_both_streams(tmp_path: Path) -> None:
+    source = (
+        "import os\n"
+        "for i in range(3000): os.write(1 + i % 2, bytes(range(256)) * (1 + i % 40) + b'\\xff\\r\\x1b[31m%d' % i)"
+    )
+    kept = start_keeper(tmp_path, python(source))
+    assert kept.ended().code == 0
+    expected = b"".join(bytes(range(256)) * (1 + i % 40) + b"\xff\r\x1b[31m%d" % i for i in range(3000))
+    assert kept.output() == expected
+
+
+def test_stop_ends_a_command_by_term(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields={"stop_grace_s": 60.0})
+    kept.await_output(b"up")
+    kept.say(b"stop\n")
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGTERM, "stop")
+    assert kept.process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_program_that_ignores_term_is_killed(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(DEAF), spec_fields=QUICK)
+    kept.await_output(b"up")
+    started = time.monotonic()
+    kept.say(b"end\n")
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGKILL, "end")
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.needs("ps")
+def test_a_suspended_program_is_killed(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields=QUICK)
+    kept.await_output(b"up")
+    suspended = kept.identity().trainer_pid
+    os.kill(suspended, signal.SIGSTOP)
+    status = ["ps", "-o", "stat=", "-p", str(suspended)]
+    wait_until(lambda: subprocess.run(status, capture_output=True, check=True).stdout.startswith(b"T"))
+    kept.say(b"stop\n")
+    assert kept.ended().signal == signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_keeper_stops_the_rank(tmp_path: Path, number: signal.Signals) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields=QUICK)
+    kept.await_output(b"up")
+    kept.process.send_signal(number)
+    assert kept.ended().stopped_by == f"signal {number.name.removeprefix('SIG')}"
+
+
+def test_a_stop_lets_the_trainer_exit_by_itself(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, None, trainer=READS_STOP + "print('left')", spec_fields={"stop_grace_s": 60.0})
+    kept.await_output(b"up")
+    kept.say(b"stop\n")
+    record = kept.ended()
+    assert (record.code, record.stopped_by) == (0, "stop")
+    assert kept.output().endswith(b"left\n")
+
+
+def test_a_trainer_that_does_not_exit_gets_term_after_the_grace(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, None, trainer=READS_STOP + "time.sleep(60)", spec_fields=QUICK)
+    kept.await_output(b"up")
+    kept.say(b"stop\n")
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGTERM, "stop")
+
+
+def test_a_trainer_that_is_saving_gets_the_longer_grace(tmp_path: Path) -> None:
+    saving = """
+def event(**fields):
+    with open(os.environ["FLIGHTDECK_EVENTS"], "a") as file: file.write(json.dumps(fields) + "\\n")
+event(event="phase", phase="saving"); event(event="checkpoint", phase="begin")
+time.sleep(1.6)
+event(event="checkpoint", phase="committed")
+print("saved")
+"""
+    kept = start_keeper(tmp_path, None, trainer=READS_STOP + saving, spec_fields=QUICK)
+    kept.await_output(b"up")
+    kept.say(b"stop\n")
+    assert kept.ended().code == 0
+    assert kept.output().endswith(b"saved\n")
+
+
+def test_a_save_that_never_ends_gets_term_after_its_own_grace(tmp_path: Path) -> None:
+    hung = """
+with open(os.environ["FLIGHTDECK_EVENTS"], "a") as file: file.write('{"event": "phase", "phase": "saving"}\\n')
+time.sleep(60)
+"""
+    kept = start_keeper(tmp_path, None, trainer=READS_STOP + hung, spec_fields={**QUICK, "save_grace_s": 1.0})
+    kept.await_output(b"up")
+    kept.say(b"stop\n")
+    assert kept.ended().signal == signal.SIGTERM
+
+
+def test_a_lease_without_heartbeats_ends_the_rank(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields={"lease_s": 0.5})
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGTERM, "lease")
+
+
+def test_heartbeats_renew_the_lease(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python("import time; time.sleep(1.5)"), spec_fields={"lease_s": 1.0})
+    while kept.process.poll() is None:
+        if kept.files.control(0).exists():
+            kept.say(HEARTBEAT)
+        time.sleep(0.05)
+    assert (kept.ended().code, kept.ended().stopped_by) == (0, None)
+
+
+def test_a_lease_can_be_configured_to_continue(tmp_path: Path) -> None:
+    fields = {"lease_s": 0.2, "on_lease_expiry": "continue"}
+    kept = start_keeper(tmp_path, python("import time; time.sleep(1)"), spec_fields=fields)
+    assert (kept.ended().code, kept.ended().stopped_by) == (0, None)
+    assert "no heartbeat from the head" in kept.troubles()
+
+
+def test_a_suspended_keeper_reads_the_heartbeats_that_arrived_meanwhile(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields={"lease_s": 3.0})
+    kept.await_output(b"up")
+    kept.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.2)
+    kept.say(HEARTBEAT)
+    kept.process.send_signal(signal.SIGCONT)
+    kept.say(b"end\n")
+    assert kept.ended().stopped_by == "end"
+
+
+def test_an_unknown_command_is_logged_and_ignored(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT))
+    kept.await_output(b"up")
+    kept.say(b"\xff\xfe go away\nen")
+    kept.say(b"d\n")
+    assert kept.ended().stopped_by == "end"
+    assert "unknown command" in kept.troubles()
+
+
+def test_a_child_left_in_the_group_is_killed_when_the_program_has_ended(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, ["/bin/sh", "-c", "sleep 60 & echo gone"])
+    started = time.monotonic()
+    assert kept.ended().code == 0
+    assert kept.output() == b"gone\n"
+    assert time.monotonic() - started < 30
+
+
+def test_a_double_forked_child_in_an_own_session_is_found_and_killed(tmp_path: Path) -> None:
+    source = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        print('far', os.getpid()); time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "os.wait(); time.sleep(0.3)\n"
+    )
+    started = time.monotonic()
+    kept = start_keeper(tmp_path, python(source))
+    assert kept.ended().code == 0
+    assert kept.output().startswith(b"far ")
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("source", [WAIT, DEAF])
+def test_the_program_does_not_outlive_a_killed_keeper(tmp_path: Path, source: str) -> None:
+    kept = start_keeper(tmp_path, ["/bin/sh", "-c", 'sleep 60 & "$0" "$@"', *python(source)])
+    kept.await_output(b"up")
+    kept.process.kill()
+    kept.process.wait()
+    kept.nothing_left()
+
+
+def test_a_killed_keepers_trainer_sees_the_end_of_its_control(tmp_path: Path) -> None:
+    trainer = """
+import os
+print("up", flush=True)
+ended = os.read(int(os.environ["FLIGHTDECK_CONTROL_FD"]), 5)
+"""
+    kept = start_keeper(tmp_path, None, trainer=trainer)
+    kept.await_output(b"up")
+    kept.process.kill()
+    kept.process.wait()
+    kept.nothing_left()
+
+
+@pytest.mark.needs("tmpfs")
+def test_a_full_disk_stops_neither_the_program_nor_its_exit_record(small_disk: Path) -> None:
+    source = "import os\nfor i in range(400): os.write(1, b'x' * 10_000)\nprint('done')"
+    kept = start_keeper(small_disk, python(source))
+    record = kept.ended()
+    assert record.code == 0
+    assert record.dropped_bytes > 0
+    assert record.log_bytes + record.dropped_bytes == 400 * 10_000 + len("done\n")
+    assert kept.output() == b"x" * record.log_bytes
+
+
+@pytest.mark.needs("tmpfs")
+def test_when_space_returns_the_gap_is_marked(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    source = (
+        "import os, sys, time\n"
+        "for i in range(400): os.write(1, b'x' * 10_000)\n"
+        f"os.close(os.open({str(small_disk / 'full')!r}, os.O_CREAT))\n"
+        f"while os.path.exists({str(ballast)!r}): time.sleep(0.01)\n"
+        "time.sleep(0.2); print('after')\n"
+    )
+    ballast.write_bytes(b"b" * 500_000)
+    kept = start_keeper(small_disk, python(source))
+    wait_until((small_disk / "full").exists)
+    wait_until(lambda: os.statvfs(small_disk).f_bavail == 0)
+    ballast.unlink()
+    record = kept.ended()
+    assert record.code == 0
+    marker = f"\n[flightdeck] {record.dropped_bytes} bytes of output are missing here: disk full\n".encode()
+    assert kept.output().endswith(marker + b"after\n")
+
+
+def test_a_log_at_its_size_limit_counts_what_is_lost(tmp_path: Path) -> None:
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    source = "import os\nfor i in range(10): os.write(1, b'y' * 10_000)"
+    kept = start_keeper(tmp_path, python(source), prefix=python(limited))
+    record = kept.ended()
+    assert (record.code, record.log_bytes, record.dropped_bytes) == (0, 50_000, 50_000)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MB; the size-limit test covers machines that may not mount one."""
+    with mounted_disk(tmp_path / "disk", "2m") as disk:
+        yield disk
+
+
+def test_an_emergency_checkpoint_is_passed_to_the_trainer_and_is_not_a_stop(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, None, trainer=READS_EMERGENCY)
+    kept.await_output(b"up")
+    kept.say(EMERGENCY_CHECKPOINT)
+    record = kept.ended()
+    assert (record.code, record.stopped_by) == (5, None)
+
+
+def test_an_emergency_checkpoint_ends_a_users_own_command(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields=QUICK)
+    kept.await_output(b"up")
+    kept.say(EMERGENCY_CHECKPOINT)
+    record = kept.ended()
+    assert (record.signal, record.stopped_by) == (signal.SIGTERM, "emergency_checkpoint")

@@ -1,0 +1,172 @@
+"""The estimate's arithmetic: what grows, what is divided, what adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InputError
+from engine.measurements import MemoryProbe
+from engine.plan.memory.estimate import MOST_SEQUENCES, RankWorkload, estimate, largest_batch, peak_from_probes
+from engine.plan.memory.shape import ModelShape
+from tests.unit.plan.memory.tiny import TINY
+
+SHAPES = {name: ModelShape.from_config(config) for name, config in TINY.items()}
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    config: dict[str, Any] = {
+        **TINY["llama"],
+        "num_hidden_layers": draw(st.integers(2, 12)),
+        "hidden_size": 8 * draw(st.integers(1, 64)),
+        "intermediate_size": draw(st.integers(1, 4_096)),
+        "vocab_size": draw(st.integers(1, 50_000)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "torch_dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+    }
+    return ModelShape.from_config(config)
+
+
+asks = st.builds(
+    RankWorkload,
+    fine_tune_type=st.sampled_from(["lora", "dora", "full"]),
+    num_layers=st.sampled_from([-1, 1, 2, 16]),
+    lora_rank=st.integers(1, 64),
+    batch=st.integers(1, 64),
+    sequence=st.integers(1, 4_096),
+    grad_checkpoint=st.booleans(),
+    optimizer=st.sampled_from(["adam", "adamw", "muon", "sgd", "adafactor"]),
+    optimizer_precision=st.sampled_from(["float32", "parameter"]),
+    world_size=st.integers(1, 8),
+    accumulation=st.integers(1, 4),
+)
+
+
+@given(shapes(), asks, st.integers(1, 64), st.integers(1, 4_096))
+def test_more_work_never_needs_less(shape: ModelShape, ask: RankWorkload, sequences: int, tokens: int) -> None:
+    here = estimate(shape, ask)
+    more = estimate(shape, replace(ask, batch=ask.batch + sequences, sequence=ask.sequence + tokens))
+    assert more.peak_bytes >= here.peak_bytes
+    assert more.state_bytes == here.state_bytes
+    assert here.peak_bytes >= here.state_bytes
+
+
+@given(asks, st.sampled_from(sorted(SHAPES)), st.integers(1, 3), st.integers(1, 3))
+def test_more_trained_layers_never_need_less(ask: RankWorkload, kind: str, few: int, more: int) -> None:
+    if ask.fine_tune_type == "dora" and SHAPES[kind].model_type != "llama":
+        ask = replace(ask, fine_tune_type="lora")
+    less = estimate(SHAPES[kind], replace(ask, num_layers=few))
+    greater = estimate(SHAPES[kind], replace(ask, num_layers=few + more))
+    assert greater.peak_bytes >= less.peak_bytes
+    assert greater.trainable_parameters >= less.trainable_parameters
+
+
+@given(shapes(), asks)
+def test_a_deeper_model_needs_more(shape: ModelShape, ask: RankWorkload) -> None:
+    skeleton = shape.architecture
+    deeper = replace(shape, architecture=replace(skeleton, layers=(*skeleton.layers, skeleton.layers[-1])))
+    assert estimate(deeper, ask).peak_bytes > estimate(shape, ask).peak_bytes
+
+
+@given(shapes(), asks)
+def test_sharding_never_needs_more_than_copies(shape: ModelShape, ask: RankWorkload) -> None:
+    whole = estimate(shape, ask)
+    sharded = estimate(shape, replace(ask, strategy="sharded"))
+    assert sharded.state_bytes <= whole.state_bytes
+    assert sharded.state_bytes * ask.world_size == pytest.approx(whole.state_bytes, abs=3 * ask.world_size)
+    # What sharding costs is one layer gathered whole: more than it saves of a model of a few layers, hardly trained.
+    gathered = sharded.communication_bytes
+    assert sharded.peak_bytes <= whole.peak_bytes + gathered
+    if gathered <= whole.state_bytes - sharded.state_bytes - whole.gradients_bytes:
+        assert sharded.peak_bytes <= whole.peak_bytes
+
+
+@given(shapes(), asks, st.data())
+def test_the_stages_of_a_pipeline_are_the_whole(shape: ModelShape, ask: RankWorkload, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, shape.layers - 1))
+    ask = replace(ask, strategy="pipeline")
+    whole = estimate(shape, ask)
+    stages = [estimate(shape, replace(ask, layers=part)) for part in ((0, cut), (cut, shape.layers))]
+    twice = shape.matrix_bytes(shape.architecture.embedding) if shape.tied else 0
+    assert sum(stage.weights_bytes for stage in stages) == whole.weights_bytes + twice
+    for name in ("gradients_bytes", "optimizer_bytes", "trainable_parameters"):
+        assert sum(getattr(stage, name) for stage in stages) == getattr(whole, name)
+    assert all(stage.peak_bytes <= whole.peak_bytes for stage in stages)
+    assert stages[0].logits_bytes == 0
+
+
+@given(shapes(), asks, st.integers(0, 2**40))
+def test_the_largest_batch_fits_and_the_next_does_not(shape: ModelShape, ask: RankWorkload, limit: int) -> None:
+    found = largest_batch(shape, ask, limit)
+    if found == MOST_SEQUENCES:
+        assert estimate(shape, replace(ask, batch=found)).needed_bytes <= limit
+    elif found is None:
+        assert estimate(shape, replace(ask, batch=1)).needed_bytes > limit
+    else:
+        assert estimate(shape, replace(ask, batch=found)).needed_bytes <= limit
+        assert estimate(shape, replace(ask, batch=found + 1)).needed_bytes > limit
+
+
+@pytest.mark.parametrize("kind", sorted(SHAPES))
+def test_checkpointing_keeps_less_of_many_layers(kind: str) -> None:
+    skeleton = SHAPES[kind].architecture
+    deep = replace(SHAPES[kind], architecture=replace(skeleton, layers=skeleton.layers * 8))
+    ask = RankWorkload(fine_tune_type="lora", batch=8, sequence=512)
+    assert (
+        estimate(deep, replace(ask, grad_checkpoint=True)).activations_bytes < estimate(deep, ask).activations_bytes / 2
+    )
+
+
+def test_full_fine_tuning_in_16_bits() -> None:
+    shape = ModelShape.from_config({**TINY["llama"], "torch_dtype": "bfloat16"})
+    kept = estimate(shape, RankWorkload(fine_tune_type="full"))
+    trained = kept.trainable_parameters
+    assert trained == sum(shape.layer_parameters)
+    assert kept.gradients_bytes == 4 * trained
+    assert kept.optimizer_bytes == 12 * trained
+    cheap = estimate(shape, RankWorkload(fine_tune_type="full", optimizer_precision="parameter"))
+    assert cheap.optimizer_bytes == 4 * trained
+
+
+@pytest.mark.parametrize("part", [(0, 0), (2, 1), (-1, 2), (0, 99)])
+def test_layers_that_are_not_there_are_refused(part: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="the model has 3 layers"):
+        estimate(SHAPES["llama"], RankWorkload(strategy="pipeline", layers=part))
+
+
+def probe(batch: int, peak: int) -> MemoryProbe:
+    return MemoryProbe(batch=batch, peak_bytes=peak)
+
+
+@given(st.integers(0, 10**12), st.integers(10**3, 10**10), st.integers(1, 1_024))
+def test_probes_extend_their_line(rest: int, each: int, batch: int) -> None:
+    slope = max(each, rest // 10)
+    probes = [probe(2, rest + 2 * slope), probe(1, rest + slope)]
+    assert peak_from_probes(probes, batch) == rest + batch * slope
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**10), st.integers(0, 10**11), st.integers(2, 1_024))
+def test_an_optimizer_peak_does_not_change_the_slope(before: int, each: int, step: int, batch: int) -> None:
+    # The optimizer's step is the peak at batch 1, the activations from batch 2 on.
+    update = before + min(step, 2 * each)
+    probes = [probe(1, max(update, before + each)), probe(2, before + 2 * each)]
+    found = peak_from_probes(probes, batch, before_bytes=before)
+    assert found == pytest.approx(before + batch * each, rel=1e-12)
+    assert peak_from_probes(probes, 1, before_bytes=before) == probes[0].peak_bytes
+
+
+@pytest.mark.parametrize("probes", [[], [probe(1, 100)], [probe(2, 100), probe(2, 120)]])
+def test_one_batch_is_no_line(probes: list[MemoryProbe]) -> None:
+    assert peak_from_probes(probes, 8) is None
+
+
+@pytest.mark.parametrize("peak", [1_000_000, 1_000_900, 900_000])
+def test_a_peak_that_does_not_grow_predicts_no_larger_batch(peak: int) -> None:
+    probes = [probe(1, 1_000_000), probe(2, peak)]
+    assert peak_from_probes(probes, 8) is None
+    assert peak_from_probes(probes, 1) == 1_000_000

@@ -1,0 +1,566 @@
+"""The training plan: its arithmetic is closed for any cluster and job, what is not known is null with its reason, and
+what cannot be launched is refused with a way out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.checks import consistency, sync
+from engine.checks.check import verdict
+from engine.checks.context import CheckContext
+from engine.checks.runner import plan_with_results, run_checks
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, PreflightConfig, Strategy
+from engine.launch.hostfile import write_hostfile
+from engine.measurements import MemoryProbe, NodeMeasure
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
+from engine.plan.checkpoints import state_every
+from engine.plan.context import PlanInputs
+from engine.plan.data_report import DataReport
+from engine.plan.document import FIRST_SECTIONS, ChunkingSection, Disabled, MemorySection, Source, TrainingPlan
+from engine.plan.explain import explained, summary
+from engine.plan.network import NetworkPlan
+from engine.plan.planner import make_plan
+from engine.protocol.batches import chunk_plan
+from tests.unit.cluster.macs import mesh, ring
+from tests.unit.plan.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, plan_inputs, ultra_and_max
+from tests.unit.plan.test_against_mlx import addressed
+
+SECTIONS = {
+    "strategy": {"approach", "total_gpus", "nodes", "gpus_per_node", "parallelism", "layer_split", "world_size"},
+    "batch_configuration": {
+        *("per_gpu_batch_size", "total_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_epochs"),
+        *("micro_batch", "learning_rate_rule", "base_learning_rate", "warmup_steps"),
+    },
+    "distributed_config": {"mlx_launch_command", "gradient_sync", "unified_memory", "mlx_env_vars"},
+    "rdma_config": {"enabled", "platform", "backend", "expected_speedup", "env_vars", "setup"},
+    "checkpoint_strategy": {
+        *("approach", "async", "compression", "storage", "frequency", "retention", "expected_recovery_time"),
+    },
+    "performance_targets": {"throughput", "gpu_utilization", "checkpoint_overhead"},
+    "pre_rdma_sync": {"sync_script", "validation_checks", "block_on_failure", "sync_status", "sync_output"},
+    "hardware_calibration": {"workload_distribution", "macos_qos_api", "calibration_notes"},
+}
+
+
+def names(plan: TrainingPlan, kind: str) -> list[str]:
+    return [each.name for each in getattr(plan, kind)]
+
+
+def refusal(plan: TrainingPlan, name: str) -> str:
+    return next(each.text for each in plan.refusals if each.name == name)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(plan_inputs())
+def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
+    plan = make_plan(situation)
+    batch, ranks, job = plan.batch_configuration, plan.strategy.world_size, situation.config.job.mlx_lm
+    assert plan.strategy.total_gpus == ranks == len(situation.config.nodes)
+    assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
+    assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
+    if situation.strategy == "pipeline":
+        assert batch.micro_batch is None, "every stage sees all of it"
+        assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= job["batch_size"]
+        assert ("strategy" in names(plan, "refusals")) == (ranks == 1)
+    elif batch.micro_batch is None:
+        assert "batch_size" in names(plan, "refusals") and job["batch_size"] < ranks
+    else:
+        assert sum(batch.micro_batch.values()) == job["batch_size"] and min(batch.micro_batch.values()) >= 1
+    if (chosen := batch.suggested) is not None:
+        assert chosen.per_gpu_batch_size * ranks * chosen.gradient_accumulation_steps == chosen.total_batch_size
+        assert batch.largest_per_gpu_batch_size is None or chosen.per_gpu_batch_size <= batch.largest_per_gpu_batch_size
+    assert sum(plan.hardware_calibration.workload_distribution.values()) == pytest.approx(1)
+    if isinstance(chunks := plan.coordinator_chunking, ChunkingSection):
+        cut = chunk_plan(chunks.dataset_size, chunks.chunk_size)
+        covered = [cut.bounds(chunk) for chunk in range(cut.num_chunks)]
+        assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == situation.examples
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_inputs())
+def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situation: PlanInputs) -> None:
+    plan = make_plan(replace(situation, strategy="pipeline"))
+    if plan.strategy.layer_split is None:
+        assert situation.model is None or "layer_split" in names(plan, "refusals")
+        return
+    assert isinstance(plan.memory, MemorySection)
+    ranges = [tuple(map(int, part.split("-"))) for part in plan.strategy.layer_split.split(",")]
+    assert [layer for start, end in ranges for layer in range(start, end)] == list(range(plan.memory.layers))
+    sizes = [(rank.limit_bytes or 0, end - start) for rank, (start, end) in zip(plan.memory.ranks, ranges, strict=True)]
+    assert all(less <= more for weak, less in sizes for strong, more in sizes if weak < strong)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_inputs())
+def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(situation: PlanInputs) -> None:
+    plan = make_plan(situation)
+    document = plan.document()
+    assert TrainingPlan.model_validate(document) == plan
+    unknown = {reason.key for reason in plan.reasons if reason.source is Source.UNKNOWN}
+    for section, key in (
+        ("performance_targets", "throughput"),
+        ("rdma_config", "expected_speedup"),
+        ("checkpoint_strategy", "expected_recovery_time"),
+        ("distributed_config", "mlx_launch_command"),
+        ("batch_configuration", "largest_per_gpu_batch_size"),
+    ):
+        assert (document[section][key] is None) == (f"{section}.{key}" in unknown), key
+    assert all(text for _, text in summary(plan))
+    assert {section for section, _ in explained(plan)} >= {"strategy", "batch_configuration"}
+
+
+def test_the_document_has_the_keys_that_others_read() -> None:
+    document = make_plan(inputs(ultra_and_max())).document()
+    assert document["version"] == "2.0.0"
+    for section, keys in SECTIONS.items():
+        assert keys <= document[section].keys(), section
+    assert isinstance(document["verification_steps"], list)
+    assert {"worker_consistency", "coordinator_chunking", "pre_flight_checklist"} <= document.keys()
+
+
+def test_the_older_document_has_the_first_seven_sections_alone() -> None:
+    assert tuple(make_plan(inputs(ultra_and_max())).document("v1")) == FIRST_SECTIONS
+
+
+def test_the_known_split_over_an_ultra_and_a_max() -> None:
+    plan = make_plan(inputs(ultra_and_max()[::-1], settings={"fine_tune_type": "full"}, strategy="pipeline"))
+    assert plan.strategy.layer_split == "0-8,8-36"
+    assert not plan.strategy.launchable and 'strategy = "pipeline"' in (plan.strategy.not_launchable or "")
+    assert plan.distributed_config.mlx_launch_command is None
+
+
+def test_a_pipelines_layers_are_the_jobs_where_it_says_them() -> None:
+    config = inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, strategy="pipeline")
+    job = config.config.job.model_copy(update={"strategy": "pipeline", "layer_split": "0-20,20-36"})
+    plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
+    assert plan.strategy.layer_split == "0-20,20-36" and plan.strategy.launchable
+    assert isinstance(plan.memory, MemorySection)
+    first, last = plan.memory.ranks
+    assert first.activations_bytes and last.activations_bytes and first.activations_bytes > last.activations_bytes
+    job = job.model_copy(update={"layer_split": "0-20,20-32"})
+    plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
+    assert "ends at layer 32, and the model has 36" in refusal(plan, "layer_split")
+
+
+def test_a_sharded_layer_keeps_its_input_alone_as_with_gradient_checkpointing() -> None:
+    full = {"fine_tune_type": "full", "batch_size": 8}
+    sharded = make_plan(inputs(ultra_and_max(), settings=full, strategy="sharded")).memory
+    checkpointed = make_plan(inputs(ultra_and_max(), settings={**full, "grad_checkpoint": True})).memory
+    assert isinstance(sharded, MemorySection) and isinstance(checkpointed, MemorySection)
+    for here, there in zip(sharded.ranks, checkpointed.ranks, strict=True):
+        assert here.activations_bytes == there.activations_bytes
+        assert here.weights_bytes is not None and there.weights_bytes is not None
+        assert here.weights_bytes < 0.6 * there.weights_bytes
+
+
+def test_a_model_type_that_cannot_be_partitioned_is_refused() -> None:
+    for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
+        plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
+        assert ("strategy" in names(plan, "refusals")) == refused
+    assert "does not support model_type gemma2" in refusal(plan, "strategy")
+
+
+def test_an_m4_max_takes_at_most_eight_layers_in_full_fine_tuning() -> None:
+    two = [mac("a", 0, "Apple M4 Max", 128), mac("b", 1, "Apple M4 Max", 128)]
+    plan = make_plan(inputs(two, settings={"fine_tune_type": "full"}, strategy="pipeline"))
+    assert "20 of 36 layers are left over" in refusal(plan, "layer_split")
+    lora = make_plan(inputs(two, strategy="pipeline"))
+    assert lora.strategy.layer_split == "0-18,18-36"
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_way_out_and_its_override() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, model=LLAMA_70B))
+    assert plan.refused and "it fits on no node" in refusal(plan, "memory")
+    assert 'fine_tune_type = "lora"' in refusal(plan, "memory")
+    assert "sharded or pipeline" in refusal(plan, "size_70b")
+    assert all(each.override == "flightdeck launch --skip hardware_layer" for each in plan.refusals)
+
+
+def test_where_it_fits_on_one_node_only_the_other_is_named() -> None:
+    settings = {"fine_tune_type": "full", "grad_checkpoint": True, "batch_size": 2, "max_seq_length": 512}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B))
+    assert isinstance(plan.memory, MemorySection)
+    assert plan.memory.ranks[1].fits is False and "max needs" in refusal(plan, "memory")
+
+
+def test_the_advice_on_the_m4_max_watchdog_is_disputed() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}))
+    advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
+    assert advice.disputed and "max: an M4 Max" in advice.text and "disputed" in advice.text
+
+
+def test_adam_in_the_parameters_own_type_is_advised_against() -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"optimizer_precision": "parameter"}))
+    assert "adam_in_16_bits" in names(plan, "advice")
+
+
+def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> None:
+    plan = make_plan(
+        inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=calibration({"ultra": 3, "max": 1}))
+    )
+    assert plan.batch_configuration.micro_batch == {"ultra": 6, "max": 2}
+    assert plan.hardware_calibration.enabled
+    assert plan.performance_targets.throughput == pytest.approx(4, rel=0.05)
+    assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_a_calibration_of_one_strategy_predicts_no_other(strategy: Strategy) -> None:
+    taken = calibration({"ultra": 3, "max": 1})
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken, strategy=strategy))
+    assert plan.performance_targets.throughput is None and not plan.strategy.launchable
+
+
+def test_nodes_of_like_speed_share_equally() -> None:
+    plan = make_plan(inputs(ultra_and_max(), calibration=calibration({"ultra": 0.85, "max": 0.84})))
+    assert plan.hardware_calibration.workload_distribution == {"ultra": 0.5, "max": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, "hardware calibration missing, assuming equal performance"),
+        ({"config": {"calibration": CalibrationConfig(enabled=False)}}, "[calibration] enabled = false"),
+    ],
+)
+def test_without_a_calibration_nothing_is_guessed(more: dict[str, Any], reason: str) -> None:
+    plan = make_plan(inputs(ultra_and_max(), **more))
+    assert isinstance(plan.hardware_calibration, Disabled) and plan.hardware_calibration.reason == reason
+    assert plan.performance_targets.throughput is None
+    assert "hardware_calibration" in names(plan, "warnings")
+
+
+def test_an_old_calibration_is_not_used_with_a_warning() -> None:
+    taken = calibration({"ultra": 3, "max": 1}, age=timedelta(days=40))
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken))
+    assert plan.batch_configuration.micro_batch == {"ultra": 4, "max": 4}
+    assert plan.performance_targets.throughput is None
+    assert any("40 days old" in warning.text for warning in plan.warnings)
+
+
+PROBED = {
+    "nodes": tuple(
+        NodeMeasure(
+            node=name,
+            host=f"{name}.local",
+            examples_per_s=2.0,
+            probes=tuple(MemoryProbe(batch=batch, peak_bytes=7 * 10**9 + batch * 10**9) for batch in (1, 2)),
+        )
+        for name in ("ultra", "max")
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("age", "config", "source", "reason"),
+    [
+        (timedelta(hours=1), {}, "calibration", "two probe steps"),
+        (timedelta(days=40), {}, "estimate", "calibration not used: the calibration is 40 days old"),
+        (
+            timedelta(hours=1),
+            {"calibration": CalibrationConfig(enabled=False)},
+            "estimate",
+            "calibration not used: [calibration] enabled = false",
+        ),
+    ],
+    ids=["usable", "old", "switched off"],
+)
+def test_memory_and_links_come_from_a_usable_calibration(
+    age: timedelta, config: dict[str, Any], source: str, reason: str
+) -> None:
+    taken = calibration({}, age=age, **PROBED)
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, config=config, calibration=taken))
+    assert isinstance(plan.memory, MemorySection)
+    assert {rank.source for rank in plan.memory.ranks} == {source}
+    assert reason in next(each.reason for each in plan.reasons if each.key == "memory.ultra")
+    assert (plan.rdma_config.latency_s is not None) == (source == "calibration")
+
+
+def test_parts_that_are_switched_off_warn_by_name() -> None:
+    config = {
+        "preflight": PreflightConfig(sync=False, consistency=False),
+        "consistency": ConsistencyConfig(enabled=False),
+    }
+    plan = make_plan(inputs(ultra_and_max(), config=config, job={"chunking": False}))
+    document = plan.document()
+    for part in ("pre_rdma_sync", "worker_consistency", "coordinator_chunking"):
+        assert document[part]["enabled"] is False and document[part]["reason"], part
+    assert {"pre_rdma_sync", "worker_consistency", "consistency", "coordinator_chunking"} <= set(
+        names(plan, "warnings")
+    )
+
+
+def test_one_node_needs_neither_comparison_nor_rdma() -> None:
+    plan = make_plan(inputs(ultra_and_max()[:1]))
+    assert not plan.worker_consistency.enabled and not plan.rdma_config.enabled
+    assert plan.rdma_config.backend == "none"
+
+
+HERE = {"ssh": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "preflight", "job"),
+    [
+        ([{}, {}], {}, {}),
+        ([HERE, HERE], {}, {}),
+        ([HERE], {}, {}),
+        ([HERE, {}], {"skip": ("pre_rdma_sync", "worker_consistency")}, {}),
+        ([HERE, HERE], {"sync": False, "consistency": False}, {}),
+        ([{}, {}], {"sync": False, "consistency": False}, {"command": ("python", "train.py")}),
+    ],
+    ids=["two nodes", "this machine twice", "this machine", "left out", "switched off here", "switched off"],
+)
+async def test_the_plan_predicts_what_preflight_syncs_and_compares(
+    tmp_path: Path, nodes: list[dict[str, str]], preflight: dict[str, Any], job: dict[str, Any]
+) -> None:
+    asked = inputs(ultra_and_max()[: len(nodes)], config={"preflight": PreflightConfig(**preflight)}, job=job)
+    changed = tuple(node.model_copy(update=new) for node, new in zip(asked.config.nodes, nodes, strict=True))
+    config = asked.config.model_copy(update={"nodes": changed})
+    plan = make_plan(replace(asked, config=config))
+
+    async def passes(_: CheckContext) -> CheckResult:
+        return verdict("looked", CheckStatus.PASS, "")
+
+    checks = {check.name: replace(check, run=passes, needs=(), after=()) for check in (sync.CHECK, consistency.CHECK)}
+    scene = CheckContext(config, Fleet(config.nodes, tmp_path))
+    report = await run_checks(scene, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+    await scene.close()
+    found = [(part.enabled, part.reason) for part in (plan.pre_rdma_sync, plan.worker_consistency)]
+    for (enabled, reason), result in zip(found, report.checks, strict=True):
+        assert enabled == (result.status is CheckStatus.PASS), result
+        assert enabled or reason == ("skipped by name" if config.preflight.skip else result.summary)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (
+            CheckResult(
+                name="pre_rdma_sync",
+                status=CheckStatus.PASS,
+                summary="",
+                detail=PreRdmaSync(
+                    enabled=True,
+                    sync_script="s",
+                    validation_checks=("1 of 1 trees",),
+                    block_on_failure=True,
+                    sync_status="success",
+                    sync_output=("done",),
+                ),
+            ),
+            {"sync_status": "success", "sync_output": ("done",), "validation_checks": ("1 of 1 trees",)},
+        ),
+        (
+            CheckResult(name="pre_rdma_sync", status=CheckStatus.SKIP, summary="not run: ssh_connectivity failed"),
+            {"sync_status": "not_run", "reason": "not run: ssh_connectivity failed"},
+        ),
+    ],
+    ids=["synced", "not run"],
+)
+def test_a_plan_after_preflight_has_the_result_of_the_sync(result: CheckResult, expected: dict[str, Any]) -> None:
+    report = PreflightReport(checks=[result], overall_status=CheckStatus.PASS, finished_at=NOW)
+    plan = plan_with_results(make_plan(inputs(ultra_and_max())), report)
+    part = plan.pre_rdma_sync.model_dump()
+    assert {key: part[key] for key in expected} == expected
+    assert TrainingPlan.model_validate(plan.document()) == plan
+
+
+def test_a_custom_command_compares_its_files_and_the_worker() -> None:
+    command = {"command": ("python", "train.py", "--config", "{workdir}/lora.yaml", "out.txt"), "mlx_lm": {}}
+    own = make_plan(inputs(ultra_and_max(), job=command, model=None)).worker_consistency.compared
+    assert own == ("train.py", "{workdir}/lora.yaml", "worker bundle")
+    assert "tokenizer" in make_plan(inputs(ultra_and_max())).worker_consistency.compared
+
+
+@pytest.mark.parametrize(
+    ("workdirs", "expected"),
+    [
+        (("~/job", "~/job"), ("same workdir tree (paths, SHA-256) on all nodes",)),
+        (("~", "~"), ("not compared on ultra, max: the workdir is the home directory",)),
+        (("~/job", "~"), ("one workdir: nothing to compare", "not compared on max: the workdir is the home directory")),
+    ],
+)
+def test_a_home_directory_is_not_compared(workdirs: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    asked = inputs(ultra_and_max())
+    nodes = tuple(
+        node.model_copy(update={"workdir": workdir}) for node, workdir in zip(asked.config.nodes, workdirs, strict=True)
+    )
+    plan = make_plan(replace(asked, config=asked.config.model_copy(update={"nodes": nodes})))
+    assert plan.pre_rdma_sync.validation_checks == expected
+
+
+@pytest.mark.parametrize(("examples", "chunks"), [(50_000, 1), (49_999, None), (1, None), (125_000, 3)])
+def test_chunking_begins_with_a_whole_chunk(examples: int, chunks: int | None) -> None:
+    part = make_plan(inputs(ultra_and_max(), examples=examples)).coordinator_chunking
+    assert (part.num_chunks if isinstance(part, ChunkingSection) else None) == chunks
+
+
+@pytest.mark.parametrize("examples", [0, -100])
+def test_a_dataset_without_examples_is_refused(examples: int) -> None:
+    assert f"dataset_size = {examples}" in refusal(
+        make_plan(inputs(ultra_and_max(), examples=examples)), "coordinator_chunking"
+    )
+
+
+def test_poisoned_data_is_refused_and_data_that_is_not_ready_warns() -> None:
+    poisoned = make_plan(inputs(ultra_and_max(), report=DataReport(poisoning_detected=True)))
+    assert "poisoning_detected" in refusal(poisoned, "data_quality")
+    unready = make_plan(inputs(ultra_and_max(), report=DataReport(overall_ready=False)))
+    assert not unready.refused and "data_quality" in names(unready, "warnings")
+
+
+def test_a_report_that_cannot_be_read_warns() -> None:
+    plan = make_plan(inputs(ultra_and_max(), report_problem="/r.json: the data report cannot be read"))
+    assert isinstance(plan.data_quality, Disabled) and "data_quality" in names(plan, "warnings")
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [({"save_every": 1780, "iters": 20_000}, True), ({"save_every": 900, "iters": 20_000}, False)],
+)
+def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings=keys))
+    assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
+
+
+@pytest.mark.parametrize("strategy", ["data", "sharded"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_plan_names_what_a_run_continues_from(strategy: str, *, enabled: bool) -> None:
+    """Replicas hold the whole state; a partitioned state needs a checkpoint."""
+    checkpoint = CheckpointConfig(enabled=enabled, every=7, keep=5, compression="gzip", destination="/mnt/nas")
+    settings = {"save_every": 20, "grad_accumulation_steps": 2}
+    config = {"checkpoint": checkpoint}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, config=config, strategy=strategy))
+    part = plan.checkpoint_strategy
+    assert (part.async_, part.compression, part.storage) == (enabled, "gzip", "/mnt/nas")
+    assert (part.retention, part.frequency, part.expected_recovery_time) == ("last_5_checkpoints", 20, None)
+    reasons = {reason.key: reason.reason for reason in plan.reasons}
+    last = "the run continues from the last periodic checkpoint" in reasons["checkpoint_strategy.approach"]
+    assert last is (strategy == "sharded")
+    assert ("the training state every 7 updates" in reasons["checkpoint_strategy.frequency"]) is enabled
+    warned = "a lost rank ends the run" in str([each.text for each in plan.warnings])
+    assert warned is (strategy == "sharded" and not enabled)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "settings", "updates"),
+    [
+        ({}, {}, 100),
+        ({}, {"save_every": 20, "grad_accumulation_steps": 3}, 6),
+        ({}, {"save_every": 2, "grad_accumulation_steps": 3}, 1),
+        ({"every": 9}, {"save_every": 20}, 9),
+        ({"every": 9, "enabled": False}, {}, 0),
+    ],
+)
+def test_how_often_the_state_is_kept(checkpoint: dict[str, Any], settings: dict[str, int], updates: int) -> None:
+    config = {"checkpoint": CheckpointConfig(**checkpoint)}
+    assert state_every(inputs(ultra_and_max(), settings=settings, config=config).config) == updates
+
+
+def test_an_unreachable_node_is_planned_with_its_last_facts() -> None:
+    facts = ultra_and_max()
+    seen = {fact.node: fact for fact in facts} | {
+        "max": facts[1].model_copy(update={"probed_at": NOW - timedelta(hours=3)})
+    }
+    plan = make_plan(inputs(facts, facts=seen, problems={"max": "no route to host"}))
+    assert plan.nodes[1].problem == "no route to host" and plan.nodes[1].facts_age_s == 3 * 3600
+    assert "3 hours ago" in next(warning.text for warning in plan.warnings if warning.name == "nodes")
+    assert not plan.refused
+
+
+def test_a_node_that_nobody_has_seen_leaves_only_its_own_part_open() -> None:
+    facts: list[NodeFacts] = ultra_and_max()
+    plan = make_plan(
+        inputs(
+            facts, facts={"ultra": facts[0]}, problems={"max": "down"}, network=None, network_problem="max: no address"
+        )
+    )
+    assert isinstance(plan.memory, MemorySection)
+    assert [rank.fits for rank in plan.memory.ranks] == [True, None]
+    assert not plan.refused and plan.distributed_config.mlx_launch_command is None
+
+
+def test_a_custom_command_has_no_batch() -> None:
+    plan = make_plan(inputs(ultra_and_max(), job={"command": ("python", "train.py"), "mlx_lm": {}}, model=None))
+    assert plan.batch_configuration.total_batch_size is None and isinstance(plan.memory, Disabled)
+    assert isinstance(plan.coordinator_chunking, Disabled) and not plan.refused
+
+
+def test_an_unknown_model_type_is_planned_without_memory() -> None:
+    plan = make_plan(inputs(ultra_and_max(), model={"model_type": "of tomorrow"}))
+    assert isinstance(plan.memory, Disabled) and "memory" in names(plan, "warnings") and not plan.refused
+
+
+def test_cuda_nodes_get_nccls_variables() -> None:
+    nodes = [
+        mac(f"n{rank}", rank, "NVIDIA H100", 80, system="Linux", backends=("nccl",), gpu_limit_bytes=None)
+        for rank in range(2)
+    ]
+    plan = make_plan(inputs(nodes))
+    assert (plan.rdma_config.platform, plan.rdma_config.backend) == ("cuda", "nccl")
+    assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    own = make_plan(inputs(nodes, rank_environment={"NCCL_DEBUG": "WARN"}))
+    assert own.rdma_config.env_vars["NCCL_DEBUG"] == "WARN", "the job's own, as it is set"
+    assert any("ibstat" in step for step in plan.verification_steps)
+
+
+def test_macs_that_are_cabled_talk_over_rdma_and_the_speed_up_is_the_measured_one() -> None:
+    macs = mesh(2)
+    measured = calibration(dict.fromkeys(macs.names, 2.0))
+    plan = make_plan(inputs(addressed(macs).facts(), settings={"batch_size": 8}, calibration=measured))
+    assert (plan.rdma_config.enabled, plan.rdma_config.backend) == (True, "jaccl")
+    assert plan.rdma_config.expected_speedup == pytest.approx(2, rel=0.05)
+    assert any("ibv_devices" in step for step in plan.verification_steps)
+    assert plan.rdma_config.latency_s == 5e-5
+
+
+def test_macs_without_rdma_fall_back_with_the_obstacles() -> None:
+    facts = [fact.model_copy(update={"rdma_enabled": False}) for fact in addressed(mesh(2)).facts()]
+    plan = make_plan(inputs(facts))
+    assert (plan.rdma_config.enabled, plan.rdma_config.backend) == (False, "ring")
+    assert plan.rdma_config.expected_speedup is None
+    assert any(step.startswith("once per Mac: boot into Recovery OS") for step in plan.rdma_config.setup)
+    assert any("RDMA is disabled" in warning.text for warning in plan.warnings)
+
+
+_ASK_MLX = """
+import json, sys
+from mlx._distributed_utils.common import Hostfile
+for path in sys.argv[1:]:
+    print(json.dumps([[host.ssh_hostname, host.ips, host.rdma] for host in Hostfile.from_file(path).hosts]))
+"""
+
+
+def test_mlx_reads_the_hostfiles_as_intended(tmp_path: Path) -> None:
+    cabled = st.one_of(st.integers(2, 4).map(mesh), st.integers(3, 8).map(ring))
+    nodes = st.one_of(cabled.map(lambda macs: addressed(macs).facts()), st.just(ultra_and_max()))
+    meant: list[tuple[Path, NetworkPlan]] = []
+
+    @settings(max_examples=25, database=None)
+    @given(nodes)
+    def write(facts: list[NodeFacts]) -> None:
+        wiring = inputs(facts).network
+        assert wiring is not None
+        path = tmp_path / f"{len(meant)}.json"
+        write_hostfile(path, wiring)
+        meant.append((path, wiring))
+
+    write()
+    # One process for all: MLX takes longer to import than to read them.
+    argv = [sys.executable, "-c", _ASK_MLX, *(str(path) for path, _ in meant)]
+    read = subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout.splitlines()
+    for said, (_, wiring) in zip(read, meant, strict=True):
+        hosts = [[host.ssh, host.ips, host.rdma or ()] for host in wiring.hosts]
+        assert json.loads(said) == json.loads(json.dumps(hosts))

@@ -1,0 +1,101 @@
+"""What is predicted of all ranks follows from what each did alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.measurements import LinkMeasure
+from engine.plan.prediction import ThroughputPrediction, all_sum_s, predict_iteration, predict_throughput, step_s
+from engine.plan.shares import divide_batch
+from engine.protocol.batches import share_counts
+from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
+from tests.unit.plan.calibrations import calibration, config, measure
+
+SPEEDS = st.lists(st.floats(0.1, 100), min_size=1, max_size=6)
+LINK = LinkMeasure(nodes=("a", "b"), latency_s=0.001, bandwidth_bytes_per_s=ALL_SUM_LARGE_BYTES / 0.011)
+
+
+def predicted(speeds: list[float], batch: int, communicate_s: float = 0.0) -> ThroughputPrediction:
+    names = [f"n{number}" for number in range(len(speeds))]
+    counts = dict(zip(names, share_counts(batch, speeds), strict=True))
+    return predict_iteration(
+        [measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, communicate_s
+    )
+
+
+def test_two_equal_nodes_without_communication_are_twice_as_fast() -> None:
+    found = predicted([2.0, 2.0], 8)
+    assert (found.examples_per_s, found.speed_up, found.efficiency) == pytest.approx((4.0, 2.0, 1.0))
+    assert found.tokens_per_s == pytest.approx(400)
+
+
+def test_communication_as_long_as_the_computation_halves_it() -> None:
+    found = predicted([2.0, 2.0], 8, communicate_s=2.0)
+    assert (found.step_s, found.speed_up, found.efficiency) == pytest.approx((4.0, 1.0, 0.5))
+
+
+def test_what_a_step_costs_whatever_its_batch_is_paid_by_every_rank() -> None:
+    one = measure("a", 1.0, batch=4, overhead_s=2.0)
+    assert step_s(one, 4) == pytest.approx(4.0)
+    assert step_s(one, 8) == pytest.approx(6.0)
+    assert step_s(one, 2) == pytest.approx(3.0)
+
+
+@given(SPEEDS, st.integers(0, 60), st.floats(0, 10))
+def test_it_is_never_faster_than_the_sum_of_the_nodes_nor_than_the_slowest(
+    speeds: list[float], more: int, communicate_s: float
+) -> None:
+    found = predicted(speeds, len(speeds) + more, communicate_s)
+    assert found.efficiency is not None and found.speed_up is not None and found.examples_per_s is not None
+    assert found.step_s == pytest.approx(max(found.compute_s.values()) + communicate_s)
+    assert 0 < found.efficiency <= 1 + 1e-9
+    assert found.speed_up <= sum(speeds) / max(speeds) + 1e-9
+    assert found.examples_per_s <= sum(speeds) * (1 + 1e-9)
+
+
+@given(SPEEDS, st.integers(0, 60), st.floats(0, 5), st.floats(0.001, 5))
+def test_more_communication_is_never_faster(speeds: list[float], more: int, some: float, added: float) -> None:
+    less, slow = (predicted(speeds, len(speeds) + more, seconds) for seconds in (some, some + added))
+    assert less.examples_per_s is not None and slow.examples_per_s is not None
+    assert slow.examples_per_s < less.examples_per_s
+
+
+def test_the_line_goes_through_both_measured_points() -> None:
+    assert all_sum_s(LINK, 0) == pytest.approx(0.001)
+    assert all_sum_s(LINK, ALL_SUM_LARGE_BYTES) == pytest.approx(0.011)
+    assert all_sum_s(LINK, 2 * ALL_SUM_LARGE_BYTES) == pytest.approx(0.021)
+
+
+def test_the_shares_of_the_calibration_make_the_batch_of_the_job() -> None:
+    deck, taken = config(["a", "b"], batch=8), calibration({"a": 3.0, "b": 1.0})
+    found = predict_throughput(deck, taken, divide_batch(deck, taken))
+    assert found.compute_s == pytest.approx({"a": 2.0, "b": 2.0})
+    assert found.communicate_s == pytest.approx(0.001 + 4e6 * (1e-9 - 0.001 / ALL_SUM_LARGE_BYTES))
+    assert found.speed_up == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_an_accumulated_update_is_communicated_once() -> None:
+    deck, taken = config(["a", "b"]), calibration({"a": 3.0, "b": 1.0})
+    more = deck.model_copy(
+        update={"job": deck.job.model_copy(update={"mlx_lm": {**deck.job.mlx_lm, "grad_accumulation_steps": 4}})}
+    )
+    once, fourth = (predict_throughput(each, taken, divide_batch(each, taken)).communicate_s for each in (deck, more))
+    assert once is not None and fourth == pytest.approx(once / 4)
+
+
+def test_an_unknown_prediction_has_a_reason() -> None:
+    deck = config(["a", "b"])
+    missing = calibration({"a": 1.0, "b": None})
+    unlinked = calibration({"a": 1.0, "b": 1.0}, all_ranks=None)
+    for taken, why in ((None, "not calibrated"), (missing, "not measured: b"), (unlinked, "the all_sum")):
+        found = predict_throughput(deck, taken, divide_batch(deck, taken))
+        assert found.examples_per_s is None and found.why_not is not None and why in found.why_not
+    small = config(["a", "b"], batch=1)
+    assert "too small" in (predict_throughput(small, unlinked, divide_batch(small, unlinked)).why_not or "")
+
+
+def test_a_node_alone_needs_no_link() -> None:
+    deck, taken = config(["a"]), calibration({"a": 2.0}, all_ranks=None)
+    assert predict_throughput(deck, taken, divide_batch(deck, taken)).speed_up == pytest.approx(1.0)

@@ -1,0 +1,78 @@
+"""Events are whole JSON lines, whatever the disk and the numbers do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol.events import EventWriter, last_phase
+
+
+def test_events_carry_rank_time_and_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for attempt in (1, 2):
+        writer = EventWriter(path, rank=3, attempt=attempt)
+        writer.write("step", loss=1.5)
+        writer.write("end", completed=True)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(e["event"], e["rank"], e["seq"], e["attempt"]) for e in events] == [
+        ("step", 3, 0, 1),
+        ("end", 3, 1, 1),
+        ("step", 3, 0, 2),
+        ("end", 3, 1, 2),
+    ]
+    assert events[0]["t"] <= events[1]["t"] and events[0]["loss"] == 1.5
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventWriter(path, 0, 1).write("step", loss=float("nan"), inner={"a": [float("inf"), 1.0]})
+    event = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert event["loss"] is None and event["inner"] == {"a": [None, 1.0]}
+
+
+@given(message=st.text())
+def test_any_text_stays_on_one_line(tmp_path_factory: pytest.TempPathFactory, message: str) -> None:
+    path = tmp_path_factory.mktemp("e") / "events.jsonl"
+    EventWriter(path, 0, 1).write("warning", message=message)
+    raw = path.read_bytes()
+    assert raw.count(b"\n") == 1 and raw.endswith(b"\n")
+    assert json.loads(raw)["message"] == message
+
+
+@pytest.mark.needs("linux")
+def test_a_full_disk_does_not_raise() -> None:
+    EventWriter(Path("/dev/full"), 0, 1).write("step", loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "phase"),
+    [
+        ([], None),
+        (['{"event": "phase", "phase": "saving"}'], "saving"),
+        (['{"event": "phase", "phase": "saving"}', '{"event": "phase", "phase": "training"}'], "training"),
+        (['{"event": "checkpoint", "phase": "begin"}', '{"event": "checkpoint", "phase": "comm'], "saving"),
+        (['{"event": "phase", "phase": "saving"}', '{"event": "checkpoint", "phase": "committed"}'], "saving"),
+        (['{"event": "phase", "phase": "saving"}', '{"event": "end"}'], None),
+        (['{"event": "phase", "phase": "training"}', '{"event": "emergency_checkpoint", "phase": "begin"}'], "saving"),
+        (
+            [
+                '{"event": "phase", "phase": "training"}',
+                '{"event": "checkpoint", "phase": "begin", "background": true}',
+            ],
+            "training",
+        ),
+    ],
+)
+def test_the_last_phase_is_read_back(tmp_path: Path, lines: list[str], phase: str | None) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(lines))
+    assert last_phase(path) == phase
+
+
+def test_no_events_is_no_phase(tmp_path: Path) -> None:
+    assert last_phase(tmp_path / "none") is None

@@ -1,0 +1,233 @@
+"""Any line of a log is there at once, whatever is in it, and whatever is still arriving."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.run.logs.pattern import ERRORS, LogPattern
+from engine.run.logs.reader import SHOWN_BYTES, LogFilter, LogReader
+from engine.security.sanitise import sanitise
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+from tests.unit.run.logs.run_logs import RunLogs
+
+words = st.lists(st.sampled_from(["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "x\rfoo", ""]), max_size=3)
+chatter = st.lists(
+    st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> RunLogs:
+    return RunLogs(tmp_path)
+
+
+def texts(reader: LogReader) -> list[str]:
+    return [line.text for line in reader.lines(0, reader.line_count)]
+
+
+def test_a_run_without_logs_is_empty(tmp_path: Path) -> None:
+    reader = LogReader(RunDir(tmp_path / "nothing"))
+    assert reader.line_count == 0
+    assert reader.lines(0, 10) == []
+    assert reader.find("x", 0) is None
+    assert reader.sources() == []
+    assert not reader.refresh()
+
+
+def test_lines_come_merged_in_order_of_arrival_and_by_source(tmp_path: Path) -> None:
+    logs = RunLogs(tmp_path, (0, 1, LAUNCHER_SOURCE))
+    logs.write(0, "zero a\nzero b\n")
+    logs.write(LAUNCHER_SOURCE, "launcher\n")
+    logs.write(1, "one a\n")
+    logs.write(0, "zero c\n")
+    merged = LogReader(logs.run_dir)
+    assert texts(merged) == ["zero a", "zero b", "launcher", "one a", "zero c"]
+    assert [line.source for line in merged.lines(0, 9)] == [0, 0, LAUNCHER_SOURCE, 1, 0]
+    assert merged.line(3).at - merged.line(0).at == 2.0
+    assert merged.sources() == [0, 1, LAUNCHER_SOURCE]
+    zero = LogReader(logs.run_dir, 0)
+    assert texts(zero) == ["zero a", "zero b", "zero c"]
+    assert [merged.number_of(0, line.offset) for line in zero.lines(0, 3)] == [0, 1, 4]
+    assert merged.first_since(merged.line(3).at) == 3
+    with pytest.raises(IndexError):
+        zero.line(3)
+
+
+def test_lines_that_arrive_are_seen_after_refresh_and_a_partial_one_grows(logs: RunLogs) -> None:
+    reader = LogReader(logs.run_dir)
+    logs.write(0, "first\nloss 1.2")
+    reader.refresh()
+    assert [(line.text, line.partial) for line in reader.lines(0, 5)] == [("first", False), ("loss 1.2", True)]
+    logs.write(1, "other\n")
+    logs.write(0, "391\n")
+    assert reader.line_count == 2
+    reader.refresh()
+    assert [(line.text, line.partial) for line in reader.lines(0, 5)] == [
+        ("first", False),
+        ("loss 1.2391", False),
+        ("other", False),
+    ]
+
+
+def test_a_line_of_ten_megabytes_is_shown_cut_with_its_length_and_its_neighbours_are_whole(logs: RunLogs) -> None:
+    logs.write(0, b"before\n" + b"x" * 10_000_000 + b"needle\nafter\n")
+    for source in (None, 0):
+        reader = LogReader(logs.run_dir, source)
+        assert [reader.line(0).text, reader.line(2).text] == ["before", "after"]
+        shown = reader.line(1)
+        assert len(shown.text) < SHOWN_BYTES + 100
+        assert shown.text.endswith("x… 10,000,007 bytes in all")
+        assert reader.find("needle", 0) == 1
+        assert reader.find("after", 0) == 2
+        assert reader.find("before", 2, forward=False) == 0
+
+
+def test_a_progress_bar_shows_its_last_state_however_long_it_ran(logs: RunLogs) -> None:
+    logs.write(0, b"".join(b"\rstep %6d" % step for step in range(20_000)) + b"\n")
+    assert LogReader(logs.run_dir).line(0).text.startswith("step  19999")
+
+
+def test_a_log_cut_short_by_somebody_is_no_error(logs: RunLogs) -> None:
+    logs.write(0, "one\ntwo\nthree\n")
+    logs.run_dir.log(0).write_bytes(b"on")
+    reader = LogReader(logs.run_dir)
+    assert texts(reader) == ["on", "", ""]
+    assert reader.find("three", 0) is None
+
+
+def test_an_index_that_is_another_file_starts_the_numbers_anew(logs: RunLogs) -> None:
+    logs.write(0, "one\ntwo\n")
+    reader = LogReader(logs.run_dir)
+    index = logs.run_dir.merged_index
+    copy = index.with_name("copy")
+    copy.write_bytes(index.read_bytes())
+    copy.replace(index)
+    assert reader.refresh()
+    assert texts(reader) == ["one", "two"]
+
+
+@given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "o f"]), st.booleans())
+def test_a_search_finds_what_reading_every_line_finds(
+    parts: list[tuple[int, list[str]]], wanted: str, merged: bool
+) -> None:
+    with TemporaryDirectory() as root:
+        logs = RunLogs(Path(root), (0, 1, LAUNCHER_SOURCE))
+        for source, lines in parts:
+            logs.write(source, "".join(f"{line}\n" for line in lines))
+        reader = LogReader(logs.run_dir, None if merged else 0)
+        expression = LogPattern.parse(wanted).expression
+        # A literal is looked for in the stored bytes: what an escape sequence tears apart is not found.
+        raw = LogPattern.parse(wanted).raw or re.compile(re.escape(wanted.encode()), expression.flags & re.IGNORECASE)
+        shown = reader.lines(0, reader.line_count)
+        matching = [
+            line.number
+            for line in shown
+            if expression.search(line.text)
+            and re.search(raw.pattern, stored(logs, line.source, line.offset), raw.flags)
+        ]
+        for start in range(len(shown)):
+            after = [number for number in matching if number >= start]
+            until = [number for number in matching if number <= start]
+            assert reader.find(wanted, start) == (after[0] if after else None)
+            assert reader.find(wanted, start, forward=False) == (until[-1] if until else None)
+            assert reader.find(wanted, start, wrap=True) == ((after or matching)[0] if matching else None)
+            assert reader.find(wanted, start, False, wrap=True) == ((until or matching)[-1] if matching else None)
+        kept, left = LogFilter.parse(reader, wanted), LogFilter.parse(reader, "!" + wanted)
+        for found in (kept, left):
+            while found.advance(2):
+                pass
+        assert list(kept.numbers) == matching
+        assert list(left.numbers) == [number for number in range(len(shown)) if number not in matching]
+
+
+def stored(logs: RunLogs, source: int, offset: int) -> bytes:
+    return logs.run_dir.log(source).read_bytes()[offset:].split(b"\n", 1)[0]
+
+
+def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> None:
+    reader = LogReader(logs.run_dir)
+    kept, left = LogFilter.parse(reader, "loss"), LogFilter.parse(reader, "!loss")
+
+    def numbers() -> tuple[list[int], list[int]]:
+        reader.refresh()
+        for found in (kept, left):
+            while found.advance():
+                pass
+        return list(kept.numbers), list(left.numbers)
+
+    logs.write(0, "loss 1\nstep 2 lo")
+    logs.write(1, "other\n")
+    assert numbers() == ([0], [1, 2])
+    logs.write(0, "ss 2\n")
+    assert numbers() == ([0, 1], [2])
+    logs.write(1, "loss 3\n")
+    assert numbers() == ([0, 1, 3], [2])
+
+
+def test_a_search_can_be_stopped(logs: RunLogs) -> None:
+    logs.write(0, "line\n" * 1_000 + "needle\n")
+    assert LogReader(logs.run_dir).find("needle", 0, stop=lambda: True) is None
+
+
+@pytest.mark.parametrize("text", ["", "re:", "re:(", "!"])
+def test_a_pattern_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nothing to search for|not a regular expression"):
+        LogPattern.parse(text.removeprefix("!"))
+
+
+@pytest.mark.parametrize(
+    ("line", "reports_a_failure"),
+    [
+        ("RuntimeError: [ring] connection to a peer was lost", True),
+        ("Traceback (most recent call last):", True),
+        ("\x1b[33m[WARN] Node with rank 1 exited with code -9 \x1b[0m", True),
+        ("ERROR something", True),
+        ("Killed", True),
+        ("zsh: segmentation fault  python", True),
+        ("[ring] Attempt 0 waiting 1000 ms (error: 111 )", False),
+        ("error: 0", False),
+        ("Iter 5: Train loss 5.815, Learning Rate 1.000e-05", False),
+        ("[INFO] Node with rank 0 exited with code 0", False),
+        ("mirrored the terrors", False),
+    ],
+)
+def test_errors_are_distinguished_from_noise(line: str, reports_a_failure: bool) -> None:
+    assert (ERRORS.expression.search(sanitise(line.encode())) is not None) == reports_a_failure
+    assert (next(ERRORS.positions(line.encode()), None) is not None) == reports_a_failure
+
+
+def test_errors_are_found_both_ways_across_ranks(logs: RunLogs) -> None:
+    logs.write(0, "fine\nValueError: boom\n" + "fine\n" * 100)
+    logs.write(1, "fine\n" * 100 + "Killed\nfine\n")
+    reader = LogReader(logs.run_dir)
+    assert reader.find_error(0) == 1
+    assert reader.find_error(2) == 202
+    assert reader.find_error(203) is None
+    assert reader.find_error(201, forward=False) == 1
+
+
+def test_a_big_log_is_searched_over_many_blocks(logs: RunLogs) -> None:
+    numbers = random.Random(7)
+    for _ in range(6):
+        for rank in (0, 1):
+            logs.write(rank, "".join(f"rank {rank} {numbers.random()} {'pad ' * 20}\n" for _ in range(12_000)))
+    logs.write(1, "the Needle\n")
+    logs.write(0, "more\n" * 40_000)
+    reader = LogReader(logs.run_dir)
+    at = 2 * 6 * 12_000
+    assert reader.line(at).text == "the Needle"
+    assert reader.find("needle", 0) == reader.find("re:Ne+dle", 0) == at
+    assert reader.find("Needle", reader.line_count, forward=False) == at
+    assert reader.find("NEEDLE", 0) is None
+    first = reader.find("rank 1", 0)
+    assert first == 12_000
+    assert reader.find("rank 0", at, forward=False) == 11 * 12_000 - 1

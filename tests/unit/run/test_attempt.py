@@ -1,0 +1,160 @@
+"""What an attempt passes to its nodes, and that it survives the journal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cluster.staging import HostLayout
+from engine.config.models import CheckpointConfig, ClusterConfig, Config, JobConfig, NodeConfig
+from engine.plan import network
+from engine.run.attempt import attempt_spec, planned_layers
+from engine.run.events import Attempt
+from engine.run.run_plan import RunPlan
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
+from tests.unit.launch.host_layouts import configured_network, local_layout
+from tests.unit.plan.clusters import calibration
+from tests.unit.run.run_maker import planned_attempt
+
+TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
+
+
+def plan(job: JobConfig = TRAINING, **node: Any) -> RunPlan:
+    nodes = (
+        NodeConfig(name="left", python=sys.executable, workdir="/w", share=3.0, model="/other"),
+        NodeConfig(**{"name": "right", "python": sys.executable, "workdir": "/w", **node}),
+    )
+    config = Config(cluster=ClusterConfig(), nodes=nodes, job=job)
+    return RunPlan.of(config, run_id="r", created_at=datetime(2026, 1, 1, tzinfo=UTC))
+
+
+def attempt(directory: Path, of: RunPlan) -> Attempt:
+    return planned_attempt(RunDir(directory), of, [local_layout(directory / "node", 2)], 2, "nonce")
+
+
+def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
+    spec = attempt_spec(plan(), attempt(tmp_path, plan()), {})
+    assert spec.job == {
+        "iters": 5,
+        "model": "/m",
+        "data": "/d",
+        "fine_tune_type": "lora",
+        "strategy": "data",
+        "chunking": True,
+        "chunk_size": 50_000,
+    }
+    assert spec.command is None
+    assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce.2", 2, "ring")
+
+
+def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
+    """A path is the node's own; an address is everybody's."""
+    for named, there in (("/mnt/nas", "/mnt/nas"), ("states", "/w/states"), ("s3://b/x", "s3://b/x"), (None, None)):
+        checkpoint = CheckpointConfig(every=7, keep=2, compression="gzip", destination=named)
+        configured = plan(ssh="ana@10.0.0.2")
+        config = configured.config.model_copy(update={"checkpoint": checkpoint})
+        spec = attempt_spec(configured.model_copy(update={"config": config}), attempt(tmp_path, configured), {})
+        assert (spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression) == (7, 2, "gzip")
+        assert spec.ranks[1].checkpoint_folder == there
+
+
+def test_a_pipelines_layers_are_the_jobs_else_the_plans(tmp_path: Path) -> None:
+    """The plan's only where it is for so many ranks; without one the trainer divides them by its ranks' memory."""
+    directory = RunDir(tmp_path)
+    pipeline = plan(TRAINING.model_copy(update={"strategy": "pipeline"}))
+    assert planned_layers(directory, pipeline) is None
+    for written, found in (("0-8,8-36", "0-8,8-36"), ("0-8,8-20,20-36", None), ("0-8,9-36", None), (None, None)):
+        directory.training_plan.write_text(json.dumps({"version": "2.0.0", "strategy": {"layer_split": written}}))
+        assert planned_layers(directory, pipeline) == found
+        assert planned_layers(directory, plan()) is None
+    directory.training_plan.write_text("{")
+    assert planned_layers(directory, pipeline) is None
+    spec = attempt_spec(pipeline, attempt(tmp_path, pipeline), {}, layer_split="0-8,8-36")
+    assert spec.job is not None and spec.job["layer_split"] == "0-8,8-36"
+    own = plan(TRAINING.model_copy(update={"strategy": "pipeline", "layer_split": "0-1,1-36"}))
+    assert planned_layers(directory, own) is None
+    spec = attempt_spec(own, attempt(tmp_path, own), {})
+    assert spec.job is not None and spec.job["layer_split"] == "0-1,1-36"
+
+
+def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:
+    left, right = attempt_spec(plan(), attempt(tmp_path, plan()), {}).ranks
+    assert (left.model, left.data, left.share) == ("/other", "/d", 3.0)
+    assert (right.model, right.data, right.share) == ("/m", "/d", 1.0)
+
+
+def test_the_ranks_are_offline_unless_the_job_overrides_it(tmp_path: Path) -> None:
+    assert attempt_spec(plan(), attempt(tmp_path, plan()), {}).env == {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "A": "1",
+    }
+    online = plan(TRAINING.model_copy(update={"env": {"HF_HUB_OFFLINE": "0"}}))
+    assert attempt_spec(online, attempt(tmp_path, online), {}).env["HF_HUB_OFFLINE"] == "0"
+
+
+@pytest.mark.parametrize("infiniband", [True, False])
+def test_nccl_gets_the_plans_variables_unless_the_job_overrides_them(tmp_path: Path, *, infiniband: bool) -> None:
+    own = plan(TRAINING.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}}))
+    nccl = configured_network(own.config.nodes, "nccl").model_copy(update={"infiniband": infiniband})
+    of_nccl = attempt(tmp_path, own).model_copy(update={"network": nccl})
+    found = {name: text for name, text in attempt_spec(own, of_nccl, {}).env.items() if name.startswith("NCCL_")}
+    assert found == network.nccl_environment(infiniband=infiniband, gradient_bytes=None) | {"NCCL_DEBUG": "WARN"}
+    small = own.model_copy(update={"calibration": calibration({"left": 1.0}, gradient_bytes=1000)})
+    assert attempt_spec(small, of_nccl, {}).env.get("NCCL_BUFFSIZE") == (str(4 << 20) if infiniband else None)
+
+
+def test_a_command_is_no_job(tmp_path: Path) -> None:
+    command = plan(JobConfig(name="c", command=("python", "x.py"), mlx_lm={"iters": 5}))
+    spec = attempt_spec(command, attempt(tmp_path, command), {})
+    assert (spec.job, spec.command) == (None, ["python", "x.py"])
+
+
+def test_it_survives_the_journal_and_begins_where_the_heads_files_end(tmp_path: Path) -> None:
+    RunDir(tmp_path).log(1).write_bytes(b"earlier")
+    RunDir(tmp_path).events(0).write_bytes(b"{}\n")
+    made = attempt(tmp_path, plan())
+    assert made.log_bases == {0: 0, 1: 7, LAUNCHER_SOURCE: 0}
+    assert made.event_bases == {0: 3, 1: 0}
+    assert Attempt.model_validate_json(made.model_dump_json()) == made
+
+
+def test_paths_are_absolute_on_the_node_of_their_rank(tmp_path: Path) -> None:
+    job = TRAINING.model_copy(update={"mlx_lm": {"adapter_path": "out/a", "resume_adapter_file": "~/last"}})
+    remote = {"ssh": "ana@h", "python": "~/py", "workdir": "~/work", "model": "~/m", "data": "/d"}
+    of = plan(job, **remote)
+    places = [
+        HostLayout("127.0.0.1", (0,), "/home/head", str(tmp_path), "/b", "/py"),
+        HostLayout("ana@h", (1,), "/Users/ana", "/Users/ana/.flightdeck", "/b", "/Users/ana/py"),
+    ]
+    of = of.model_copy(update={"config": of.config.model_copy(update={"file": Path("/conf/flightdeck.toml")})})
+    made = planned_attempt(RunDir(tmp_path), of, places, 1, "nonce")
+    left, right = attempt_spec(of, made, {}).ranks
+    assert (right.python, right.workdir, right.model, right.data) == (
+        *("/Users/ana/py", "/Users/ana/work", "/Users/ana/m", "/d"),
+    )
+    assert (left.adapter_path, right.adapter_path) == ("/conf/out/a", "/Users/ana/work/out/a")
+    assert right.resume_adapter_file == "/Users/ana/last"
+    assert str(made.files("r", 1).spec) == "/Users/ana/.flightdeck/runs/r/attempts/1/spec.json"
+    assert Attempt.model_validate_json(made.model_dump_json()) == made
+
+
+def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -> None:
+    environment = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": "/root"}
+    made = attempt(tmp_path, plan())
+    env = attempt_spec(plan(), made, environment).env
+    assert {name: env.get(name) for name in environment} == {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": None}
+    assert "hf_1" not in made.model_dump_json()
+    mine = plan(TRAINING.model_copy(update={"env": {"HF_TOKEN": "hf_of_the_job"}}))
+    assert attempt_spec(mine, made, environment).env["HF_TOKEN"] == "hf_of_the_job"
+
+
+def test_the_iteration_reached_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
+    made = attempt(tmp_path, plan()).model_copy(update={"reached": 37})
+    assert attempt_spec(plan(), Attempt.model_validate_json(made.model_dump_json()), {}).reached == 37

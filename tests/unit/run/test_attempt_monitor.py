@@ -1,0 +1,175 @@
+"""How a monitored attempt is ended: when the ranks save an emergency checkpoint, and what an abort leaves of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cluster.host_connection import LocalConnection
+from engine.models import RunState
+from engine.node.processes import boot_id, start_time
+from engine.protocol.attempt import ExitRecord, Identity, write_atomic
+from engine.run.attempt_monitor import AttemptMonitor
+from engine.run.decide import failed_run, refusal
+from engine.run.events import ABORT, AttemptFailed, RequestReceived, StopStageReached, Verdict
+from engine.run.failure_evidence import AttemptOrigin
+from engine.run.journal import read_journal
+from engine.run.ranks import AttemptContext, HostConnections
+from engine.run.recorder import RunRecorder
+from engine.run.signatures import BY_ID
+from tests.unit.run.run_maker import MadeRun
+
+PATIENCE_S = 10.0
+
+
+class MonitoredAttempt:
+    """A monitored attempt of two ranks; their keepers and trainers are the test itself."""
+
+    def __init__(self, home: Path, *, restarts: bool, steps: bool = True) -> None:
+        run = MadeRun(home).attempt().state("preflight", "launching", "running").close()
+        self.directory, self.plan = run.directory, run.plan
+        self.recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+        assert self.recorder.history is not None
+        attempt = self.recorder.history.attempts[-1].plan
+        self.files = attempt.files(run.id, 0)
+        self.files.directory.mkdir(parents=True, exist_ok=True)
+        self.abort: RequestReceived | None = None
+        self.verdicts: list[Verdict] = []
+        self._restarts = restarts
+        for rank in (0, 1):
+            self._start(rank, attempt.nonce, run.id)
+            if steps:
+                self.report(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
+        connections = HostConnections([LocalConnection(self.files, attempt.nonce, (0, 1), ("node0", "node1"))])
+        context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
+        self.monitor = AttemptMonitor(context, AttemptOrigin(), self._may_restart)
+
+    def _start(self, rank: int, nonce: str, run_id: str) -> None:
+        os.mkfifo(self.files.control(rank))
+        pid = os.getpid()
+        start = start_time(pid) or ""
+        # The trainers' group is nobody's: what is sent to it reaches no process.
+        nobody = 2**22 + 7
+        identity = Identity(rank, run_id, 1, nonce, boot_id(), pid, start, nobody, nobody, start, 1.0)
+        write_atomic(self.files.identity(rank), json.dumps(asdict(identity)))
+
+    def _may_restart(self, verdict: Verdict, _reached: int) -> bool:
+        self.verdicts.append(verdict)
+        return self._restarts
+
+    def report(self, rank: int, **event: Any) -> None:
+        with self.files.events(rank).open("a") as file:
+            file.write(json.dumps({**event, "rank": rank}) + "\n")
+
+    def exit(self, rank: int, code: int) -> None:
+        write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, code, None, 0.0, 0))))
+
+    def stages(self) -> list[str]:
+        return [
+            event.stage.value
+            for event in read_journal(self.directory.journal).events
+            if isinstance(event, StopStageReached)
+        ]
+
+    async def until(self, seen: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not seen():
+                await asyncio.sleep(0.02)
+
+    def run(self) -> Awaitable[Any]:
+        return asyncio.create_task(self.monitor.run(lambda: self.abort))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., MonitoredAttempt]]:
+    attempts: list[MonitoredAttempt] = []
+
+    def make(**how: bool) -> MonitoredAttempt:
+        attempts.append(MonitoredAttempt(tmp_path, **how))
+        return attempts[-1]
+
+    yield make
+    for attempt in attempts:
+        attempt.monitor.close()
+        attempt.recorder.close()
+
+
+async def fail(attempt: MonitoredAttempt, error_type: str) -> None:
+    await attempt.until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.report(1, event="failure", error_type=error_type, message="x", certain=True)
+    attempt.exit(1, 1)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_the_newest_state_is_saved_whether_a_restart_follows_or_not(
+    made: Callable[..., MonitoredAttempt], restarts: bool
+) -> None:
+    attempt = made(restarts=restarts)
+    run = attempt.run()
+    await fail(attempt, "OSError")
+    await attempt.until(lambda: "emergency_checkpoint" in attempt.stages())
+    assert attempt.recorder.state is (RunState.RECOVERING if restarts else RunState.FINISHING)
+    attempt.exit(0, 6)
+    await run
+    assert attempt.stages()[:2] == ["emergency_checkpoint", "verifying"]
+
+
+@pytest.mark.parametrize("error_type", ["Diverged", "Corrupted"])
+async def test_a_state_that_is_not_sound_is_not_saved(made: Callable[..., MonitoredAttempt], error_type: str) -> None:
+    attempt = made(restarts=False)
+    run = attempt.run()
+    await fail(attempt, error_type)
+    await attempt.until(lambda: "term" in attempt.stages())
+    attempt.exit(0, 1)
+    await run
+    assert "emergency_checkpoint" not in attempt.stages()
+
+
+@pytest.mark.parametrize("now", [False, True])
+async def test_an_abort_leaves_an_emergency_checkpoint_its_time_unless_it_is_to_be_now(
+    made: Callable[..., MonitoredAttempt], now: bool
+) -> None:
+    attempt = made(restarts=True)
+    run = attempt.run()
+    await fail(attempt, "OSError")
+    attempt.report(0, event="emergency_checkpoint", phase="begin", bytes=1)
+    await attempt.until(
+        lambda: (
+            attempt.monitor.intake.progress.checkpoint_phases == {0: "begin"}
+            and "emergency_checkpoint" in attempt.stages()
+        )
+    )
+    attempt.abort = RequestReceived(request=ABORT, now=now)
+    await attempt.until(lambda: "asked" in attempt.stages())
+    if now:
+        await attempt.until(lambda: "term" in attempt.stages())
+    attempt.exit(0, 6)
+    await run
+    assert attempt.monitor.aborted_in_recovery
+    assert ("term" in attempt.stages()) is now
+
+
+@pytest.mark.parametrize("signature", ["ring.bind", "ring.connect"])
+async def test_a_first_launch_that_fails_for_a_transient_cause_is_restarted(
+    made: Callable[..., MonitoredAttempt], signature: str
+) -> None:
+    attempt = made(restarts=True, steps=False)
+    attempt.files.log(1).write_text(BY_ID[signature].example + "\n")
+    attempt.exit(1, 1)
+    run = attempt.run()
+    await attempt.until(lambda: "term" in attempt.stages())
+    attempt.exit(0, 1)
+    await run
+    [verdict] = attempt.verdicts
+    assert verdict.signature == signature
+    assert attempt.recorder.history is not None
+    failed = AttemptFailed(attempt=1, verdict=verdict, failed_at=datetime.now(UTC))
+    assert refusal(failed_run(attempt.plan, attempt.recorder.history, failed)) is None

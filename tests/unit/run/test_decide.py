@@ -1,0 +1,311 @@
+"""The decisions of the supervisor, row by row: when an attempt is stopped, and what follows its failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config.models import CheckpointConfig
+from engine.models import Reason, RunState
+from engine.run.decide import (
+    NEVER_RESTARTED,
+    REFUSALS,
+    STALLED_LIMIT,
+    START_LIMIT_S,
+    STOPS,
+    TRANSIENT,
+    Continue,
+    FailedRun,
+    Failure,
+    Finish,
+    NodePresence,
+    RankState,
+    Restart,
+    RestartPolicy,
+    RunningAttempt,
+    Stop,
+    Trigger,
+    backoff_s,
+    decide,
+    original_failure,
+    refusal,
+    restart_policy,
+    stalled,
+)
+from engine.run.events import AttemptFailed, Verdict
+from engine.run.run_plan import RunPlan
+from engine.run.signatures import BY_ID
+from engine.run.watchdog import Hang
+from tests.unit.run.run_maker import START, MadeRun
+
+POLICY = RestartPolicy(max_restarts=3, needed=4, backoff_s=1.0, node_wait_s=600.0, lost_after_s=98.0)
+NODES = ("ana", "bea", "cyd", "dov")
+ALL_THERE = tuple(NodePresence(node, proved=True) for node in NODES)
+KILLED = Failure(1, Reason.RANK_KILLED, "bea", signal=9, reached=37, rank=1)
+
+RUNS, GONE = RankState(started=True), RankState(started=True, ended=True)
+MISSING = RankState()
+OWN = RankState(started=True, ended=True, failed=True)
+FOLLOWED = replace(OWN, consequence=True)
+HANG = Hang(60.0, 30.0, "training", 7)
+
+
+@pytest.mark.parametrize(
+    ("state", "trigger"),
+    [
+        (RunningAttempt((RUNS, RUNS)), None),
+        (RunningAttempt((RUNS, RUNS), abort=True), Trigger.ABORT),
+        (RunningAttempt((MISSING, MISSING), abort=True), Trigger.ABORT),
+        (RunningAttempt((OWN, RUNS), abort=True), Trigger.ABORT),
+        (RunningAttempt((GONE, GONE), abort=True), Trigger.ENDED),
+        (RunningAttempt((GONE, OWN)), Trigger.ENDED),
+        (RunningAttempt((GONE, RUNS)), None),
+        (RunningAttempt((OWN, RUNS)), Trigger.RANK),
+        (RunningAttempt((OWN, MISSING)), Trigger.RANK),
+        (RunningAttempt((FOLLOWED, RUNS), failing_s=0.9), None),
+        (RunningAttempt((FOLLOWED, RUNS), failing_s=1.1), Trigger.RANK),
+        (RunningAttempt((FOLLOWED, OWN, RUNS), failing_s=0.0), Trigger.RANK),
+        (RunningAttempt((FOLLOWED, MISSING), age_s=START_LIMIT_S + 1, launcher_gone_s=9.0, failing_s=0.5), None),
+        (RunningAttempt((RUNS, RUNS), launcher_gone_s=30.0), None),
+        (RunningAttempt((RUNS, MISSING), launcher_gone_s=0.9), None),
+        (RunningAttempt((RUNS, MISSING), launcher_gone_s=1.1), Trigger.LAUNCHER_GONE),
+        (RunningAttempt((RUNS, replace(MISSING, node_silent_s=5.0)), launcher_gone_s=5.0), None),
+        (RunningAttempt((RUNS, replace(MISSING, node_silent_s=float("inf"))), launcher_gone_s=50.0), None),
+        (RunningAttempt((RUNS, MISSING), launched=False, launcher_gone_s=1.1), Trigger.NOT_STARTED),
+        (RunningAttempt((RUNS, MISSING), age_s=START_LIMIT_S), None),
+        (RunningAttempt((RUNS, MISSING), age_s=START_LIMIT_S + 0.1), Trigger.NOT_STARTED),
+        (RunningAttempt((RUNS, RUNS), age_s=1e6), None),
+        (RunningAttempt((RUNS, RUNS), hang=HANG), Trigger.HUNG),
+        (RunningAttempt((OWN, RUNS), hang=HANG), Trigger.RANK),
+        (RunningAttempt((GONE, GONE), hang=HANG), Trigger.ENDED),
+    ],
+)
+def test_when_a_running_attempt_is_stopped(state: RunningAttempt, trigger: Trigger | None) -> None:
+    assert decide(state) == (Stop(trigger) if trigger is not None else Continue())
+
+
+def test_every_trigger_has_a_row() -> None:
+    assert {trigger for _, trigger in STOPS} == set(Trigger)
+
+
+def run(*failures: Failure, policy: RestartPolicy = POLICY, nodes: tuple[NodePresence, ...] = ALL_THERE) -> FailedRun:
+    return FailedRun(policy, failures, nodes)
+
+
+def failed(reason: Reason, **fields: object) -> Failure:
+    return replace(KILLED, reason=reason, **fields)  # type: ignore[arg-type]
+
+
+OWN_PROGRAM = replace(POLICY, why_never="a program of the user's own")
+REFUSED = Failure(2, Reason.RANK_FAILED, "bea", exit_code=3, reached=37, rank=1, refused_by_trainer=True)
+BUSY = Failure(1, Reason.LAUNCH_FAILED, "bea", exit_code=1, signature="ring.bind")
+MISTAKE = Failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (run(KILLED), None),
+        (run(KILLED, policy=OWN_PROGRAM), "a program of the user's own"),
+        (run(failed(Reason.USER_ABORT)), "it was stopped as requested"),
+        (run(failed(Reason.DIVERGED)), "the training has diverged"),
+        (run(failed(Reason.CORRUPTED)), "parameters differ between the ranks"),
+        (run(failed(Reason.PREFLIGHT_FAILED)), "preflight failed"),
+        (run(failed(Reason.DISK_FULL)), "no room on a full disk"),
+        (run(failed(Reason.SUPERVISOR_LOST)), "its supervisor was lost"),
+        (run(KILLED, REFUSED), "what a trainer refuses"),
+        (run(KILLED, replace(REFUSED, refused_by_trainer=False)), None),
+        (run(KILLED, replace(REFUSED, reached=60)), None),
+        (run(failed(Reason.RANK_FAILED, signature="lora.no_train")), "a restart does not fix that"),
+        (run(failed(Reason.RANK_FAILED, signature="import.mlx")), "a restart does not fix that"),
+        (run(failed(Reason.RANK_FAILED, signature="disk.full")), "a restart does not fix that"),
+        (run(failed(Reason.RANK_FAILED, signature="launch.python_missing")), "a restart does not fix that"),
+        (run(failed(Reason.RANK_FAILED, signature="metal.timeout")), None),
+        (run(BUSY), None),
+        (run(MISTAKE), "it never made a step"),
+        (run(replace(KILLED, reached=0)), None),
+        (run(KILLED, replace(MISTAKE, reached=37)), None),
+        (run(KILLED, policy=replace(POLICY, max_restarts=0)), "not restarted: [recovery] max_restarts"),
+        (
+            run(KILLED, replace(KILLED, reached=40), policy=replace(POLICY, max_restarts=1)),
+            "restarted once: [recovery] max_restarts allows no more",
+        ),
+        (run(KILLED, replace(KILLED, attempt=2)), "the same failure came again at iteration 37"),
+        (run(replace(KILLED, reached=0), replace(KILLED, reached=0)), "came again before the first step"),
+        (run(KILLED, replace(KILLED, attempt=2, reached=38)), None),
+        (run(KILLED, replace(KILLED, attempt=2, host="cyd", rank=2)), None),
+        (
+            run(*(replace(KILLED, host=host) for host in NODES), policy=replace(POLICY, max_restarts=9)),
+            "3 attempts in a row made no progress",
+        ),
+    ],
+)
+def test_when_nothing_is_restarted(state: FailedRun, why: str | None) -> None:
+    refused = refusal(state)
+    assert (refused is None) == (why is None)
+    if refused is not None and why is not None:
+        assert why in refused.why
+        assert decide(state) == refused
+
+
+def test_every_refusal_has_a_row_and_every_signature_exists() -> None:
+    assert len(REFUSALS) == 8
+    assert set(BY_ID) >= TRANSIENT
+
+
+def test_a_rank_that_was_killed_is_recovered_from_almost_at_once() -> None:
+    found = decide(run(KILLED))
+    assert isinstance(found, Restart)
+    assert (found.members, found.left_out, found.why) == (NODES, (), "recovers from rank 1's death at iteration 37")
+    assert found.delay_s <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("cause", "refused"),
+    [
+        ("JobError: no state to go on from", True),
+        ("exited with code 3: JobError: no state to go on from", True),
+        ("engine.protocol.job.JobError: no state to go on from", True),
+        ("NotAJobError: x", False),
+        (None, False),
+    ],
+)
+def test_a_refused_job_is_recognised_by_its_cause(cause: str | None, refused: bool) -> None:
+    verdict = Verdict(RunState.FAILED, Reason.RANK_FAILED, cause)
+    event = AttemptFailed(attempt=1, verdict=verdict, reached=37, failed_at=datetime(2026, 1, 1, tzinfo=UTC))
+    assert Failure.of(event).refused_by_trainer is refused
+
+
+DOV_AWAY = (*ALL_THERE[:3], NodePresence("dov", proved=False, silent_s=200.0))
+
+
+def test_a_node_that_is_needed_is_waited_for_and_not_for_ever() -> None:
+    away = run(KILLED, nodes=DOV_AWAY)
+    assert decide(replace(away, waited_s=599.0)) == Continue("waits for dov")
+    found = decide(replace(away, waited_s=601.0))
+    assert isinstance(found, Finish) and "dov has not come back" in found.why
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "lost_after_s", "goes_on"), [(97.0, 98.0, False), (99.0, 98.0, True), (99.0, None, False)]
+)
+def test_a_run_goes_on_without_a_node_only_when_its_lease_has_expired(
+    silent_s: float, lost_after_s: float | None, goes_on: bool
+) -> None:
+    policy = replace(POLICY, needed=3, lost_after_s=lost_after_s)
+    found = decide(run(KILLED, policy=policy, nodes=(*ALL_THERE[:3], NodePresence("dov", False, silent_s))))
+    if goes_on:
+        assert isinstance(found, Restart)
+        assert (found.members, found.left_out) == (NODES[:3], ("dov",))
+    else:
+        assert found == Continue("waits for dov"), "its ranks may be going on there"
+
+
+def test_the_back_off_doubles_while_nothing_comes_of_it() -> None:
+    history = [KILLED]
+    waits = []
+    for attempt, host in enumerate(("cyd", "dov"), start=2):
+        history.append(replace(KILLED, attempt=attempt, host=host))
+        waits.append(backoff_s(run(*history)))
+    assert waits[1] == pytest.approx(2 * waits[0])
+
+
+def test_the_first_cause_is_what_the_attempts_after_it_follow_from() -> None:
+    unlaunched = [Failure(number, Reason.LAUNCH_FAILED, reached=37) for number in (2, 3)]
+    assert original_failure([KILLED, *unlaunched]) == 0
+    assert original_failure([KILLED, replace(KILLED, attempt=2, reached=50)]) == 1
+
+
+failures = st.builds(
+    Failure,
+    attempt=st.integers(1, 9),
+    reason=st.sampled_from([reason for reason in Reason if reason is not Reason.COMPLETED]),
+    host=st.sampled_from([None, *NODES]),
+    exit_code=st.sampled_from([None, 1, 3, 5]),
+    signal=st.sampled_from([None, 9, 15]),
+    signature=st.sampled_from([None, "ring.bind", "metal.timeout", "lora.no_train"]),
+    reached=st.integers(0, 5),
+    rank=st.sampled_from([None, 0, 1]),
+)
+policies = st.builds(
+    RestartPolicy,
+    max_restarts=st.integers(0, 5),
+    needed=st.integers(1, 6),
+    backoff_s=st.floats(0.0, 100.0),
+    node_wait_s=st.floats(0.0, 900.0),
+    lost_after_s=st.none() | st.floats(1.0, 200.0),
+)
+presences = st.builds(NodePresence, st.just("n"), proved=st.booleans(), silent_s=st.floats(0.0, 300.0))
+states = st.builds(
+    FailedRun,
+    policies,
+    st.lists(failures, min_size=1, max_size=8).map(tuple),
+    st.lists(presences, min_size=1, max_size=6).map(
+        lambda nodes: tuple(replace(each, node=f"n{at}") for at, each in enumerate(nodes))
+    ),
+    st.floats(0.0, 1000.0),
+    st.floats(0.5, 1.0),
+)
+
+
+@given(states)
+def test_every_decision_keeps_the_bounds(state: FailedRun) -> None:
+    found, policy = decide(state), state.policy
+    exhausted = len(state.failures) > policy.max_restarts or stalled(state.failures) >= STALLED_LIMIT
+    if state.last.reason in NEVER_RESTARTED or exhausted:
+        assert isinstance(found, Finish)
+    if isinstance(found, Restart):
+        proved = {each.node for each in state.nodes if each.proved}
+        silent = {each.node: each.silent_s for each in state.nodes if not each.proved}
+        assert set(found.members) == proved, "never a node that has not shown that nothing is left there"
+        assert set(found.left_out) == set(silent)
+        assert not silent or len(proved) >= policy.needed
+        assert all(policy.lost_after_s is not None and each > policy.lost_after_s for each in silent.values())
+        assert 0.0 <= found.delay_s <= 60.0
+    if isinstance(found, Continue):
+        assert state.waited_s <= policy.node_wait_s and any(not each.proved for each in state.nodes)
+
+
+@given(policies, st.lists(failures, min_size=12, max_size=12))
+def test_whatever_happens_the_restarts_come_to_an_end(policy: RestartPolicy, fate: list[Failure]) -> None:
+    def attempts(fate: list[Failure]) -> int:
+        return next(at for at in range(1, len(fate) + 1) if refusal(FailedRun(policy, tuple(fate[:at]))) is not None)
+
+    assert attempts(fate) <= policy.max_restarts + 1
+    assert attempts([replace(each, reached=0) for each in fate]) <= STALLED_LIMIT
+
+
+def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | None) -> RunPlan:
+    config = MadeRun(home, ranks=3).plan.config
+    job = config.job.model_copy(update={"strategy": strategy})
+    recovery = config.recovery.model_copy(update={"min_nodes": min_nodes})
+    changed = {"job": job, "recovery": recovery, "checkpoint": CheckpointConfig(destination=destination)}
+    return RunPlan.of(config.model_copy(update=changed), run_id="run", created_at=START)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "min_nodes", "destination", "needed"),
+    [
+        ("data", None, None, 3),
+        ("data", 1, None, 1),
+        ("data", 9, None, 3),
+        ("sharded", 1, None, 3),
+        ("sharded", 1, "/mnt/nas", 1),
+        ("pipeline", 1, None, 3),
+        ("pipeline", 1, "/mnt/nas", 2),
+        ("pipeline", None, "/mnt/nas", 3),
+    ],
+)
+def test_a_restart_needs_as_many_nodes_as_are_configured_and_have_the_state(
+    tmp_path: Path, strategy: str, min_nodes: int | None, destination: str | None, needed: int
+) -> None:
+    assert restart_policy(plan(tmp_path, strategy, min_nodes, destination)).needed == needed
+
+
+def test_before_its_first_step_a_run_needs_no_more_nodes_than_are_configured(tmp_path: Path) -> None:
+    assert restart_policy(plan(tmp_path, "sharded", 1, None), stepped=False).needed == 1

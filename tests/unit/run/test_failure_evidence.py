@@ -1,0 +1,44 @@
+"""A rank's last output is evidence, whatever characters are in it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.cluster.host_connection import LocalConnection
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.protocol.attempt import NodeFiles
+from engine.protocol.events import EventWriter
+from engine.run.events import Attempt
+from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector
+from engine.run.node_health import NodeHealth
+from engine.run.ranks import AttemptContext, HostConnections, Rank
+from engine.run.recorder import RunRecorder
+from engine.run.run_plan import RunPlan
+from engine.store.layout import RunDir
+from tests.unit.launch.host_layouts import configured_network
+
+
+def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
+    node = NodeConfig(name="left", python="/python", workdir="/")
+    config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="test"))
+    plan = RunPlan.of(config, run_id="r", created_at=datetime.now(UTC))
+    attempt = Attempt(
+        number=1,
+        nonce="nonce",
+        starting_port=20_000,
+        log_bases={},
+        event_bases={},
+        layouts=(),
+        network=configured_network(config.nodes),
+    )
+    files = NodeFiles(tmp_path)
+    connections = HostConnections([LocalConnection(files, "nonce", (0,), ("left",))])
+    recorder = RunRecorder(tmp_path / "journal.jsonl", print, lambda: datetime.now(UTC))
+    context = AttemptContext(RunDir(tmp_path), plan, attempt, connections, recorder)
+    message = "no such word: raven\u2028\x85 or crow"
+    EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
+    health = NodeHealth(connections, print, None)
+    evidence = EvidenceCollector(context, health, AttemptOrigin()).rank_evidence(Rank(plan.ranks[0]))
+    recorder.close()
+    assert evidence.failure is not None and evidence.failure["message"] == message

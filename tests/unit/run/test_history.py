@@ -1,0 +1,206 @@
+"""The state of a run is a pure fold over its events: in parts as at once, and after any prefix."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import StateError
+from engine.models import Reason, RunRecord, RunState
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import Identity
+from engine.run.events import (
+    AlarmRaised,
+    Attempt,
+    AttemptFailed,
+    AttemptPlanned,
+    AttemptResumed,
+    CleanupConfirmed,
+    Event,
+    Figures,
+    HangDetected,
+    LauncherStarted,
+    NodeConditionChanged,
+    NodesExcluded,
+    Note,
+    RankExited,
+    RankLaunched,
+    RequestReceived,
+    RestartDelayed,
+    RestartPlanned,
+    RestartRefused,
+    RunPlanned,
+    RunReopened,
+    StateChanged,
+    StopStage,
+    StopStageReached,
+    SupervisorStarted,
+    Verdict,
+)
+from engine.run.history import RunHistory, fold
+from engine.run.journal import Journal, read_journal
+from engine.run.watchdog import Hang, Resumed
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+RUN = RunRecord(id="r", name="demo", state=RunState.PLANNED, created_at=START, world_size=2, backend="ring")
+PLANNED = RunPlanned(at=START, run=RUN, nonce="n")
+FAILED = Verdict(RunState.FAILED, Reason.RANK_FAILED, "ValueError: no", 1, "right", exit_code=3)
+
+
+def at(seconds: float) -> datetime:
+    return START + timedelta(seconds=seconds)
+
+
+def attempt(number: int = 1, backend: str = "ring", *nodes: str) -> AttemptPlanned:
+    plan = Attempt(
+        number=number,
+        nonce=f"n.{number}",
+        starting_port=20_000,
+        log_bases={},
+        event_bases={},
+        layouts=(),
+        network=NetworkPlan(backend=backend, hosts=()),
+        members=tuple(enumerate(nodes)),
+    )
+    return AttemptPlanned(at=at(2), attempt=plan)
+
+
+def rank_started(rank: int, after_s: float = 0.0) -> RankLaunched:
+    identity = Identity(rank, "r", 1, "n", "boot", 1, "then", 2, 2, "then", START.timestamp() + after_s)
+    return RankLaunched(at=at(3), rank=rank, node=f"n{rank}", identity=identity)
+
+
+def failed(number: int, reached: int = 0) -> AttemptFailed:
+    return AttemptFailed(at=at(4), attempt=number, verdict=FAILED, reached=reached, failed_at=at(3))
+
+
+ranks, nodes, numbers = st.integers(0, 2), st.sampled_from(["ana", "bea"]), st.integers(1, 3)
+events = st.one_of(
+    st.just(RunReopened(at=at(1))),
+    st.builds(attempt, numbers, st.sampled_from(["ring", "jaccl"]), nodes),
+    st.builds(StateChanged, at=st.just(at(5)), state=st.sampled_from(RunState)),
+    st.builds(StateChanged, state=st.just(RunState.FAILED), verdict=st.just(FAILED), unconfirmed=st.tuples(nodes)),
+    st.builds(StateChanged, state=st.just(RunState.ABORTED), figures=st.builds(Figures, iteration=st.integers(1, 50))),
+    st.builds(SupervisorStarted, pid=numbers, start=st.just("then"), boot_id=st.just("boot")),
+    st.builds(NodesExcluded, nodes=st.tuples(nodes), why=st.just("stale"), world_size=numbers),
+    st.builds(LauncherStarted, pid=numbers, start=st.just("then")),
+    st.builds(rank_started, ranks, st.floats(0.0, 9.0)),
+    st.builds(RankExited, rank=ranks, node=nodes, code=st.integers(0, 3)),
+    st.builds(NodeConditionChanged, node=nodes, condition=st.sampled_from(["connected", "unreachable", "lost"])),
+    st.builds(AlarmRaised, alarm=st.just("KL"), message=st.just("apart")),
+    st.builds(HangDetected, hang=st.builds(Hang, st.just(9.0), st.just(5.0), st.just("training"), st.integers(0, 9))),
+    st.builds(RequestReceived, request=st.sampled_from(["abort", "dance"]), now=st.booleans()),
+    st.builds(StopStageReached, stage=st.sampled_from(StopStage), purpose=st.sampled_from(["abort", "fence", "end"])),
+    st.builds(failed, numbers, st.integers(0, 50)),
+    st.builds(RestartDelayed, after=numbers, why=st.just("waits for bea")),
+    st.builds(
+        RestartPlanned,
+        attempt=numbers,
+        after=numbers,
+        members=st.tuples(nodes),
+        delay_s=st.floats(0.0, 60.0),
+        why=st.just("recovers"),
+    ),
+    st.builds(AttemptResumed, attempt=numbers, resumed=st.just(Resumed("checkpoint", 37))),
+    st.builds(RestartRefused, after=numbers, why=st.just("stalled")),
+    st.builds(CleanupConfirmed, node=nodes),
+    st.just(Note(message="x")),
+)
+journals = st.lists(events, max_size=30).map(lambda tail: [PLANNED, *tail])
+
+
+@given(journals, st.integers(1, 30))
+def test_folding_in_two_parts_is_folding_at_once(journal: list[Event], cut: int) -> None:
+    assert fold(journal[cut:], fold(journal[:cut])) == fold(journal)
+
+
+@given(journals)
+def test_any_prefix_folds(journal: list[Event]) -> None:
+    history: RunHistory | None = None
+    for event in journal:
+        history = fold([event], history)
+        assert history.record.attempts == max((each.number for each in history.attempts[-1:]), default=0)
+
+
+@given(journals, st.integers(1, 60))
+def test_a_torn_tail_folds_as_the_prefix_before_it(
+    tmp_path_factory: pytest.TempPathFactory, journal: list[Event], torn: int
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "journal.jsonl"
+    writer = Journal(path, clock=lambda: START)
+    stamped = [writer.append(event) for event in journal]
+    writer.close()
+    assert read_journal(path).events == tuple(stamped)
+    path.write_bytes(path.read_bytes()[: -min(torn, len(path.read_bytes().splitlines()[-1]))])
+    contents = read_journal(path)
+    assert (contents.events, contents.damaged) == (tuple(stamped[:-1]), ())
+    if len(journal) > 1:
+        assert fold(contents.events) == fold(stamped[:-1])
+
+
+def test_before_anything_happens_the_record_is_the_planned_one() -> None:
+    assert fold([PLANNED]).record == RUN
+
+
+@pytest.mark.parametrize("journal", [[], [StateChanged(state=RunState.RUNNING)]])
+def test_a_journal_without_a_plan_is_refused(journal: list[Event]) -> None:
+    with pytest.raises(StateError, match="does not begin with a plan"):
+        fold(journal)
+
+
+def test_a_whole_life_folds_to_its_end() -> None:
+    figures = Figures(iteration=20, train_loss=1.5)
+    history = fold(
+        [
+            PLANNED,
+            StateChanged(at=at(1), state=RunState.LAUNCHING),
+            attempt(),
+            rank_started(1, 2.75),
+            rank_started(0, 2.5),
+            StateChanged(at=at(4), state=RunState.RUNNING),
+            StateChanged(at=at(9), state=RunState.FAILED, verdict=FAILED, figures=figures),
+        ]
+    )
+    record = history.record
+    assert record.state is RunState.FAILED and record.reason is Reason.RANK_FAILED
+    assert (record.rank, record.host, record.cause, record.exit_code) == (1, "right", "ValueError: no", 3)
+    assert (record.attempts, record.iteration, record.train_loss) == (1, 20, 1.5)
+    assert record.started_at == START + timedelta(seconds=2.5)
+    assert (record.ended_at, history.state_since) == (at(9), at(9))
+
+
+def test_the_backend_that_was_chosen_is_the_records() -> None:
+    asked = PLANNED.model_copy(update={"run": RUN.model_copy(update={"backend": "auto"})})
+    assert fold([asked]).record.backend == "auto"
+    assert fold([asked, attempt(1, "jaccl-ring")]).record.backend == "jaccl-ring"
+
+
+def test_the_furthest_iteration_is_known_over_all_lives_of_a_run() -> None:
+    assert fold([PLANNED]).reached == 0
+    stopped = StateChanged(state=RunState.ABORTED, verdict=FAILED, figures=Figures(iteration=30))
+    history = fold([PLANNED, attempt(), failed(1, reached=37), stopped, RunReopened()])
+    assert (history.reached, history.newest_reached, history.failures) == (37, 37, ())
+    assert fold([PLANNED, attempt(), stopped, RunReopened()]).newest_reached == 30, "it was stopped"
+
+
+def test_an_abort_is_of_one_life_and_one_without_grace_wins() -> None:
+    gentle, now = RequestReceived(request="abort"), RequestReceived(request="abort", now=True)
+    assert fold([PLANNED, gentle, now]).abort == now
+    assert fold([PLANNED, now, gentle]).abort == now
+    assert fold([PLANNED, now, RunReopened()]).abort is None
+
+
+def test_nodes_stay_unconfirmed_until_their_cleanup_is() -> None:
+    end = StateChanged(state=RunState.FAILED, verdict=FAILED, unconfirmed=("ana", "bea"))
+    assert fold([PLANNED, end, CleanupConfirmed(node="ana")]).record.unconfirmed == ["bea"]
+
+
+def test_journals_are_compact_and_self_describing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: START)
+    journal.append(RankExited(rank=1, node="ana", signal=9))
+    line = (tmp_path / "journal.jsonl").read_text()
+    assert line == '{"event": "rank_ended", "at": "2026-01-02T03:04:05Z", "rank": 1, "node": "ana", "signal": 9}\n'

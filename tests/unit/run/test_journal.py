@@ -1,0 +1,138 @@
+"""The journal: whole lines only, in order, over kills and full disks; damaged lines and newer formats are reported."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import StateError
+from engine.models import RunState
+from engine.run.events import JOURNAL_VERSION, Note, StateChanged
+from engine.run.journal import Journal, JournalContents, JournalTail, describe_damage, read_journal
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def messages(path: Path) -> list[str]:
+    return [event.message for event in read_journal(path).events if isinstance(event, Note)]
+
+
+def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: START)
+    journal.append(Note(message="zuerst · 1"))
+    journal.append(StateChanged(state=RunState.RUNNING))
+    journal.close()
+    assert read_journal(tmp_path / "journal.jsonl").events == (
+        Note(at=START, message="zuerst · 1"),
+        StateChanged(at=START, state=RunState.RUNNING),
+    )
+
+
+def test_no_journal_is_no_events(tmp_path: Path) -> None:
+    assert read_journal(tmp_path / "journal.jsonl") == JournalContents()
+
+
+def test_it_is_the_owners_alone(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal.jsonl").append(Note(message="x"))
+    assert (tmp_path / "journal.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+@given(cut=st.integers(0, 400))
+def test_a_line_torn_anywhere_costs_that_line_alone(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("torn") / "journal.jsonl"
+    journal = Journal(path)
+    for number in range(5):
+        journal.append(Note(message=f"event {number}"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(cut, len(whole))])
+    kept = path.read_bytes().count(b"\n")
+    assert len(read_journal(path).events) == kept
+
+    Journal(path).append(Note(message="after"))
+    assert messages(path) == [f"event {number}" for number in range(kept)] + ["after"]
+
+
+def test_a_long_torn_line_is_cut_off_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).append(Note(message="first"))
+    with path.open("ab") as file:
+        file.write(b'{"event": "' + b"x" * 20_000)
+    Journal(path).append(Note(message="second"))
+    assert messages(path) == ["first", "second"]
+
+
+def test_a_damaged_line_in_the_middle_is_reported_and_hides_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).append(Note(message="first"))
+    with path.open("ab") as file:
+        file.write(b"\0" * 100 + b"\n[1]\n{}\n")
+    Journal(path).append(Note(message="second"))
+    assert messages(path) == ["first", "second"]
+    assert read_journal(path).damaged == (2, 3, 4)
+    assert describe_damage((2, 3, 4)) == "journal.jsonl: lines 2, 3, 4 are damaged and were skipped"
+    assert describe_damage([7]) == "journal.jsonl: line 7 is damaged and was skipped"
+    assert describe_damage(()) is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"event": "tomorrow"}, {"event": "state"}, {"event": "state", "state": "?"}])
+def test_a_line_that_is_no_event_of_this_version_is_damaged(tmp_path: Path, fields: dict[str, str]) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(json.dumps(fields) + "\n")
+    assert read_journal(path) == JournalContents(damaged=(1,))
+
+
+def test_a_journal_of_a_newer_release_is_refused_as_often_as_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first = {"event": "planned", "version": JOURNAL_VERSION + 1, "what": "nobody knows"}
+    path.write_text(json.dumps(first) + "\n" + '{"event": "note", "message": "x"}\n')
+    tail = JournalTail(path)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"newer release.*version 2.*reads up to version 1.*upgrade"):
+            list(tail.events())
+
+
+def test_a_text_that_is_no_unicode_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).append(Note(message="no such file: \udcff"))
+    assert messages(path) == ["no such file: \udcff"]
+
+
+def test_a_tail_reads_each_event_once_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = JournalTail(path)
+    assert list(tail.events()) == []
+    journal = Journal(path, clock=lambda: START)
+    journal.append(Note(message="first"))
+    with path.open("ab") as file:
+        file.write(b'{"event": "note", "mess')
+    assert list(tail.events()) == [Note(at=START, message="first")]
+    with path.open("ab") as file:
+        file.write(b'age": "second"}\n')
+    (second,) = tail.events()
+    assert isinstance(second, Note) and second.message == "second"
+    assert tail.damaged == []
+
+
+def test_a_full_disk_keeps_the_event_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.append(Note(message="before"))
+    real_write = os.write
+
+    def half_a_line_fits(descriptor: int, data: bytes) -> int:
+        real_write(descriptor, bytes(data[:7]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", half_a_line_fits)
+        journal.append(StateChanged(state=RunState.RUNNING))
+    assert [type(event) for event in read_journal(path).events] == [Note]
+    assert journal.flush()
+    assert [type(event) for event in read_journal(path).events] == [Note, StateChanged]

@@ -1,0 +1,112 @@
+"""One rank's status is what its last events say, and costs the same however long the file is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from engine.run.rank_events import RankEvents
+from engine.snapshots import ChunkProgress
+
+
+def write(path: Path, *events: dict[str, object]) -> None:
+    with path.open("a") as file:
+        for event in events:
+            file.write(json.dumps({"rank": 0, "attempt": 1, "at": 1_700_000_000.0, **event}) + "\n")
+
+
+def step(iteration: int) -> dict[str, object]:
+    return {"event": "step", "iteration": iteration, "compute_s": iteration / 100, "peak_memory_bytes": 1000}
+
+
+def test_a_rank_goes_from_loading_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.events.jsonl"
+    rank = RankEvents(path)
+    assert rank.poll().phase is None
+    write(path, {"event": "start", "iterations": 9})
+    assert (rank.poll().phase, rank.report.iterations) == ("loading", 9)
+    write(path, {"event": "phase", "phase": "training"}, step(3))
+    news = rank.poll()
+    assert (news.phase, news.iteration, news.step_s, news.memory_bytes) == ("training", 3, 0.03, 1000)
+    assert news.seen_at is not None
+    write(path, {"event": "phase", "phase": "saving"})
+    assert (rank.poll().phase, rank.report.iteration) == ("saving", 3)
+    write(path, {"event": "end", "completed": True})
+    assert rank.poll().phase == "ended"
+
+
+def test_checkpoints_are_found_wherever_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for start in (0, 200, 400):
+        write(path, *(step(n) for n in range(start, start + 200)))
+        write(path, {"event": "checkpoint", "phase": "begin", "iteration": start + 199})
+        write(path, {"event": "checkpoint", "phase": "committed", "iteration": start + 199})
+    write(path, *(step(n) for n in range(600, 800)))
+    rank = RankEvents(path)
+    assert (rank.poll().iteration, rank.checkpoints) == (799, [199, 399, 599])
+
+
+def test_one_written_in_the_background_may_be_reported_late(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for iteration in (4, 10, 8, 12):
+        write(
+            path, {"event": "checkpoint", "phase": "committed", "iteration": iteration, "background": iteration != 10}
+        )
+    rank = RankEvents(path)
+    rank.poll()
+    assert rank.checkpoints == [4, 10, 12]
+
+
+def test_the_typical_step_is_a_median_and_the_norms_are_those_of_the_last_update(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number, seconds in enumerate([0.4, 0.5, 9.0, 0.4, 0.5], 1):
+        update = {"grad_norm": 2.0 * number, "own_grad_norm": 1.5 * number} if number % 2 == 0 else {"grad_norm": None}
+        write(path, {**step(number), "compute_s": seconds, "communicate_s": 0.1 * number, **update})
+    rank = RankEvents(path)
+    news = rank.poll()
+    assert (news.step_s, news.typical_s, news.exchange_s) == (0.5, 0.5, 0.5)
+    assert (news.grad_norm, news.own_grad_norm) == (8.0, 6.0)
+
+    write(path, {**step(6), "compute_s": 30.0})
+    assert (rank.poll().step_s, rank.report.typical_s) == (30.0, 0.5)
+    write(path, {**step(6), "compute_s": 7.0, "attempt": 2})
+    news = rank.poll()
+    assert (news.step_s, news.typical_s, news.grad_norm) == (7.0, 7.0, None)
+
+
+def test_the_last_chunk_is_found_wherever_it_lies(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    write(path, {"event": "chunk", "chunk": 19, "num_chunks": 20, "epoch": 0, "progress": "..."})
+    write(path, *(step(n) for n in range(300)), {"event": "chunk", "chunk": 21, "num_chunks": 20})
+    rank = RankEvents(path)
+    assert rank.poll().chunk == ChunkProgress(19, 20)
+    write(path, {"event": "chunk", "chunk": 3, "num_chunks": 20, "epoch": 1}, step(301))
+    assert rank.poll().chunk == ChunkProgress(3, 20, epoch=2)
+    write(path, {"event": "start", "attempt": 2})
+    assert rank.poll().chunk is None
+
+
+def test_a_new_attempt_forgets_the_reports_of_the_old_process(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    write(path, step(50), {"event": "failure"}, {"event": "start", "attempt": 2, "iterations": 100})
+    news = RankEvents(path).poll()
+    assert (news.phase, news.iteration, news.attempt) == ("loading", None, 2)
+
+
+def test_a_long_history_is_passed_over_without_parsing(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    line = json.dumps({"rank": 0, "attempt": 1, "at": 1.0, **step(1)}) + "\n"
+    path.write_text(line * 200_000)
+    write(path, step(7))
+    rank = RankEvents(path)
+    began = time.perf_counter()
+    assert rank.poll().iteration == 7
+    first = time.perf_counter() - began
+    again = []
+    for _ in range(5):
+        began = time.perf_counter()
+        rank.poll()
+        again.append(time.perf_counter() - began)
+    # Not a speed test: a second look costs next to nothing compared with the first, since nothing is new.
+    assert min(again) < first / 10

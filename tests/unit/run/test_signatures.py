@@ -1,0 +1,56 @@
+"""Known failure texts: each has one signature, which explains it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from engine.run.diagnosis import findings
+from engine.run.signatures import BY_ID, SIGNATURES, Signature, SignatureKind
+from tests.data import DATA
+
+FAILURES: list[dict[str, str]] = json.loads((DATA / "failures.json").read_text())
+
+
+def known(text: str) -> list[str]:
+    return [signature.id for signature in SIGNATURES if re.search(signature.pattern, text)]
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.id)
+def test_an_example_is_known_by_its_signature_and_by_no_other(signature: Signature) -> None:
+    assert known(signature.example) == [signature.id]
+    (found,) = findings([signature.example])
+    assert (found.signature, found.kind) == (signature, signature.kind)
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.id)
+def test_a_signature_has_a_cause_and_a_source(signature: Signature) -> None:
+    groups = dict.fromkeys(re.compile(signature.pattern).groupindex, "x")
+    assert signature.cause.format(**groups) and signature.fix.format(**groups) and signature.source
+    assert len(signature.cause) < 200 and len(signature.fix) < 220, "it is to be read in a narrow pane"
+
+
+def test_ids_are_unique() -> None:
+    assert len(BY_ID) == len(SIGNATURES)
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.id)
+def test_nothing_but_digits_repeats_without_a_bound(signature: Signature) -> None:
+    """Else a line could cost more than a constant times its length."""
+    bare = re.sub(r"\\[^d]", "_", signature.pattern)
+    assert re.findall(r"(?<!\\d)[*+]|\{\d*,\}", bare) == []
+
+
+def test_every_failure_on_file_has_its_signature() -> None:
+    assert {failure["id"] for failure in FAILURES} <= BY_ID.keys()
+    assert len(FAILURES) == 50
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure["id"])
+def test_a_failure_on_file_matches_its_own_signature_and_no_other(failure: dict[str, str]) -> None:
+    assert known(failure["text"]) == [failure["id"]]
+    (found,) = findings([failure["text"]])
+    assert (found.kind is SignatureKind.NOISE) == (failure["severity"] == "noise")
+    assert "{" not in found.cause + (found.fix or "")

@@ -1,0 +1,116 @@
+"""Adoption: no rank started only counts where none can start any more; the last kill reaches all."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import cast
+
+import pytest
+
+from engine.cluster.agent_client import TransportProvider
+from engine.cluster.host_connection import HostConnection, RankObservation
+from engine.cluster.staging import HostLayout
+from engine.cluster.transport.base import Completed
+from engine.cluster.transport.local import LocalTransport
+from engine.config.models import NodeConfig
+from engine.node import processes
+from engine.node.processes import Process
+from engine.run.events import LauncherStarted
+from engine.run.ranks import HostConnections
+from engine.run.recorder import RunRecorder
+from engine.run.takeover import any_rank_started, find_launcher, kill_everywhere
+from tests.unit.run.run_maker import MadeRun
+
+NOBODY = 2**22 + 7
+"""A pid above Linux's highest."""
+
+
+@dataclass
+class Somewhere:
+    """A host on which a shell is not seen yet at the first poll."""
+
+    late: bool = False
+    ranks: tuple[int, ...] = (0,)
+    asked: list[bool] = field(default_factory=list)
+
+    def request_processes(self, *, kill: bool) -> None:
+        self.asked.append(kill)
+
+    def processes(self) -> list[Process]:
+        return [Process(7, "sh start.sh")] if self.late and len(self.asked) > 1 else []
+
+    def observe(self, rank: int, *, thorough: bool) -> RankObservation:
+        return RankObservation()
+
+
+async def came(host: Somewhere) -> bool:
+    return await any_rank_started(HostConnections([cast(HostConnection, host)]))
+
+
+async def test_nobody_came_counts_once_the_host_is_fenced() -> None:
+    nobody = Somewhere()
+    assert not await came(nobody)
+    assert nobody.asked == [False, True]
+
+
+async def test_a_shell_that_was_still_starting_at_the_first_poll_counts() -> None:
+    assert await came(Somewhere(late=True))
+
+
+def test_an_earlier_attempts_launcher_is_not_this_ones(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt(1)
+    run.append(LauncherStarted(pid=NOBODY, start="then"))
+    assert found_launcher(run, 1) == NOBODY
+    run.attempt(2).close()
+    assert found_launcher(run, 2) is None
+
+
+def found_launcher(run: MadeRun, number: int) -> int | None:
+    """The pid of the launcher that an adopter takes for the attempt's."""
+    recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    try:
+        attempt = recorder.attempt(number)
+        assert attempt is not None
+        launcher = find_launcher(run.directory, recorder, attempt)
+    finally:
+        recorder.close()
+    return launcher.pid if launcher is not None else None
+
+
+class Told(LocalTransport):
+    """A host that records its commands."""
+
+    def __init__(self) -> None:
+        self.argv: list[tuple[str, ...]] = []
+
+    async def run(
+        self, argv: object, *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
+    ) -> Completed:
+        self.argv.append(tuple(cast(list[str], argv)))
+        return Completed(0, b"", b"")
+
+
+@pytest.mark.parametrize("fault", [PermissionError("no"), subprocess.TimeoutExpired("ps", 5)])
+async def test_a_kill_that_fails_here_is_named_and_stops_none_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def fails(nonce: str) -> None:
+        raise fault
+
+    monkeypatch.setattr(processes, "kill_with_nonce", fails)
+    nodes = [
+        NodeConfig(name="head", python="python", workdir="/"),
+        NodeConfig(name="ana", ssh="ana.local", python="python", workdir="/"),
+    ]
+    places = [HostLayout(node.ssh, (rank,), "/", "/", "/bundle", "/python") for rank, node in enumerate(nodes)]
+    there = Told()
+
+    class Fleet:
+        def to(self, node: NodeConfig) -> Told:
+            return there
+
+    assert await kill_everywhere(cast(TransportProvider, Fleet()), nodes, places, "0badcafe") == ("head",)
+    assert there.argv == [("/python", "/bundle/engine/node/processes.py", "--kill", "0badcafe")]

@@ -1,0 +1,404 @@
+"""Verdicts: which rank failed first, why, and the cause as one line."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.models import Reason, RunState
+from engine.protocol.attempt import ExitRecord
+from engine.run.decide import Trigger
+from engine.run.events import Verdict
+from engine.run.failure_evidence import FailureEvidence, RankEvidence
+from engine.run.first_failure import is_consequence
+from engine.run.verdict import verdict_on, with_diagnosis
+from engine.run.watchdog import Hang
+from engine.store.layout import LAUNCHER_SOURCE
+from tests.unit.run.logs.run_logs import RunLogs
+
+LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: [ring] connection to a peer was lost\n"
+COMPLETED = {"event": "end", "completed": True, "stopped": False, "iteration": 60}
+NODES = ("left", "right", "third")
+
+
+def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 0.0, **more: Any) -> RankEvidence:
+    """A rank that has ended with a record; `stopped_by` and `error` go into the record."""
+    fields = {key: more.pop(key) for key in ("stopped_by", "error") if key in more}
+    record = ExitRecord(number, 1, code if sig is None else None, sig, ended_at=at, log_bytes=0, **fields)
+    more.setdefault("end", COMPLETED if code == 0 and sig is None else None)
+    return RankEvidence(number, NODES[number], "/py", started=True, record=record, **more)
+
+
+def evidence(
+    *ranks: RankEvidence, trigger: Trigger = Trigger.RANK, trainer: bool = True, **more: Any
+) -> FailureEvidence:
+    return FailureEvidence(ranks, trigger, trainer, **more)
+
+
+def test_all_records_0_and_all_completed_is_success() -> None:
+    verdict = verdict_on(evidence(rank(0), rank(1), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason, verdict.cause) == (RunState.SUCCEEDED, Reason.COMPLETED, None)
+
+
+@pytest.mark.parametrize("end", [None, {"completed": False, "stopped": False, "iteration": 7}])
+def test_a_trainer_that_has_not_completed_is_no_success_though_it_exits_0(end: dict[str, Any] | None) -> None:
+    verdict = verdict_on(evidence(rank(0), rank(1, end=end), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host) == (
+        RunState.FAILED,
+        Reason.RANK_FAILED,
+        1,
+        "right",
+    )
+
+
+def test_a_command_needs_no_end_event() -> None:
+    ranks = (rank(0, end=None), rank(1, end=None))
+    assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED, trainer=False)).state is RunState.SUCCEEDED
+
+
+def test_an_abort_is_aborted_however_the_ranks_ended() -> None:
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), rank(1, sig=9), trigger=Trigger.ABORT))
+    assert (verdict.state, verdict.reason, verdict.rank) == (RunState.ABORTED, Reason.USER_ABORT, None)
+
+
+def test_the_rank_that_died_is_blamed_and_not_the_one_that_lost_it_first_by_the_clock() -> None:
+    verdict = verdict_on(evidence(rank(0, 1, at=1.0, tail=LOST), rank(1, sig=signal.SIGKILL, at=1.7)))
+    assert (verdict.reason, verdict.rank, verdict.host, verdict.signal) == (Reason.RANK_KILLED, 1, "right", 9)
+    assert verdict.cause == "killed by SIGKILL (signal 9)"
+
+
+def test_of_two_own_failures_the_first_counts() -> None:
+    ranks = (rank(0, 3, at=2.0, tail="KeyError: 7\n"), rank(1, 4, at=1.0, tail="ValueError: no\n"))
+    verdict = verdict_on(evidence(*ranks))
+    assert (verdict.rank, verdict.exit_code, verdict.cause) == (1, 4, "exited with code 4: ValueError: no")
+
+
+@pytest.mark.parametrize("stopped_by", ["end", "stop", "signal TERM"])
+def test_a_rank_ended_by_us_or_the_launcher_is_a_consequence(stopped_by: str) -> None:
+    ended = rank(0, sig=15, at=0.5, stopped_by=stopped_by)
+    assert is_consequence(ended)
+    verdict = verdict_on(evidence(ended, rank(1, 3, at=1.0)))
+    assert (verdict.rank, verdict.cause) == (1, "exited with code 3 without output")
+
+
+def test_a_failure_that_was_reported_before_the_end_is_still_one() -> None:
+    failure = {"error_type": "JobError", "message": "no train.jsonl"}
+    ranks = (
+        rank(0, 5, failure={"error_type": "PeerLost", "message": "x"}),
+        rank(1, 1, stopped_by="end", failure=failure),
+    )
+    verdict = verdict_on(evidence(*ranks))
+    assert (verdict.rank, verdict.cause) == (1, "exited with code 1: JobError: no train.jsonl")
+
+
+def test_when_all_have_only_lost_their_peers_the_first_is_named() -> None:
+    verdict = verdict_on(evidence(rank(0, 1, at=2.0, tail=LOST), rank(1, 1, at=1.0, tail=LOST)))
+    assert (verdict.state, verdict.rank, verdict.reason) == (RunState.FAILED, 1, Reason.RANK_FAILED)
+
+
+def test_an_early_0_is_blamed_when_others_lost_their_peer() -> None:
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), rank(1, 0, end=None), trainer=False))
+    assert (verdict.rank, verdict.exit_code, verdict.reason) == (1, 0, Reason.RANK_FAILED)
+
+
+def test_a_command_that_came_home_is_not_blamed_for_the_launchers_end() -> None:
+    ranks = (rank(0, 0), rank(1, sig=15, stopped_by="end"))
+    verdict = verdict_on(evidence(*ranks, trainer=False, trigger=Trigger.LAUNCHER_GONE))
+    assert (verdict.reason, verdict.rank) == (Reason.LAUNCH_FAILED, None)
+
+
+def test_a_missing_interpreter_is_known_by_the_launchers_127() -> None:
+    missing = RankEvidence(1, "right", "/no/python", launcher_code=127)
+    verdict = verdict_on(evidence(rank(0, sig=15, stopped_by="signal TERM"), missing))
+    assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.LAUNCH_FAILED, 1, 127)
+    assert verdict.cause == "the interpreter /no/python is missing on right"
+
+
+def test_a_rank_that_the_launcher_ended_before_its_keeper_came_is_no_cause() -> None:
+    early = RankEvidence(0, "left", "/py", launcher_code=-15)
+    assert verdict_on(evidence(early, rank(1, 127, error="no such file: prog"))).cause == "no such file: prog"
+
+
+def test_a_busy_port_is_named_with_its_holder() -> None:
+    tail = "RuntimeError: [ring] Couldn't bind socket (error: 98)\n"
+    bound = rank(1, 1, tail=tail, port="port 21001 is in use by pid 5 (x)")
+    waiting = rank(0, 1, at=-1.0, tail="RuntimeError: [ring] Couldn't connect (error: 111)\n")
+    verdict = verdict_on(evidence(waiting, bound))
+    assert (verdict.reason, verdict.rank, verdict.cause) == (
+        Reason.LAUNCH_FAILED,
+        1,
+        "port 21001 is in use by pid 5 (x)",
+    )
+    foreign = replace(bound, tail=tail.replace("98", "49"))
+    assert "not one of right" in (verdict_on(evidence(waiting, foreign)).cause or "")
+
+
+@pytest.mark.parametrize(
+    ("tail", "reason"),
+    [
+        ("MemoryError\n", Reason.OUT_OF_MEMORY),
+        ("RuntimeError: [metal::malloc] Attempting to allocate 9 bytes\n", Reason.OUT_OF_MEMORY),
+        ("OSError: [Errno 28] No space left on device\n", Reason.DISK_FULL),
+        ("out of memory\n" + "a line\n" * 40 + "ValueError: x\n", Reason.RANK_FAILED),
+    ],
+)
+def test_memory_and_disk_are_found_in_the_last_lines(tail: str, reason: Reason) -> None:
+    assert verdict_on(evidence(rank(0), rank(1, 1, tail=tail))).reason is reason
+
+
+def test_a_kill_is_for_memory_only_with_evidence() -> None:
+    killed = rank(1, sig=signal.SIGKILL)
+    assert verdict_on(evidence(rank(0), killed)).reason is Reason.RANK_KILLED
+    assert verdict_on(evidence(rank(0), replace(killed, memory_killed=True))).reason is Reason.OUT_OF_MEMORY
+
+
+def test_divergence_is_reported_by_the_trainer() -> None:
+    failure = {"error_type": "Diverged", "message": "the loss is NaN at iteration 12"}
+    verdict = verdict_on(evidence(rank(0, 4, failure=failure), rank(1, 4, at=1.0, failure=failure)))
+    assert (verdict.reason, verdict.rank, verdict.cause) == (
+        Reason.DIVERGED,
+        0,
+        "Diverged: the loss is NaN at iteration 12",
+    )
+
+
+def test_a_keeper_that_vanished_is_a_killed_rank() -> None:
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True)
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), gone))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_KILLED, 1)
+
+
+def test_a_restarted_machine_loses_the_run() -> None:
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True)
+    verdict = verdict_on(evidence(gone, trigger=Trigger.ENDED, rebooted=True, adopted=True))
+    assert (verdict.state, verdict.reason) == (RunState.LOST, Reason.SUPERVISOR_LOST)
+
+
+def test_ranks_ended_by_their_lease_were_left_by_the_supervisor() -> None:
+    ranks = [rank(number, 0, end=None, stopped_by="lease") for number in (0, 1)]
+    assert verdict_on(evidence(*ranks, adopted=True)).reason is Reason.SUPERVISOR_LOST
+
+
+@pytest.mark.parametrize("other", [{"code": 1, "tail": LOST}, {"sig": 15, "stopped_by": "signal TERM"}])
+def test_a_lease_that_ended_one_rank_first_is_the_cause_of_the_others_end(other: dict[str, Any]) -> None:
+    ranks = (rank(0, sig=15, at=1.1, stopped_by="lease"), rank(1, at=1.0, **other))
+    verdict = verdict_on(evidence(*ranks, trigger=Trigger.ENDED, trainer=False, adopted=True))
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
+
+
+def test_a_rank_that_never_came_is_named_with_the_launchers_output() -> None:
+    missing = RankEvidence(1, "right", "/py")
+    verdict = verdict_on(
+        evidence(rank(0, sig=15, stopped_by="end"), missing, trigger=Trigger.NOT_STARTED, launcher_tail="a\nssh: no\n")
+    )
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.LAUNCH_FAILED, 1, "right")
+    assert verdict.cause == "rank 1 did not start in time; mlx.launch reported: ssh: no"
+
+
+def test_hostile_exit_output_is_harmless_and_short() -> None:
+    tail = "\x1b]0;owned\x07\x1b[31mError: " + "x" * 10_000 + "\u202e\n"
+    cause = verdict_on(evidence(rank(0), rank(1, 1, tail=tail))).cause or ""
+    assert len(cause) <= 300
+    assert not set(cause) & set("\x1b\x07\u202e")
+
+
+def test_a_keeper_stopped_from_outside_is_named_and_not_those_who_left_with_it() -> None:
+    stopped = {"event": "end", "completed": False, "stopped": True, "iteration": 7}
+    ranks = (rank(0, 0, at=1.0, end=stopped), rank(1, 0, at=2.0, end=stopped, stopped_by="signal TERM"))
+    verdict = verdict_on(evidence(*ranks))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_KILLED, 1)
+    assert verdict.cause == "its keeper was stopped from outside (signal TERM)"
+
+
+RECORDS = st.builds(
+    lambda number, code, sig, at, stopped, tail, end: rank(
+        number, code, sig, at, stopped_by=stopped, tail=tail, end=end
+    ),
+    st.just(0),
+    st.integers(0, 255),
+    st.none() | st.integers(1, 64),
+    st.floats(0, 10),
+    st.sampled_from([None, "end", "stop", "lease", "signal TERM"]),
+    st.sampled_from(["", LOST, "ValueError: x\n"]) | st.text(max_size=60),
+    st.sampled_from([None, COMPLETED]),
+)
+ANY_RANK = RECORDS | st.builds(
+    RankEvidence, st.just(0), st.just("left"), st.just("/py"), st.booleans(), vanished=st.booleans()
+)
+
+
+@given(
+    st.lists(ANY_RANK, min_size=1, max_size=3), st.sampled_from(Trigger), st.booleans(), st.booleans(), st.booleans()
+)
+def test_every_end_has_a_verdict_with_a_cause(
+    ranks: list[RankEvidence], trigger: Trigger, trainer: bool, adopted: bool, rebooted: bool
+) -> None:
+    numbered = [replace(each, rank=number, node=NODES[number]) for number, each in enumerate(ranks)]
+    verdict = verdict_on(evidence(*numbered, trigger=trigger, trainer=trainer, adopted=adopted, rebooted=rebooted))
+    assert verdict.state.ended
+    assert (verdict.cause is None) == (verdict.state is RunState.SUCCEEDED)
+    assert (verdict.rank is None) == (verdict.host is None)
+    if verdict.state is RunState.SUCCEEDED:
+        assert all(each.record is not None and each.record.code == 0 for each in numbered)
+
+
+REMOTE = RankEvidence(1, "right", "/py", remote=True, lease_s=60.0)
+
+
+def test_a_node_that_does_not_answer_is_the_cause_and_its_peers_are_not() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=93.0, unreachable_why="No route to host")
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), away))
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host) == (
+        RunState.FAILED,
+        Reason.NODE_LOST,
+        1,
+        "right",
+    )
+    assert verdict.cause == ("right has not answered for 93 s (No route to host); its lease of 60 s has ended its rank")
+
+
+def test_a_fault_of_a_ranks_own_comes_before_a_node_that_is_away() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=5.0)
+    assert verdict_on(evidence(rank(0, 3, tail="KeyError: 7"), away)).rank == 0
+
+
+def test_an_abort_without_a_node_is_an_abort() -> None:
+    away = replace(REMOTE, started=True, unreachable_s=5.0)
+    verdict = verdict_on(evidence(rank(0, sig=15, stopped_by="stop"), away, trigger=Trigger.ABORT))
+    assert (verdict.state, verdict.reason) == (RunState.ABORTED, Reason.USER_ABORT)
+
+
+def test_a_node_that_was_restarted_is_named() -> None:
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), replace(REMOTE, started=True, vanished=True, restarted=True)))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+    assert verdict.cause == "right was restarted while its rank was running"
+
+
+def test_a_lease_that_ended_a_rank_is_the_nodes_when_it_was_cut_off_and_the_supervisors_when_not() -> None:
+    ended = replace(rank(1, sig=15, stopped_by="lease"), remote=True, lease_s=8.0)
+    assert verdict_on(evidence(rank(0, 1, tail=LOST), replace(ended, cut_off_s=9.0))).reason is Reason.NODE_LOST
+    assert verdict_on(evidence(rank(0, 1, tail=LOST), replace(ended, cut_off_s=1.0))).reason is Reason.SUPERVISOR_LOST
+
+
+def test_the_output_of_ssh_is_the_cause_of_a_start_that_failed() -> None:
+    refused = replace(
+        REMOTE, launcher_code=255, launcher_output="ssh: connect to host right port 22: No route to host\n"
+    )
+    verdict = verdict_on(evidence(RankEvidence(0, "left", "/py", remote=True, launcher_code=255), refused))
+    assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.LAUNCH_FAILED, 1, 255)
+    assert verdict.cause == "right could not be reached: ssh: connect to host right port 22: No route to host"
+
+
+def test_a_start_that_failed_without_output_is_still_named() -> None:
+    verdict = verdict_on(evidence(rank(0, sig=15, stopped_by="end"), replace(REMOTE, launcher_code=255)))
+    assert (verdict.rank, verdict.cause) == (1, "right could not be reached: ssh reported nothing")
+
+
+def test_clocks_that_differ_do_not_change_who_was_first() -> None:
+    first = replace(rank(0, 3, at=1000.0, tail="KeyError: 7"), clock_ahead_s=990.0)
+    later = rank(1, 4, at=11.0, tail="ValueError: no")
+    assert verdict_on(evidence(first, later)).rank == 0
+
+
+def corrupted(certain: bool, ranks: list[int]) -> dict[str, Any]:
+    message = "the parameters of rank 1 are corrupted: …; all agreed last at iteration 50"
+    return {"error_type": "Corrupted", "message": message, "ranks": ranks, "certain": certain}
+
+
+def test_a_corrupted_rank_is_the_cause_and_those_that_left_with_it_are_not() -> None:
+    left = {"event": "end", "completed": False, "stopped": True, "iteration": 50}
+    verdict = verdict_on(
+        evidence(rank(0, at=0.0, end=left), rank(1, 7, at=1.0, failure=corrupted(True, [1])), rank(2, end=left))
+    )
+    assert (verdict.state, verdict.reason, verdict.rank, verdict.host, verdict.exit_code) == (
+        RunState.FAILED,
+        Reason.CORRUPTED,
+        1,
+        "right",
+        7,
+    )
+    assert verdict.cause is not None and "rank 1 are corrupted" in verdict.cause
+    assert verdict.fix is not None and "memory" in verdict.fix
+
+
+def test_of_two_that_differ_none_is_named() -> None:
+    both = [rank(number, 7, at=float(number), failure=corrupted(False, [0, 1])) for number in (0, 1)]
+    verdict = verdict_on(evidence(*both))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.CORRUPTED, None, None)
+
+
+HANG = Hang(61.0, 60.0, "training", 41)
+
+
+def test_a_hang_names_the_rank_that_was_behind() -> None:
+    ended = [rank(number, sig=15, stopped_by="end") for number in (0, 1)]
+    verdict = verdict_on(evidence(*ended, trigger=Trigger.HUNG, hang=replace(HANG, rank=1)))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+    assert verdict.cause is not None and "no step for 61 s, over the limit of 60 s" in verdict.cause
+
+
+def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:
+    left = [rank(number, 5, left_for_peers=True) for number in (0, 2)]
+    stuck = rank(1, sig=9, stopped_by="end")
+    verdict = verdict_on(evidence(left[0], stuck, left[1], trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+
+
+def test_a_hang_of_nobody_in_particular_names_nobody() -> None:
+    ended = [rank(number, sig=15, stopped_by="end") for number in (0, 1)]
+    verdict = verdict_on(evidence(*ended, trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
+    assert verdict.cause is not None and "is not known" in verdict.cause
+
+
+def test_a_node_that_is_away_is_the_cause_of_a_hang() -> None:
+    away = RankEvidence(1, "right", "/py", started=True, unreachable_s=61.0, lease_s=60.0)
+    verdict = verdict_on(evidence(rank(0, 5, left_for_peers=True), away, trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+
+
+def test_a_trainer_that_left_because_of_a_peer_is_a_consequence() -> None:
+    assert is_consequence(rank(0, 5, left_for_peers=True))
+
+
+def test_a_warning_is_not_quoted_as_what_a_rank_died_of() -> None:
+    verdict = verdict_on(evidence(rank(0), rank(1, sig=9, tail="warning: examples are longer\n")))
+    assert verdict.cause == "killed by SIGKILL (signal 9)"
+
+
+HANDLED = "the checkpoint was not written: No space left on device\nstep 7\n"
+TRACEBACK = "Traceback (most recent call last):\n  File x\n"
+VERDICT = Verdict(RunState.FAILED, Reason.RANK_FAILED, "exited with code 1", 0, "left", 1)
+
+
+def cause(tmp_path: Path, failure: dict[str, Any] | None, log: str = HANDLED) -> str | None:
+    logs = RunLogs(tmp_path, (0, LAUNCHER_SOURCE))
+    logs.write(0, log)
+    rank = RankEvidence(rank=0, node="left", python="python", started=True, tail=log, failure=failure)
+    heard = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
+    return with_diagnosis(VERDICT, heard, logs.run_dir, {}, {}).cause
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (
+            {"error_type": "Refused", "message": "torn", "traceback": f"{TRACEBACK}checkpoint.errors.Refused: torn\n"},
+            "checkpoint.errors.Refused: torn",
+        ),
+        ({"error_type": "JobError", "message": "no such optimizer"}, "JobError: no such optimizer"),
+        ({"error_type": "PeerLost", "message": "[ring] connection to a peer was lost"}, "the disk was full"),
+        (None, "the disk was full"),
+    ],
+    ids=["its own failure, with where", "its own failure", "a consequence", "nothing reported"],
+)
+def test_the_failure_that_a_rank_reported_goes_before_its_log(
+    tmp_path: Path, failure: dict[str, Any] | None, expected: str
+) -> None:
+    assert cause(tmp_path, failure) == expected

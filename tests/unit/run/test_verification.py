@@ -1,0 +1,85 @@
+"""A launch is verified line by line, and what is not known is not reported as good."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.run.rank_events import RankReport
+from engine.run.verification import gpu_line, verify
+from engine.snapshots import Verification
+
+STARTED = RankReport(
+    backend="ring", world_size=2, device="Device(gpu, 0)", compared_at=50, replicas_agree=True, saved_bytes=1200
+)
+FALLING = [(10 * at, 4.0 - at / 10) for at in range(1, 20)]
+
+
+def lines(*ranks: RankReport, **changed: Any) -> dict[str, Verification]:
+    told: dict[str, Any] = {
+        "backend": "ring",
+        "compared_every": 50,
+        "losses": FALLING,
+        "tokens_per_second": 1840.0,
+        "checkpoint": 100,
+    }
+    return {line.name: line for line in verify(ranks or (STARTED, STARTED), **{**told, **changed})}
+
+
+def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
+    found = lines()
+    assert {name: line.good for name, line in found.items()} == {
+        "backend": True,
+        "throughput": None,
+        "GPU use": None,
+        "loss": True,
+        "replicas": True,
+        "checkpoint": True,
+    }
+    assert "nothing predicted" in found["throughput"].text
+
+
+def test_at_the_beginning_nothing_is_known() -> None:
+    found = lines(RankReport(), RankReport(), losses=[(1, 4.0)], tokens_per_second=None, checkpoint=None)
+    assert {line.good for line in found.values()} == {None}
+    assert found["backend"].text == "0 of 2 ranks have reported theirs"
+
+
+@pytest.mark.parametrize("wrong", [{"world_size": 1}, {"backend": "mpi"}])
+def test_a_rank_that_trains_alone_or_elsewhere_is_named(wrong: dict[str, Any]) -> None:
+    line = lines(STARTED, replace(STARTED, **wrong))["backend"]
+    assert line.good is False and line.text.startswith("rank 1 is in a world of")
+
+
+def test_one_rank_without_a_reported_backend_leaves_it_unknown() -> None:
+    assert lines(STARTED, replace(STARTED, backend=None))["backend"].good is None
+
+
+@pytest.mark.parametrize(("predicted", "good"), [(2000.0, True), (2300.0, True), (2301.0, False)])
+def test_throughput_is_held_against_the_prediction(predicted: float, good: bool) -> None:
+    line = lines(predicted_tokens_per_second=predicted)["throughput"]
+    assert line.good is good and f"of {predicted:,.0f} predicted" in line.text
+
+
+def test_a_loss_that_does_not_fall_is_reported() -> None:
+    assert lines(losses=[(1, 2.0), (2, 2.0)])["loss"].good is False
+    assert lines(losses=FALLING[::-1])["loss"].text.startswith("finite and not falling")
+
+
+def test_replicas_are_equal_only_by_the_newest_comparison() -> None:
+    differ = replace(STARTED, compared_at=100, replicas_agree=False)
+    assert lines(STARTED, differ)["replicas"] == Verification("replicas", False, "NOT equal at iteration 100")
+    assert "a part of its own" in lines(compared_every=None)["replicas"].text
+    assert lines(compared_every=0)["replicas"].good is None
+    assert lines(STARTED)["replicas"].text == "one rank: nothing to compare"
+
+
+def test_gpu_use_is_good_only_where_all_are_measured_and_busy() -> None:
+    assert gpu_line({"a": 0.95, "b": 0.81}).good is True
+    assert gpu_line({"a": 0.95, "b": 0.8}).good is False
+    assert gpu_line({"a": 0.95, "b": None}).good is None
+    assert gpu_line({"a": None}) == Verification("GPU use", None, "not measured")
+    on_cpu = replace(STARTED, device="Device(cpu, 0)")
+    assert "CPU" in lines(on_cpu, on_cpu)["GPU use"].text

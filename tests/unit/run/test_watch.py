@@ -1,0 +1,401 @@
+"""A run's snapshot, and its attempts, from the files of its directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, RecoveryConfig
+from engine.errors import StateError
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import Identity
+from engine.run.diagnosis import diagnose
+from engine.run.events import (
+    AlarmRaised,
+    Attempt,
+    AttemptFailed,
+    AttemptPlanned,
+    AttemptResumed,
+    Event,
+    NodesExcluded,
+    RankExited,
+    RankLaunched,
+    RestartDelayed,
+    RestartPlanned,
+    RestartRefused,
+    RunPlanned,
+    RunReopened,
+    StateChanged,
+    StopStage,
+    StopStageReached,
+    Verdict,
+)
+from engine.run.journal import Journal
+from engine.run.metrics import POINT_LIMIT, SeriesBuilder
+from engine.run.run_plan import RunPlan, write_plan
+from engine.run.watch import RunWatch
+from engine.run.watchdog import Resumed
+from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
+from engine.store.layout import RunDir
+from tests.unit.run.run_maker import MadeRun, end, report, validation
+from tui.formatting import attempt_summary, membership_change, recovery_summary
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[MadeRun]:
+    made = MadeRun(tmp_path)
+    yield made
+    made.close()
+
+
+def watched(run: MadeRun) -> RunWatch:
+    return RunWatch(run.directory)
+
+
+def test_a_run_is_planned_before_its_journal_exists(run: MadeRun) -> None:
+    run.directory.journal.unlink()
+    snapshot = watched(run).poll()
+    assert (snapshot.record.state, snapshot.record.iterations, snapshot.supervised) == (RunState.PLANNED, 60, False)
+    assert [rank.phase for rank in snapshot.ranks] == ["waiting", "waiting"]
+
+
+def test_a_directory_without_a_plan_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="plan"):
+        RunWatch(RunDir(tmp_path))
+
+
+def test_states_and_since_when_they_hold(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching")
+    first = watch.poll()
+    run.state("running")
+    second = watch.poll()
+    assert (first.record.state, second.record.state) == (RunState.LAUNCHING, RunState.RUNNING)
+    assert (second.state_since - first.state_since).total_seconds() == 1
+
+
+def test_live_figures_come_from_reports_and_steps(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    run.metrics([validation(1, 5.0), report(10, 4.0), report(20, 3.0)])
+    run.events(0, {"event": "step", "iteration": 24, "compute_s": 0.1, "peak_memory_bytes": 10})
+    snapshot = watched(run).poll()
+    record = snapshot.record
+    assert (record.iteration, record.train_loss, record.val_loss, record.tokens_per_second) == (24, 3.0, 5.0, 800.0)
+    assert snapshot.series.train == ((10, 4.0), (20, 3.0))
+    assert snapshot.learning_rate == 1e-3
+    # 36 iterations at 4 a second.
+    assert snapshot.eta_s == 9.0
+
+
+def test_streamed_data_is_as_far_as_the_furthest_rank(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    watch = watched(run)
+    assert watch.poll().chunk is None
+    run.events(0, {"event": "chunk", "chunk": 3, "num_chunks": 20, "epoch": 0})
+    run.events(1, {"event": "chunk", "chunk": 2, "num_chunks": 20, "epoch": 0})
+    assert watch.poll().chunk == ChunkProgress(3, 20)
+
+
+def test_there_is_no_eta_when_nothing_runs(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().metrics([report(10, 4.0)])
+    assert watched(run).poll().eta_s is None
+
+
+def test_a_ended_run_keeps_the_figures_that_its_journal_has(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running", "finishing")
+    run.metrics([report(10, 4.0)])
+    run.state("failed", reason="rank_failed", rank=1, host="node1", exit_code=3, iteration=7, train_loss=4.5)
+    record = watched(run).poll().record
+    assert (record.iteration, record.train_loss, record.tokens_per_second) == (7, 4.5, 800.0)
+
+
+def test_each_rank_has_the_phase_that_it_reported_last(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching").attempt()
+    run.append(RankLaunched(rank=0, node="node0", identity=Identity(0, "r", 1, "n", "b", 1, "1", 1, 1, "1", 1.7e9)))
+    assert [rank.phase for rank in watch.poll().ranks] == ["starting", "waiting"]
+    run.events(0, {"event": "start", "iterations": 60}, {"event": "phase", "phase": "validating"})
+    run.events(1, {"event": "start", "iterations": 60})
+    run.state("running")
+    assert [rank.phase for rank in watch.poll().ranks] == ["validating", "loading"]
+    run.append(RankExited(rank=1, node="node1", signal=9))
+    ended = watch.poll().ranks[1]
+    assert (ended.phase, ended.exit_code, ended.signal) == ("ended", None, 9)
+
+
+def test_checkpoints_and_restarts_are_marks(run: MadeRun) -> None:
+    run.attempt().metrics([report(10, 4.0), report(20, 3.0)])
+    run.events(0, {"event": "checkpoint", "phase": "committed", "iteration": 20})
+    run.metrics([report(25, 2.9, attempt=2)])
+    assert watched(run).poll().series.marks == (SeriesMark(20, "checkpoint"), SeriesMark(25, "restart"))
+
+
+def test_checks_are_those_of_the_report_as_far_as_it_is(run: MadeRun) -> None:
+    watch = watched(run)
+    for status in (CheckStatus.RUNNING, CheckStatus.PASS):
+        check = CheckResult(name="versions_match", status=status)
+        report_now = PreflightReport(checks=[check], overall_status=status, finished_at=datetime.now(UTC))
+        run.directory.preflight.write_text(report_now.model_dump_json() + " " * (status is CheckStatus.PASS))
+        assert [found.status for found in watch.poll().checks] == [status]
+
+
+def test_a_stop_is_followed_stage_by_stage_and_a_fence_is_not_one(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching").attempt().state("running")
+    run.append(StopStageReached(stage=StopStage.TERM, purpose="fence"))
+    assert watch.poll().stop is None
+    run.append(StopStageReached(stage=StopStage.STOP, left=("node0 12 python",)))
+    first = watch.poll()
+    run.append(StopStageReached(stage=StopStage.STOP, acknowledged=(1,)))
+    second = watch.poll()
+    assert first.stop is not None
+    assert second.stop is not None
+    assert (first.stop.left, second.stop.acknowledged) == (("node0 12 python",), (1,))
+    assert first.stop.since == second.stop.since
+    assert {rank.phase for rank in second.ranks} == {"stopping"}
+
+
+def test_a_supervisor_is_alive_only_while_it_is_that_process(run: MadeRun) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        run.supervised_by(process.pid)
+        assert watched(run).poll().supervised
+        who = json.loads(run.directory.supervisor.read_text())
+        run.directory.supervisor.write_text(json.dumps({**who, "start": "another time"}))
+        assert not watched(run).poll().supervised
+        run.supervised_by(process.pid)
+        process.kill()
+    assert not watched(run).poll().supervised
+
+
+def test_a_bad_end_is_diagnosed_once(run: MadeRun) -> None:
+    asked = []
+
+    def diagnose(directory: RunDir) -> Diagnosis:
+        asked.append(directory.id)
+        return Diagnosis("the disk is full")
+
+    watch = RunWatch(run.directory, diagnose=diagnose)
+    run.state("preflight", "launching", "running")
+    watch.poll()
+    assert asked == []
+    run.state("finishing", "failed", reason="disk_full")
+    assert [watch.poll().diagnosis for _ in range(3)] == [Diagnosis("the disk is full")] * 3
+    assert asked == [run.id]
+
+
+def test_a_series_stays_bounded_and_keeps_its_extremes(tmp_path: Path) -> None:
+    builder = SeriesBuilder()
+    for iteration in range(1, 100_001):
+        assert builder.iteration is None or builder.train.points[-1][0] == builder.iteration
+        builder.add(report(iteration, 99.0 if iteration == 12_345 else -99.0 if iteration == 54_321 else 1.0))
+    points = builder.build([]).train
+    assert len(points) <= POINT_LIMIT
+    assert (points[0][0], points[-1][0]) == (1, 100_000)
+    assert {(12_345, 99.0), (54_321, -99.0)} <= set(points)
+    assert [x for x, _ in points] == sorted({x for x, _ in points})
+
+
+def test_nothing_new_gives_the_same_series_object(run: MadeRun) -> None:
+    run.metrics([report(1, 2.0)])
+    watch = watched(run)
+    assert watch.poll().series is watch.poll().series
+
+
+def test_a_stop_remembers_only_the_stages_that_were_needed(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching").attempt().state("running")
+    for stage in ("stop", "stop", "verifying", "stopped"):
+        run.append(StopStageReached(stage=StopStage(stage)))
+    stop = watch.poll().stop
+    assert stop is not None
+    assert stop.passed == ("stop", "verifying")
+
+
+def test_alarms_are_those_of_the_last_attempt_and_what_is_verified_comes_from_the_ranks(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    run.append(AlarmRaised(alarm="BYZANTINE_WORKERS_DETECTED", ranks=(1,), iteration=30, message="rank 1 on b: apart"))
+    for rank in (0, 1):
+        run.events(
+            rank,
+            {"event": "start", "backend": "ring", "world_size": 2, "device": "Device(cpu, 0)", "iterations": 60},
+            {"event": "replica_check", "iteration": 50, "agreed": True},
+        )
+    watch = watched(run)
+    snapshot = watch.poll()
+    (alarm,) = snapshot.alarms
+    assert (alarm.name, alarm.ranks, alarm.iteration) == ("BYZANTINE_WORKERS_DETECTED", (1,), 30)
+    found = {line.name: line.good for line in snapshot.verification}
+    assert found == {
+        "backend": True,
+        "throughput": None,
+        "GPU use": None,
+        "loss": None,
+        "replicas": True,
+        "checkpoint": None,
+    }
+    run.attempt()
+    again = watch.poll()
+    assert again.alarms == ()
+
+
+def test_a_plan_that_was_made_again_has_fewer_ranks_and_names_who_was_left_out(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight")
+    assert len(watch.poll().ranks) == 2
+    write_plan(run.directory.plan, run.plan.without(["node0"]))
+    run.append(NodesExcluded(nodes=("node0",), why="worker_consistency: node0 differs", world_size=1))
+    snapshot = watch.poll()
+    assert [(rank.rank, rank.node) for rank in snapshot.ranks] == [(0, "node1")]
+    assert (snapshot.record.world_size, snapshot.record.excluded) == (1, ["node0"])
+    assert watched(run).poll().record == snapshot.record
+
+
+NODES = ("ana", "bea", "cyd")
+KILLED = Verdict(RunState.FAILED, Reason.RANK_KILLED, "killed by SIGKILL (signal 9)", 1, "bea", signal=9)
+
+
+def failure(verdict: Verdict = KILLED, attempt: int = 1) -> AttemptFailed:
+    failed_at = datetime(2026, 1, 1, tzinfo=UTC)
+    return AttemptFailed(attempt=attempt, verdict=verdict, reached=38, failed_at=failed_at, unconfirmed=("bea",))
+
+
+WHY = "recovers from rank 1's death at iteration 38, without bea"
+
+
+class JournaledRun:
+    """A run of three nodes whose journal the test writes."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self.dir = RunDir(path)
+        nodes = tuple(NodeConfig(name=name, python="/py", workdir="/w") for name in NODES)
+        job = JobConfig(name="t", model="/m", mlx_lm={"iters": 60})
+        recovery = RecoveryConfig(max_restarts=3, min_nodes=2)
+        config = Config(cluster=ClusterConfig(), nodes=nodes, job=job, recovery=recovery)
+        plan = RunPlan.of(config, run_id=path.name, created_at=datetime(2026, 1, 1, tzinfo=UTC))
+        write_plan(self.dir.plan, plan)
+        self._journal = Journal(self.dir.journal)
+        self.append(RunPlanned(run=plan.record(), nonce="n"))
+
+    def append(self, event: Event) -> None:
+        self._journal.append(event)
+
+    def attempt(self, number: int, *nodes: str, log_bases: dict[int, int] | None = None) -> None:
+        attempt = Attempt(
+            number=number,
+            nonce=f"n.{number}",
+            starting_port=20_000,
+            log_bases=log_bases or {},
+            event_bases={},
+            layouts=(),
+            network=NetworkPlan(backend="ring", hosts=()),
+            members=tuple(enumerate(nodes)),
+        )
+        self.append(AttemptPlanned(attempt=attempt))
+
+
+def interrupted(path: Path) -> JournaledRun:
+    """A run that has gone on without bea."""
+    run = JournaledRun(path)
+    run.attempt(1, *NODES)
+    run.append(failure())
+    run.append(RestartPlanned(attempt=2, after=1, members=("ana", "cyd"), left_out=("bea",), delay_s=0.1, why=WHY))
+    run.attempt(2, "ana", "cyd")
+    return run
+
+
+def test_each_attempt_has_its_members_and_its_end(tmp_path: Path) -> None:
+    snapshot = RunWatch(interrupted(tmp_path / "r").dir).poll()
+    first, second = snapshot.attempts
+    assert first.members == ((0, "ana"), (1, "bea"), (2, "cyd"))
+    assert (first.reason, first.rank, first.host, first.reached) == (Reason.RANK_KILLED, 1, "bea", 38)
+    assert (second.reason, second.why, second.members) == (None, WHY, ((0, "ana"), (1, "cyd")))
+    assert snapshot.most_attempts == 4
+
+
+def test_the_ranks_are_those_of_the_last_attempt_on_their_own_nodes(tmp_path: Path) -> None:
+    run = JournaledRun(tmp_path / "r")
+    watch = RunWatch(run.dir)
+    assert [(rank.rank, rank.node) for rank in watch.poll().ranks] == [(0, "ana"), (1, "bea"), (2, "cyd")]
+    run.attempt(1, *NODES)
+    run.append(failure())
+    run.attempt(2, "ana", "cyd")
+    snapshot = watch.poll()
+    assert [(rank.rank, rank.node) for rank in snapshot.ranks] == [(0, "ana"), (1, "cyd")]
+    assert (snapshot.record.world_size, snapshot.record.attempts) == (2, 2)
+    run.attempt(3, *NODES)
+    assert [rank.node for rank in watch.poll().ranks] == list(NODES), "a node that is back"
+
+
+def test_recoveries_and_attempts_are_described(tmp_path: Path) -> None:
+    run = interrupted(tmp_path / "r")
+    watch = RunWatch(run.dir)
+    assert recovery_summary(watch.poll()) == WHY
+    run.append(AttemptResumed(attempt=2, resumed=Resumed("emergency", 37, 37, 0), repeated=1, seconds=8.21))
+    snapshot = watch.poll()
+    assert recovery_summary(snapshot) == f"{WHY.replace('recovers', 'recovered')}, 1 step repeated, 8.2 s"
+    first, second = snapshot.attempts
+    assert attempt_summary(first) == "rank_killed of rank 1 on bea at iteration 38"
+    assert "from the state that its survivors saved of iteration 37, 1 step repeated, 8.2 s" in attempt_summary(second)
+    assert membership_change(first, None) is None
+    assert membership_change(second, first) == "rank 0 on ana, rank 1 on cyd; without bea"
+
+
+def test_what_goes_on_between_two_attempts(tmp_path: Path) -> None:
+    run = JournaledRun(tmp_path / "r")
+    watch = RunWatch(run.dir)
+    run.attempt(1, *NODES)
+    run.append(failure())
+    run.append(RestartDelayed(after=1, why="waits for bea"))
+    assert recovery_summary(watch.poll()) == "waits for bea"
+    run.append(RestartPlanned(attempt=2, after=1, members=(), delay_s=31.7, why="recovers from a hang"))
+    assert recovery_summary(watch.poll()) == "recovers from a hang, after a wait of 32 s"
+    run.attempt(2, *NODES)
+    assert recovery_summary(watch.poll()) == "recovers from a hang"
+
+
+def test_a_run_that_is_taken_up_again_has_not_ended_any_more(tmp_path: Path) -> None:
+    run = interrupted(tmp_path / "r")
+    watch = RunWatch(run.dir)
+    run.append(RestartRefused(after=2, why="restarted 3 times"))
+    run.append(end("failed", ("bea",), reason="rank_killed", rank=1, host="bea", cause="killed"))
+    ended = watch.poll()
+    assert (ended.record.state, ended.given_up) == (RunState.FAILED, "restarted 3 times")
+    run.append(RunReopened())
+    again = watch.poll()
+    assert (again.record.state, again.record.reason, again.record.cause, again.record.ended_at) == (
+        *(RunState.PLANNED, None, None, None),
+    )
+    assert (again.record.attempts, again.given_up) == (2, None)
+    run.attempt(3, *NODES)
+    assert watch.poll().attempts[-1].why == "resumed as requested"
+
+
+def test_the_logs_are_read_from_the_attempt_that_the_cause_is_of(tmp_path: Path) -> None:
+    run = JournaledRun(tmp_path / "r")
+    run.dir.log(1).write_text("Traceback (most recent call last):\n  File x\nValueError: the first\nanother attempt\n")
+    run.attempt(1, log_bases={1: 0})
+    failed = Verdict(RunState.FAILED, Reason.RANK_FAILED, "exited with code 1", 1, "bea", exit_code=1)
+    run.append(failure(failed))
+    run.attempt(2, log_bases={1: 70})
+    run.append(failure(Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, "no port", 1, "bea"), 2))
+    run.append(StateChanged(state=RunState.FAILED, verdict=failed))
+    found = diagnose(run.dir)
+    assert found is not None and found.cause == "ValueError: the first"
+
+
+def test_damaged_lines_are_reported_and_skipped(run: MadeRun) -> None:
+    run.state("preflight")
+    with run.directory.journal.open("a") as file:
+        file.write("\0\0\0\n")
+    run.state("launching")
+    snapshot = watched(run).poll()
+    assert snapshot.record.state is RunState.LAUNCHING
+    assert snapshot.journal_damage == "journal.jsonl: line 3 is damaged and was skipped"

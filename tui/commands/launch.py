@@ -1,0 +1,174 @@
+"""demo, launch, resume and abort: the commands that start and stop runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from engine.api import Config, Engine, ExitCode, with_strategy
+from engine.models import RunRecord, RunState
+from engine.snapshots import StopProgress
+from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
+from tui.commands.terminal import Lines, check_terminal, config_file, is_person, print_json
+from tui.formatting import plural
+
+
+def demo(options: argparse.Namespace, engine: Engine) -> int:
+    """Train the demo's model, in the console or, without a terminal, as plain lines."""
+    headless = options.headless or options.json or not (is_person(sys.stdin) and is_person(sys.stdout))
+    lines = _progress(options)
+    if headless:
+        lines.say("demo: making its model and corpus, where they are not there yet")
+    if not headless:
+        check_terminal()
+    config = engine.configs.demo(ranks=options.ranks, iters=options.iters)
+    if headless:
+        return _run(engine, config, options, lines)
+    # Imported late: textual costs more than all other commands need to start.
+    from tui.app import run_console
+
+    return run_console(engine, None, start=config, slow_link=options.slow_link)
+
+
+def launch(options: argparse.Namespace, engine: Engine) -> int:
+    """Launch a configuration; without --follow, return once preflight has let it through."""
+    config = with_strategy(engine.configs.load(config_file(options)), options.strategy, options.layer_split)
+    return follow_launch(options, engine, lambda: asyncio.run(engine.launches.launch(config, skip=options.skip)))
+
+
+def follow_launch(options: argparse.Namespace, engine: Engine, start: Callable[[], RunRecord]) -> int:
+    """Start a run and print its progress, to its end with --follow."""
+    lines = _progress(options)
+    interrupts = DeferredInterrupt()
+    with interrupts:
+        record = start()
+    introduce(lines, record)
+    follower = Follower(engine, record.id, lines)
+    try:
+        interrupts.deliver()
+        snapshot = follower.follow(until_ended if options.follow else until_past_preflight)
+    except KeyboardInterrupt:
+        lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
+        return ExitCode.INTERRUPTED
+    if snapshot.record.state.ended:
+        print_end(lines, snapshot)
+    else:
+        lines.say(f"follow it: flightdeck logs -f {record.id}   stop it: flightdeck abort {record.id}")
+    return _finish(options, snapshot.record)
+
+
+def abort(options: argparse.Namespace, engine: Engine) -> int:
+    """Stop a run and print the progress; 1 when the stop could not be proved."""
+    lines = _progress(options)
+    record = engine.runs.record(options.run)
+    if record.state.ended:
+        lines.say(f"{record.id} has ended already: {record.state.value}")
+    else:
+        asyncio.run(_abort(engine, record.id, options.now, lines))
+        record = engine.runs.record(record.id)
+        lines.say(f"{lines.word(record.state.value)}: {_proof(record)}")
+    if options.json:
+        print_json(record.model_dump(mode="json"))
+    return ExitCode.FAILED if record.unconfirmed or not record.state.ended else ExitCode.OK
+
+
+def _run(engine: Engine, config: Config, options: argparse.Namespace, lines: Lines) -> int:
+    """Launch and follow a run that belongs to this command: the first ctrl+c stops it."""
+    interrupts = DeferredInterrupt()
+    with interrupts:
+        record = asyncio.run(engine.launches.launch(config, skip=options.skip))
+    introduce(lines, record)
+    follower = Follower(engine, record.id, lines)
+    interrupted = False
+    try:
+        interrupts.deliver()
+        snapshot = follower.follow(until_ended)
+    except KeyboardInterrupt:
+        interrupted = True
+        lines.say("\ninterrupted: stopping the run (ctrl+c again leaves that to its supervisor)")
+        asyncio.run(_abort(engine, record.id, False, lines))
+        snapshot = follower.follow(until_ended)
+    print_end(lines, snapshot)
+    code = _finish(options, snapshot.record)
+    return ExitCode.INTERRUPTED if interrupted else code
+
+
+class DeferredInterrupt:
+    """Holds ctrl+c back while a run is being made: interrupted half-way, it would be a run without a record."""
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def deliver(self) -> None:
+        """Raises KeyboardInterrupt when ctrl+c was pressed meanwhile."""
+        if self._requested:
+            raise KeyboardInterrupt
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._requested = True
+
+
+async def _abort(engine: Engine, run: str, now: bool, lines: Lines) -> None:
+    printed: str | None = None
+    async for progress in engine.runs.abort(run, now=now):
+        text = _stage(progress)
+        if text != printed:
+            printed = text
+            lines.say(f"  {text}")
+
+
+def _stage(progress: StopProgress) -> str:
+    text = {
+        "asked": "stop requested from the supervisor",
+        "stop": "every rank is to stop after its step",
+        "term": "TERM to every rank's group",
+        "kill": "KILL to every rank's group",
+        "verifying": "listing processes that are left",
+        "stopped": "nothing is left",
+        "unconfirmed": "stop unconfirmed",
+    }.get(progress.stage, progress.stage)
+    if progress.acknowledged:
+        text += f" · acknowledged by rank {', '.join(map(str, progress.acknowledged))}"
+    if progress.left:
+        text += f" · left: {'; '.join(progress.left)}"
+    return text
+
+
+def _proof(record: RunRecord) -> str:
+    if record.unconfirmed:
+        return f"stop unconfirmed on {', '.join(record.unconfirmed)}: its lease ends the ranks there"
+    if record.state is RunState.ABORTED:
+        return f"no process of {plural(record.world_size, 'rank')} is left"
+    return "it had ended before the stop" if record.state.ended else "the stop goes on in its supervisor"
+
+
+def _progress(options: argparse.Namespace) -> Lines:
+    """With --json, stdout has the one document alone."""
+    return Lines(sys.stderr if options.json else sys.stdout)
+
+
+def _finish(options: argparse.Namespace, record: RunRecord) -> int:
+    if options.json:
+        print_json(record.model_dump(mode="json"))
+    return exit_code([record])
+
+
+def exit_code(records: Sequence[RunRecord]) -> ExitCode:
+    """FAILED when any ended otherwise than succeeded."""
+    failed = any(record.state.ended and record.state is not RunState.SUCCEEDED for record in records)
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
+def resume(options: argparse.Namespace, engine: Engine) -> int:
+    """Resume a run; without --follow, return once preflight has let it through."""
+    return follow_launch(options, engine, lambda: asyncio.run(engine.launches.resume(options.run)))

@@ -1,0 +1,329 @@
+"""runs, show, metrics and logs: past and present runs, read from their directories alone."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
+from engine.errors import InputError
+from engine.models import RunRecord
+from engine.snapshots import RunSnapshot
+from tui.commands.follow import SupervisorRestart, ending, lasted
+from tui.commands.terminal import Lines, print_json
+from tui.formatting import (
+    NOT_MEASURED,
+    age,
+    attempt_summary,
+    duration,
+    loss,
+    membership_change,
+    plural,
+    rate,
+    size,
+    table,
+)
+
+_EVIDENCE_LINES = 8
+REPORT_KEYS = (
+    "iteration",
+    "train_loss",
+    "learning_rate",
+    "iterations_per_second",
+    "tokens_per_second",
+    "trained_tokens",
+    "peak_memory",
+    "val_loss",
+    "val_time",
+)
+"""Columns of the CSV: mlx-lm's own names; a validation's row leaves the training's empty."""
+
+
+def runs(options: argparse.Namespace, engine: Engine) -> int:
+    """Every run, newest first."""
+    records = engine.runs.all()
+    if options.limit:
+        records = records[: options.limit]
+    if options.json:
+        print_json([record.model_dump(mode="json") for record in records])
+        return ExitCode.OK
+    lines = Lines()
+    if not records:
+        lines.say("no runs yet: `flightdeck demo` makes one")
+        return ExitCode.OK
+    now = datetime.now(UTC)
+    headers = ("RUN", "STATE", "WHY", "STARTED", "TOOK", "RANKS", "ITERATION", "LOSS", "VAL LOSS")
+    # Coloured after padding: escape codes would count as width.
+    drawn = table(headers, [_run_row(record, now) for record in records]).splitlines()
+    lines.say(lines.ink(drawn[0], "dim"))
+    for row, record in zip(drawn[1:], records, strict=True):
+        lines.say(row.replace(f"  {record.state.value}", f"  {lines.word(record.state.value)}", 1))
+    return ExitCode.OK
+
+
+def _run_row(record: RunRecord, now: datetime) -> list[str]:
+    started = age(record.created_at, now)
+    return [
+        record.id,
+        record.state.value,
+        record.reason.value if record.reason else NOT_MEASURED,
+        started if started == "now" else f"{started} ago",
+        duration(lasted(record, now)),
+        str(record.world_size),
+        _progress(record),
+        loss(record.train_loss),
+        loss(record.val_loss),
+    ]
+
+
+def _progress(record: RunRecord) -> str:
+    if record.iteration is None:
+        return NOT_MEASURED
+    return f"{record.iteration}/{record.iterations}" if record.iterations else str(record.iteration)
+
+
+def show(options: argparse.Namespace, engine: Engine) -> int:
+    """One run: state, cause, fix, the lines that prove it, its ranks, and where its files are."""
+    directory = engine.runs.find(options.run)
+    snapshot = engine.runs.watch(directory.id).poll()
+    record = snapshot.record
+    if options.json:
+        more = {
+            "supervised": snapshot.supervised,
+            "directory": directory.path,
+            "diagnosis": asdict(snapshot.diagnosis) if snapshot.diagnosis is not None else None,
+            "alarms": [asdict(alarm) for alarm in snapshot.alarms],
+            "attempt_list": [asdict(attempt) for attempt in snapshot.attempts],
+            "given_up": snapshot.given_up,
+            "verification": [asdict(line) for line in snapshot.verification],
+        }
+        print_json({**record.model_dump(mode="json"), **more})
+        return ExitCode.OK
+    lines = Lines()
+    state = lines.word(record.state.value)
+    lines.say(f"{record.id}   {state}" + (f": {ending(record)}" if record.state.ended else ""))
+    if not record.state.ended and not snapshot.supervised:
+        lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
+    for label, text in (("cause", snapshot.cause), ("fix", snapshot.fix)):
+        if text:
+            lines.say(f"  {label:<10} {text}")
+    for line in engine.runs.evidence(directory.id, snapshot, limit=_EVIDENCE_LINES):
+        lines.say(f"    | {line}")
+    if record.unconfirmed:
+        lines.say(f"  {'unconfirmed':<10} {', '.join(record.unconfirmed)}")
+    if record.excluded:
+        lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
+    _show_figures(lines, snapshot)
+    _show_attempts(lines, snapshot)
+    _show_ranks(lines, snapshot)
+    _show_watch(lines, snapshot)
+    lines.say(f"  {'files':<10} {directory.path}")
+    lines.say(f"  {'logs':<10} flightdeck logs {record.id}")
+    return ExitCode.OK
+
+
+def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
+    record = snapshot.record
+    world = f"{plural(record.world_size, 'rank')}, {record.backend}, {plural(record.attempts, 'attempt')}"
+    lines.say(f"  {'world':<10} {world}")
+    lines.say(f"  {'created':<10} {record.created_at.astimezone():%Y-%m-%d %H:%M:%S}")
+    if record.iteration is not None:
+        figures = [f"iteration {_progress(record)}", f"loss {loss(record.train_loss)}"]
+        figures += [f"val loss {loss(record.val_loss)}"] if record.val_loss is not None else []
+        figures += [rate(record.tokens_per_second)]
+        figures += [f"ETA {duration(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
+        lines.say(f"  {'training':<10} {', '.join(figures)}")
+
+
+def _show_attempts(lines: Lines, snapshot: RunSnapshot) -> None:
+    """Each attempt of a run that has had more than one, and why there is no other."""
+    before = None
+    for attempt in snapshot.attempts if len(snapshot.attempts) > 1 else ():
+        label = f"attempt {attempt.number}"
+        lines.say(f"  {label:<10} {attempt_summary(attempt)}")
+        if (moved := membership_change(attempt, before)) is not None:
+            lines.say(f"  {'':<10} {moved}")
+        before = attempt
+    if snapshot.given_up is not None:
+        lines.say(f"  {'no restart':<10} {snapshot.given_up}")
+    if snapshot.journal_damage is not None:
+        lines.say(f"  {'journal':<10} {snapshot.journal_damage}")
+
+
+def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:
+    for rank in snapshot.ranks if snapshot.record.attempts else ():
+        parts = [rank.phase]
+        parts += [f"iteration {rank.iteration}"] if rank.iteration is not None else []
+        parts += [f"{rank.step_s:.3f} s/step"] if rank.step_s is not None else []
+        parts += [f"peak {size(rank.memory_bytes)}"] if rank.memory_bytes is not None else []
+        parts += [f"exit {rank.exit_code}"] if rank.exit_code is not None else []
+        parts += [f"signal {rank.signal}"] if rank.signal is not None else []
+        lines.say(f"  {f'rank {rank.rank}':<10} {rank.node}: {', '.join(parts)}")
+
+
+def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
+    """Alarms of the last attempt, and what must be true after a launch."""
+    for alarm in snapshot.alarms:
+        at = f"{alarm.at.astimezone():%H:%M:%S}" + (f", iteration {alarm.iteration}" if alarm.iteration else "")
+        lines.say(f"  {'alarm':<10} {lines.ink(alarm.message, 'red')} ({alarm.name}, {at})")
+    marks = {True: "yes", False: "NO", None: "unknown"}
+    for line in snapshot.verification:
+        lines.say(f"  {line.name:<10} {marks[line.good]}: {line.text}")
+
+
+def metrics(options: argparse.Namespace, engine: Engine) -> int:
+    """mlx-lm's report dicts in order, as a table, JSON or CSV."""
+    reports = engine.runs.metrics(options.run)
+    if options.json or options.format == "json":
+        print_json(reports)
+    elif options.format == "csv":
+        writer = csv.DictWriter(sys.stdout, REPORT_KEYS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(reports)
+    else:
+        headers = ("ITERATION", "LOSS", "VAL LOSS", "LEARNING RATE", "IT/S", "TOK/S", "TOKENS", "PEAK MEMORY")
+        Lines().say(table(headers, [_metric_row(report) for report in reports]))
+    return ExitCode.OK
+
+
+def _metric_row(report: dict[str, object]) -> list[str]:
+    def figure(key: str, form: str) -> str:
+        value = report.get(key)
+        return format(value, form) if isinstance(value, int | float) else NOT_MEASURED
+
+    return [
+        str(report.get("iteration", NOT_MEASURED)),
+        figure("train_loss", ".4f"),
+        figure("val_loss", ".4f"),
+        figure("learning_rate", ".3e"),
+        figure("iterations_per_second", ".3f"),
+        figure("tokens_per_second", ",.0f"),
+        figure("trained_tokens", ",.0f"),
+        figure("peak_memory", ".3f"),
+    ]
+
+
+_POLL_S = 0.1
+_BLOCK_LINES = 2_000
+_BLOCK_BYTES = 1 << 20
+
+
+def logs(options: argparse.Namespace, engine: Engine) -> int:
+    """Print a run's log; with --follow until the run has ended and everything has been printed."""
+    directory = engine.runs.find(options.run)
+    watch = engine.runs.watch(directory.id)
+    source: int | None = LAUNCHER_SOURCE if options.launcher else options.rank
+    ranks = watch.poll().record.world_size
+    if options.rank is not None and options.rank >= ranks:
+        raise InputError(f"no rank {options.rank}", where=directory.id, why=f"it has ranks 0 to {ranks - 1}")
+    restart = SupervisorRestart(engine, directory.id, Lines(sys.stderr))
+    if options.raw:
+        if source is None:
+            raise InputError("--raw needs --rank or --launcher", why="the ranks' bytes are files of their own")
+        if options.json or options.lines is not None:
+            raise InputError("--raw gives the whole file", todo="leave out --json and --lines")
+        _copy(directory, source, watch, restart, follow=options.follow)
+        return ExitCode.OK
+    lines = LogFollower(directory, source, watch, restart).lines(last=options.lines, follow=options.follow)
+    if options.json:
+        if options.follow:
+            raise InputError("--json is one document", todo="leave out --follow")
+        print_json([_document(line) for line in lines])
+        return ExitCode.OK
+    for line in lines:
+        label = "" if source is not None else f"{source_label(line.source):>{len(str(ranks - 1))}} | "
+        print(label + line.text, flush=options.follow)
+    return ExitCode.OK
+
+
+class LogFollower:
+    """The lines of a run in order of arrival, each once: what was given out is remembered by byte offset."""
+
+    def __init__(self, directory: RunDir, source: int | None, watch: RunWatch, restart: SupervisorRestart) -> None:
+        self._reader = LogReader(directory, source)
+        self._watch = watch
+        self._restart = restart
+        self._given: dict[int, int] = {}
+        """Source → offset of its last line that was given out."""
+        self._partial: list[int] = []
+        """Numbers of lines whose end had not come when they were looked at."""
+        self._next = 0
+
+    def lines(self, *, last: int | None = None, follow: bool = False) -> Iterator[LogLine]:
+        """All lines, or the `last` ones; with `follow` until the run has ended."""
+        self._reader.refresh()
+        if last is not None:
+            self._next = max(0, self._reader.line_count - last)
+        while True:
+            # Before reading: the output of an ended run is complete by then.
+            ended = not follow or self._ended()
+            if self._reader.refresh():
+                # Line numbers start again; offsets do not.
+                self._next, self._partial = 0, []
+            yield from self._fresh(whole=ended)
+            if ended:
+                return
+            time.sleep(_POLL_S)
+
+    def _ended(self) -> bool:
+        snapshot = self._watch.poll()
+        self._restart.check(snapshot)
+        return snapshot.record.state.ended
+
+    def _fresh(self, *, whole: bool) -> Iterator[LogLine]:
+        """The new lines; `whole` includes lines without an end."""
+        waiting, self._partial = self._partial, []
+        for number in waiting:
+            yield from self._give(self._reader.lines(number, number + 1), whole)
+        while self._next < self._reader.line_count:
+            block = self._reader.lines(self._next, self._next + _BLOCK_LINES)
+            if not block:
+                return
+            self._next = block[-1].number + 1
+            yield from self._give(block, whole)
+
+    def _give(self, lines: list[LogLine], whole: bool) -> Iterator[LogLine]:
+        for line in lines:
+            if line.offset <= self._given.get(line.source, -1):
+                continue
+            if line.partial and not whole:
+                self._partial.append(line.number)
+                continue
+            self._given[line.source] = line.offset
+            yield line
+
+
+def source_label(source: int) -> str:
+    return "launcher" if source == LAUNCHER_SOURCE else str(source)
+
+
+def _document(line: LogLine) -> dict[str, object]:
+    rank = None if line.source == LAUNCHER_SOURCE else line.source
+    return {"rank": rank, "at": datetime.fromtimestamp(line.at, UTC).isoformat(), "text": line.text}
+
+
+def _copy(directory: RunDir, source: int, watch: RunWatch, restart: SupervisorRestart, *, follow: bool) -> None:
+    """Write the bytes of one log file to stdout as they are, by offset."""
+    out = sys.stdout.buffer
+    offset = 0
+    while True:
+        snapshot = watch.poll()
+        ended = not follow or snapshot.record.state.ended
+        if not ended:
+            restart.check(snapshot)
+        path = directory.log(source)
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                while block := file.read(_BLOCK_BYTES):
+                    out.write(block)
+                    offset += len(block)
+            out.flush()
+        if ended:
+            return
+        time.sleep(_POLL_S)

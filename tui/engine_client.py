@@ -1,0 +1,461 @@
+"""The console's asynchronous client of the engine: it makes the requests, puts the results into the state, and posts a
+message for what only the app can do.
+
+Connections live in an event loop in a thread of their own, so that 64 nodes' ssh work does not delay the keys. A
+refused request is shown as its one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from datetime import datetime
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from textual.message import Message
+
+from engine import api
+from engine.errors import FlightDeckError
+from tui.actions import FixCommand
+from tui.state import StateStore
+
+if TYPE_CHECKING:
+    from engine.api import Completed, Config, Engine, NetworkPlan, Prediction
+    from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
+
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+
+ENGINE_ERRORS: Final = (FlightDeckError, OSError)
+"""How the engine refuses a request."""
+BATCH_S: Final = 0.25
+"""Between two batches of a stream's items."""
+CLOSING_S: Final = 3.0
+"""How long closing may take: a node that is gone must not keep the console open."""
+LINGER_S: Final = 5.0
+"""How long telemetry stays on when nobody needs it: views change faster than nodes connect."""
+TELEMETRY_RETRY_S: Final = 10.0
+"""Before telemetry that failed is started again."""
+
+
+class EngineLoop:
+    """An event loop in a thread of its own, started by the first call."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def submit(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Future[Answer]:
+        """Start the coroutine of `make` in the thread; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(make(), self._running())
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The result of the coroutine of `make`, run in the thread. Cancelling the call cancels it."""
+        return await asyncio.wrap_future(self.submit(make))
+
+    async def each(
+        self, make: Callable[[], AsyncIterator[Item]], *, every_s: float = BATCH_S
+    ) -> AsyncGenerator[Item, None]:
+        """The items of an iterator that runs in the thread, in batches `every_s` seconds apart, so that they are drawn
+        together. Closing this closes the iterator; its exception is raised here, after its items."""
+        batch: _Batch[Item] = _Batch(asyncio.get_running_loop())
+        pumping = self.submit(lambda: _pump(make, batch))
+        try:
+            while True:
+                await batch.ready.wait()
+                items, ended = batch.drain()
+                for item in items:
+                    yield item
+                if ended:
+                    await asyncio.wrap_future(pumping)
+                    return
+                await asyncio.sleep(every_s)
+        finally:
+            pumping.cancel()
+
+    async def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel everything, then await `last`; returns within some seconds, whatever the nodes do."""
+        ending = self.submit(lambda: _ending(last))
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(asyncio.wrap_future(ending), CLOSING_S)
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        assert loop is not None and thread is not None
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join, CLOSING_S)
+        if not thread.is_alive():
+            loop.close()
+
+
+class _Batch(Generic[Item]):
+    """Filled in one thread, drained in another."""
+
+    def __init__(self, reader: asyncio.AbstractEventLoop) -> None:
+        self.ready = asyncio.Event()
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._items: list[Item] = []
+        self._ended = False
+
+    def add(self, item: Item) -> None:
+        with self._lock:
+            self._items.append(item)
+        self._wake_reader()
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+        self._wake_reader()
+
+    def drain(self) -> tuple[list[Item], bool]:
+        """The items since the last call, and whether they are the last ones."""
+        with self._lock:
+            items, self._items = self._items, []
+            self.ready.clear()
+            return items, self._ended
+
+    def _wake_reader(self) -> None:
+        # The reader's loop may be closed already.
+        with contextlib.suppress(RuntimeError):
+            self._reader.call_soon_threadsafe(self.ready.set)
+
+
+async def _pump(make: Callable[[], AsyncIterator[Item]], batch: _Batch[Item]) -> None:
+    try:
+        source = make()
+        try:
+            async for item in source:
+                batch.add(item)
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()
+    finally:
+        batch.end()
+
+
+async def _ending(last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    others = _others()
+    for task in others:
+        task.cancel()
+    # Cancelled tasks start others: a channel asks once more for its program's end.
+    while others:
+        await asyncio.gather(*others, return_exceptions=True)
+        others = _others()
+    if last is not None:
+        await last()
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _others() -> set[asyncio.Task[Any]]:
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+class Notice(Message):
+    """One plain line for a corner of the screen."""
+
+    def __init__(self, text: str, severity: str = "information") -> None:
+        super().__init__()
+        self.text = text
+        self.severity = severity
+
+
+class RunLaunched(Message):
+    """The run is to be shown."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self.run = run
+
+
+class AbortProgressed(Message):
+    """The aborted run's snapshot is worth reading now."""
+
+
+class TelemetryReceived(Message):
+    """The newest telemetry of each node; a newer message replaces a waiting one."""
+
+    def __init__(self, newest: dict[str, NodeTelemetry]) -> None:
+        super().__init__()
+        self.newest = newest
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, TelemetryReceived)
+
+
+class FixProgressed(Message):
+    """A fix command has ended."""
+
+
+class FixFinished(Message):
+    """All commands of a fix have ended."""
+
+    def __init__(self, commands: Sequence[FixCommand]) -> None:
+        super().__init__()
+        self.commands = commands
+
+
+class EngineClient:
+    """Each request is a coroutine of the app's loop; without an engine or a configuration it does nothing."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        clock: Callable[[], datetime],
+        post: Callable[[Message], object],
+        *,
+        telemetry_s: float = BATCH_S,
+    ) -> None:
+        self.engine: Engine | None = None
+        self._store = store
+        self._clock = clock
+        self._post = post
+        self._telemetry_s = telemetry_s
+        self._loop = EngineLoop()
+        self._telemetry: asyncio.Task[None] | None = None
+        self._telemetry_of: Config | None = None
+        self._needed_at = 0.0
+
+    async def close(self) -> None:
+        """Cancel what is under way and close the connections, within some seconds."""
+        telemetry = self._telemetry
+        self.stop_telemetry()
+        if telemetry is not None:
+            await asyncio.wait([telemetry])
+        await self._loop.stop(self.engine.close if self.engine is not None else None)
+
+    def _notify(self, text: str, severity: str = "information") -> None:
+        self._post(Notice(text, severity))
+
+    def update_telemetry(self, *, needed: bool) -> None:
+        """Start telemetry when it is needed, end it when it has not been for LINGER_S or is of another cluster."""
+        config, engine = self._store.state.config, self.engine
+        if config is None or engine is None:
+            return
+        if self._telemetry_of is not config:
+            self.stop_telemetry()
+        if needed:
+            self._needed_at = monotonic()
+            if self._telemetry is None:
+                self._telemetry = asyncio.create_task(self._stream_telemetry(engine, config), name="telemetry")
+                self._telemetry_of = config
+        elif monotonic() - self._needed_at > LINGER_S:
+            self.stop_telemetry()
+        self._store.change(listening=self._telemetry is not None)
+
+    def stop_telemetry(self) -> None:
+        """End telemetry, on the nodes too, until it is needed again."""
+        if self._telemetry is not None:
+            self._telemetry.cancel()
+            self._telemetry = None
+
+    async def _stream_telemetry(self, engine: Engine, config: Config) -> None:
+        newest: dict[str, NodeTelemetry] = {}
+        while True:
+            try:
+                stream = self._loop.each(lambda: engine.nodes.telemetry(config), every_s=self._telemetry_s)
+                async with aclosing(stream) as values:
+                    async for value in values:
+                        newest = {**newest, value.node: value}
+                        self._post(TelemetryReceived(newest))
+            except Exception as error:  # a fault in reading one node must not end the console
+                self._notify(f"telemetry: {error or type(error).__name__}", "warning")
+            await asyncio.sleep(TELEMETRY_RETRY_S)
+
+    async def probe(self) -> None:
+        """Probe every node once; each is shown as it answers, and then how they are connected."""
+        store, config, engine = self._store, self._store.state.config, self.engine
+        if config is None or engine is None or store.state.probing:
+            return
+        store.change(probing=True, unanswered=frozenset(node.name for node in config.nodes))
+        try:
+            async with aclosing(self._loop.each(lambda: engine.nodes.probe_each(config))) as answers:
+                async for facts in answers:
+                    seen = {**store.state.facts, facts.node: facts}
+                    store.change(facts=seen, unanswered=store.state.unanswered - {facts.node}, now=self._clock())
+            known = store.state.known_facts
+            topology, network, problem = await self._loop.call(lambda: _connect(engine, config, known))
+            store.change(topology=topology, network_plan=network, network_problem=problem)
+            # A calibration is of chips and versions: the probe may have found others.
+            store.change(prediction=await self._loop.call(lambda: _predict(engine, config)))
+        except ENGINE_ERRORS as error:
+            self._notify(f"probe: {error}", "error")
+        finally:
+            store.change(probing=False, unanswered=frozenset())
+        await self.plan()
+
+    async def plan(self) -> None:
+        """Plan the next launch by the newest facts; not while ranks run on the nodes, when nobody needs it."""
+        store, config, engine = self._store, self._store.state.config, self.engine
+        if config is None or engine is None or store.state.planning or store.state.running is not None:
+            return
+        known = store.state.known_facts
+        store.change(planning=True)
+        try:
+            made = await self._loop.call(lambda: engine.plans.make(config, facts=known))
+            store.change(plan=made, now=self._clock())
+        except ENGINE_ERRORS:
+            # The nodes pane shows why the nodes cannot be planned for.
+            store.change(plan=None)
+        except Exception as error:  # the plan only explains a launch: no fault of it may end the console
+            self._notify(f"plan: {error or type(error).__name__}", "error")
+        finally:
+            store.change(planning=False)
+
+    async def preflight(self) -> None:
+        """Run the checks without a launch; each is shown as it ends."""
+        store, config, engine = self._store, self._store.state.config, self.engine
+        if config is None or engine is None:
+            return
+        store.change(busy="checking", checks=(), checks_at=None)
+        try:
+            async with aclosing(self._loop.each(lambda: engine.checks.preflight(config))) as results:
+                async for result in results:
+                    known = {check.name: check for check in (*store.state.checks, result)}
+                    store.change(checks=tuple(known.values()))
+            store.change(checks_at=self._clock(), now=self._clock())
+        except ENGINE_ERRORS as error:
+            self._notify(f"preflight: {error}", "error")
+        finally:
+            store.change(busy=None)
+
+    async def calibrate(self, *, quick: bool) -> None:
+        """Measure every node and link, with its progress shown. Cancelled, it ends on the nodes."""
+        store, config, engine = self._store, self._store.state.config, self.engine
+        if config is None or engine is None:
+            return
+        store.change(busy="calibrating", calibrating={})
+        problems: list[str] = []
+        try:
+            async with aclosing(self._loop.each(lambda: engine.calibrations.measure(config, quick=quick))) as steps:
+                async for step in steps:
+                    if isinstance(step, api.Calibration):
+                        problems = [f"{node.node}: {node.problem}" for node in step.nodes if node.problem]
+                    else:
+                        store.change(calibrating={**(store.state.calibrating or {}), step.what: step})
+            store.change(prediction=await self._loop.call(lambda: _predict(engine, config)), now=self._clock())
+            if problems:
+                self._notify(f"calibration: not kept, {'; '.join(problems)}", "error")
+            else:
+                self._notify("calibration: measured")
+            await self.plan()
+        except asyncio.CancelledError:
+            self._notify("calibration: stopped")
+            raise
+        except ENGINE_ERRORS as error:
+            self._notify(f"calibration: {error}", "error")
+        finally:
+            store.change(busy=None, calibrating=None)
+
+    async def launch(self, config: Config) -> None:
+        """Launch, and have the run shown."""
+        engine = self.engine
+        if engine is None:
+            return
+        self._store.change(busy="launching", fault=None)
+        try:
+            record = await self._loop.call(lambda: engine.launches.launch(config))
+        except ENGINE_ERRORS as error:
+            self._store.change(fault=str(error))
+            self._notify(str(error), "error")
+        else:
+            # The supervisor's own preflight counts now, not an earlier one.
+            self._store.change(checks=(), checks_at=None)
+            self._post(RunLaunched(record.id))
+        finally:
+            self._store.change(busy=None)
+
+    async def abort(self, run: str, *, now: bool) -> None:
+        """Request the stop and follow it until it is proved; its progress is in the run's snapshots."""
+        engine = self.engine
+        if engine is None:
+            return
+        try:
+            async with aclosing(self._loop.each(lambda: engine.runs.abort(run, now=now))) as stages:
+                async for _ in stages:
+                    self._post(AbortProgressed())
+        except ENGINE_ERRORS as error:
+            self._notify(f"abort: {error}", "error")
+
+    async def demo(self) -> None:
+        """Make the demo's model where it is missing (seconds), then launch it."""
+        engine = self.engine
+        if engine is None:
+            return
+        self._store.change(busy="making the demo's model")
+        try:
+            config = await asyncio.to_thread(engine.configs.demo)
+        except ENGINE_ERRORS as error:
+            self._store.change(fault=str(error), busy=None)
+            return
+        self._store.change(config=config, fault=None)
+        await self.launch(config)
+        await self.probe()
+
+    async def accept_host_key(self, node: str, offer: HostKeyOffer) -> None:
+        """Accept the key that a person has compared, and probe again."""
+        engine = self.engine
+        if engine is None:
+            return
+        try:
+            await self._loop.call(lambda: engine.nodes.accept_host_key(offer))
+        except ENGINE_ERRORS as error:
+            self._notify(f"not accepted: {error}", "error")
+            return
+        self._notify(f"accepted the host key of {node}")
+        # Telemetry retries a node that refused it only after a while.
+        self.stop_telemetry()
+        await self.probe()
+
+    async def fix(self, config: Config, commands: Sequence[FixCommand]) -> None:
+        """Run each command on its node, all at once; output and exit code are put into it."""
+        engine = self.engine
+        if engine is None:
+            return
+        await asyncio.gather(*(self._run_fix(engine, config, command) for command in commands))
+        self._post(FixFinished(commands))
+
+    async def _run_fix(self, engine: Engine, config: Config, command: FixCommand) -> None:
+        try:
+            done = await self._loop.call(lambda: engine.nodes.run_on(config, command.node, command.line))
+        except ENGINE_ERRORS as error:
+            command.problem = str(error)
+        else:
+            command.output, command.code = _output_lines(done), done.code
+            if done.code is None:
+                command.problem = "ended by its time limit"
+        command.ended = True
+        self._post(FixProgressed())
+
+
+async def _connect(
+    engine: Engine, config: Config, facts: Sequence[NodeFacts]
+) -> tuple[Topology, NetworkPlan | None, str | None]:
+    """The topology and the network plan, or why there is none; in a thread, since 64 nodes take a while."""
+    topology = await asyncio.to_thread(engine.nodes.topology, facts)
+    try:
+        return topology, await asyncio.to_thread(engine.nodes.network_plan, config, facts), None
+    except ENGINE_ERRORS as error:
+        return topology, None, str(error)
+
+
+async def _predict(engine: Engine, config: Config) -> Prediction:
+    return await asyncio.to_thread(lambda: engine.calibrations.predict(config, engine.calibrations.latest(config)))
+
+
+def _output_lines(done: Completed) -> tuple[str, ...]:
+    """A command's output, sanitised; stderr last."""
+    return tuple(api.sanitise(line) for stream in (done.stdout, done.stderr) for line in stream.splitlines())

@@ -1,0 +1,171 @@
+"""A node's condition, its warnings, and its facts as short texts: pure functions of the state, for the
+panes and `flightdeck nodes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from tui.formatting import NOT_MEASURED, age, size
+from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, WARN, Glyph
+from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+
+if TYPE_CHECKING:
+    from engine.models import NodeFacts, NodeTelemetry
+    from engine.snapshots import NodeCondition, RankStatus
+
+SKEW_LIMIT_S: Final = 1.0
+"""A clock that is further off stands out: logs of two nodes can then not be read side by side."""
+DISK_LIMIT_BYTES: Final = 5_000_000_000
+VERSIONS: Final = ("python", "mlx", "mlx_lm")
+
+
+def node_names(state: DeckState) -> list[str]:
+    """In rank order."""
+    if state.config is not None:
+        return [node.name for node in state.config.nodes]
+    return list(dict.fromkeys(rank.node for rank in state.snapshot.ranks)) if state.snapshot else []
+
+
+def ranks_by_node(state: DeckState) -> dict[str, RankStatus]:
+    """The shown run's rank on each node."""
+    ranks = state.snapshot.ranks if state.snapshot is not None else ()
+    return {rank.node: rank for rank in reversed(ranks)}
+
+
+def reference(state: DeckState) -> dict[str, str]:
+    """The version of python, mlx and mlx-lm that most nodes have, by field; of equals the first node's."""
+    found = {}
+    for field in VERSIONS:
+        values = Counter(value for facts in state.facts.values() if (value := getattr(facts, field)))
+        if values:
+            found[field] = values.most_common(1)[0][0]
+    return found
+
+
+def differing(state: DeckState) -> set[str]:
+    """Fields of VERSIONS in which the nodes are not the same."""
+    found = {field: {value for facts in state.facts.values() if (value := getattr(facts, field))} for field in VERSIONS}
+    return {field for field, values in found.items() if len(values) > 1}
+
+
+def live(state: DeckState, node: str) -> NodeTelemetry | None:
+    """The node's telemetry while it may be believed."""
+    values = state.telemetry.get(node)
+    if values is None or values.problem is not None or state.age_s(values.at) > TELEMETRY_LIMIT_S:
+        return None
+    return values
+
+
+def away(state: DeckState, rank: RankStatus | None) -> NodeCondition | None:
+    """The condition of a rank's node that the run's supervisor cannot reach; None for a connected one."""
+    if rank is None or rank.link is None or rank.link.condition == "connected" or not state.active:
+        return None
+    return rank.link
+
+
+def condition(state: DeckState, node: str, rank: RankStatus | None, versions: dict[str, str]) -> tuple[Glyph, str]:
+    """The node's state in one or two words; reports of the run's supervisor and rank count more than an old probe."""
+    facts = state.facts.get(node)
+    if (link := away(state, rank)) is not None:
+        return FAIL, link.condition
+    if rank is not None and state.active and rank.phase in ("training", "validating", "saving") and rank.seen_at:
+        if state.age_s(rank.seen_at) > RANK_LIMIT_S:
+            return STALE, "silent"
+        if facts is None:
+            return OK, "ok"
+    if facts is None:
+        return (RUNNING, "probing") if state.probing else (UNKNOWN, "not probed")
+    if facts.problem:
+        return (UNKNOWN if facts.host_key else FAIL), facts.problem_kind or "fail"
+    if state.age_s(facts.probed_at) > FACTS_LIMIT_S:
+        return STALE, "stale"
+    if _went_silent(state, facts):
+        return STALE, "silent"
+    return (WARN, "warn") if warnings(facts, versions) else (OK, "ok")
+
+
+def _went_silent(state: DeckState, facts: NodeFacts) -> bool:
+    """Telemetry has reported a problem, or nothing for too long, since the node was probed."""
+    values = state.telemetry.get(facts.node)
+    if values is None or not state.listening or values.at <= facts.probed_at:
+        return False
+    return values.problem is not None or state.age_s(values.at) > TELEMETRY_LIMIT_S
+
+
+def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:
+    """Facts of a node that may spoil a run, one line each."""
+    found = []
+    if facts.mlx_problem:
+        found.append(f"mlx cannot be imported: {facts.mlx_problem}")
+    for field in VERSIONS:
+        value, most = getattr(facts, field), versions.get(field)
+        if value and most and value != most:
+            found.append(f"{field.replace('_', '-')} {value}, elsewhere {most}")
+    if skewed(facts):
+        found.append(f"its clock is {facts.clock_skew_s:+.1f} s off this machine's")
+    if facts.disk_free_bytes is not None and facts.disk_free_bytes < DISK_LIMIT_BYTES:
+        found.append(f"only {size(facts.disk_free_bytes)} of disk is free")
+    if facts.low_power_mode:
+        found.append("Low Power Mode is on: it slows every step")
+    if facts.thermal not in (None, "nominal"):
+        found.append(f"it is throttled: {facts.thermal}")
+    if facts.rdma_enabled is False and any(port.peer_uuid for port in facts.thunderbolt):
+        found.append("RDMA is off: `rdma_ctl enable` in Recovery OS turns it on")
+    found += [f"not known: {why}" for why in facts.unknown.values()]
+    return found
+
+
+def skewed(facts: NodeFacts) -> bool:
+    return facts.clock_skew_s is not None and abs(facts.clock_skew_s) > SKEW_LIMIT_S
+
+
+def chip(facts: NodeFacts) -> str | None:
+    """Its name, or what it computes on; with its CPU cores where there is no GPU to count."""
+    cores = f"{facts.cores} cores" if facts.cores and not facts.gpu_cores else ""
+    return " ".join(part for part in (facts.chip or facts.gpu, cores) if part) or None
+
+
+def system(facts: NodeFacts) -> str | None:
+    """ "26.4.1 25E253" of a Mac, else all that it calls itself."""
+    if facts.os_version and facts.system == "Darwin":
+        return " ".join(part for part in (facts.os_version, facts.os_build) if part)
+    return facts.os
+
+
+def cabled(facts: NodeFacts) -> str | None:
+    """Thunderbolt ports with a computer at the other end, of all."""
+    if not facts.thunderbolt:
+        return None
+    return f"{sum(port.peer_uuid is not None for port in facts.thunderbolt)}/{len(facts.thunderbolt)} cabled"
+
+
+def rdma(facts: NodeFacts) -> str | None:
+    """RDMA as "2/2 active" or "off"."""
+    if facts.rdma_enabled is False:
+        return "off"
+    if not facts.rdma_devices:
+        return "no device" if facts.rdma_enabled else None
+    if all(device.port_state is None for device in facts.rdma_devices):
+        return f"{len(facts.rdma_devices)} unknown"
+    active = sum(device.port_state == "PORT_ACTIVE" for device in facts.rdma_devices)
+    return f"{active}/{len(facts.rdma_devices)} active"
+
+
+def milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def of_total(used: int | None, total: int) -> str:
+    """ "5.1/24.8 GB"; the total alone when the rest was not measured."""
+    whole = size(total)
+    if used is None:
+        return whole
+    part = size(used)
+    return f"{part.split()[0] if part.split()[-1] == whole.split()[-1] else part}/{whole}"
+
+
+def aged(moment: datetime | None, state: DeckState) -> str:
+    return age(moment, state.now) if moment is not None else NOT_MEASURED

@@ -1,0 +1,237 @@
+"""The thread that loads the engine and polls the shown run and the list of runs, at most ten times a second. It
+posts a message when something has changed; a newer message replaces a waiting one of the same kind.
+
+The engine's modules (pydantic, the store) are imported here, after the first paint, never on the app's loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from textual.message import Message
+
+from engine.api import ExitCode
+
+if TYPE_CHECKING:
+    from engine.api import Config, Engine, Prediction, RunWatch
+    from engine.models import NodeFacts, RunRecord
+    from engine.snapshots import RunSnapshot
+
+
+class _Newest(Message):
+    """A newer message of the same type replaces a waiting one."""
+
+    def can_replace(self, message: Message) -> bool:
+        return type(message) is type(self)
+
+
+class EngineReady(Message):
+    """The engine is loaded; with the configuration, where there is one, and its nodes' stored facts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config | None,
+        facts: tuple[NodeFacts, ...] = (),
+        prediction: Prediction | None = None,
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.config = config
+        self.facts = facts
+        self.prediction = prediction
+
+
+class EngineFailed(Message):
+    """The engine cannot be loaded, or the configuration has faults."""
+
+    def __init__(self, fault: str, exit_code: int) -> None:
+        super().__init__()
+        self.fault = fault
+        self.exit_code = exit_code
+
+
+class SnapshotTaken(_Newest):
+    """The followed run as it is now."""
+
+    def __init__(self, run: str, snapshot: RunSnapshot) -> None:
+        super().__init__()
+        self.run = run
+        self.snapshot = snapshot
+
+
+class RunsRead(_Newest):
+    """All runs, newest first."""
+
+    def __init__(self, runs: tuple[RunRecord, ...]) -> None:
+        super().__init__()
+        self.runs = runs
+
+
+class Trouble(Message):
+    """Something cannot be read; posted once until the text changes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+POLL_S: Final = 0.1
+"""Between two reads of an active run."""
+ENDED_POLL_S: Final = 1.0
+RUNS_S: Final = 1.0
+"""Between two reads of the list of runs."""
+
+
+class RunPoller:
+    """Polls the followed run and the list of runs; `post` must be callable from any thread."""
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        config: Config | Path | None,
+        post: Callable[[Message], object],
+        *,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._make_engine = engine
+        self._config = config
+        self._post = post
+        self._poll_s = poll_s
+        self._engine: Engine | None = None
+        self._wanted: str | None = None
+        self._read: str | None = None
+        self._wake = threading.Event()
+        self._ended = False
+        self._paused = False
+        self._reported: str | None = None
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def follow(self, run: str | None) -> None:
+        """Poll this run from now on (None: no run)."""
+        self._wanted = run
+        self._wake.set()
+
+    def pause(self) -> None:
+        """Read nothing until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def poll_now(self) -> None:
+        """Poll now instead of at the next turn."""
+        self._wake.set()
+
+    @property
+    def caught_up(self) -> bool:
+        """The followed run has been read at least once."""
+        return self._read == self._wanted
+
+    def stop(self) -> None:
+        """End the thread; waits at most a second for the read under way."""
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        engine = self._load()
+        if engine is None:
+            return
+        watch: RunWatch | None = None
+        followed: str | None = None
+        snapshot: RunSnapshot | None = None
+        runs: tuple[RunRecord, ...] | None = None
+        runs_due = 0.0
+        while not self._ended:
+            if self._paused:
+                self._wake.wait(ENDED_POLL_S)
+                self._wake.clear()
+                continue
+            if self._wanted != followed:
+                followed, watch, snapshot = self._wanted, None, None
+            try:
+                if followed is not None:
+                    watch = watch or engine.runs.watch(followed)
+                    fresh = watch.poll()
+                    if snapshot is None or _differs(fresh, snapshot):
+                        self._post(SnapshotTaken(followed, fresh))
+                    snapshot = fresh
+                self._read = followed
+                if monotonic() >= runs_due:
+                    read = tuple(engine.runs.all())
+                    if read != runs:
+                        self._post(RunsRead(read))
+                    if runs is None:
+                        threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
+                    runs, runs_due = read, monotonic() + RUNS_S
+                self._reported = None
+            except Exception as trouble:  # a reader must outlive any one unreadable file
+                self._report(_error_text(trouble))
+                watch = None
+            ended = snapshot is not None and snapshot.record.state.ended
+            idle = snapshot is None or ended or self._reported is not None
+            self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else self._poll_s)
+            self._wake.clear()
+
+    def _load(self) -> Engine | None:
+        try:
+            engine = self._make_engine()
+        except Exception as trouble:
+            self._post(EngineFailed(f"the engine cannot be loaded: {_error_text(trouble)}", ExitCode.FAILED))
+            return None
+        try:
+            config = engine.configs.load(self._config) if isinstance(self._config, Path) else self._config
+        except Exception as trouble:
+            self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
+            return None
+        facts, prediction = self._last_facts(engine, config), self._prediction(engine, config)
+        self._post(EngineReady(engine, config, facts, prediction))
+        return engine
+
+    def _last_facts(self, engine: Engine, config: Config | None) -> tuple[NodeFacts, ...]:
+        """The stored facts, shown with their age until the nodes answer."""
+        try:
+            return tuple(engine.nodes.last_facts(config)) if config is not None else ()
+        except Exception as trouble:
+            self._report(_error_text(trouble))
+            return ()
+
+    def _prediction(self, engine: Engine, config: Config | None) -> Prediction | None:
+        """The next launch by the newest calibration."""
+        try:
+            return (
+                engine.calibrations.predict(config, engine.calibrations.latest(config)) if config is not None else None
+            )
+        except Exception as trouble:
+            self._report(_error_text(trouble))
+            return None
+
+    def _adopt(self, engine: Engine) -> None:
+        try:
+            engine.runs.adopt_orphans()
+        except Exception as trouble:
+            self._report(f"adopting runs without a supervisor: {trouble}")
+
+    def _report(self, text: str) -> None:
+        if text != self._reported:
+            self._post(Trouble(text))
+        self._reported = text
+
+
+def _error_text(trouble: Exception) -> str:
+    return str(trouble) or type(trouble).__name__
+
+
+def _differs(fresh: RunSnapshot, last: RunSnapshot) -> bool:
+    return replace(fresh, taken_at=None) != replace(last, taken_at=None)

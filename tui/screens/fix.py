@@ -1,0 +1,151 @@
+"""The dialogs of the fix action: comparing and accepting a node's host key, and running fix commands on nodes with
+their output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from textual.content import Content
+from textual.widgets import Button
+
+from tui.actions import FixCommand
+from tui.formatting import duration
+from tui.glyphs import FAIL, MUTED, OK, RUNNING
+from tui.screens.dialog import Confirm, Dialog
+from tui.state import DeckState
+from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.models import HostKeyChange, HostKeyOffer
+
+
+COMPARE = "ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub"
+"""Run on the node itself, prints its fingerprint."""
+
+
+class UnknownKey(Dialog[bool]):
+    """Answers True when the person accepts the key; the focus is on Cancel."""
+
+    def __init__(self, node: str, offer: HostKeyOffer, width: int) -> None:
+        lines = [
+            pair("node", f"{node} ({offer.target})", width, style="bold"),
+            pair("it shows", offer.fingerprint, width, style="bold"),
+            pair("compare with", compare_command(offer.key), width),
+            pair("", f"typed on {node} itself, at its own keyboard", width),
+            pair("effect", "the key goes into Flight Deck's known_hosts, and the node is probed", width),
+            pair("if it differs", "another machine answers in its place: cancel", width),
+        ]
+        super().__init__(f"accept the host key of {node}?", lines)
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Cancel", id="cancel", compact=True),
+            Button("They are the same, accept it", id="go", compact=True, variant="success"),
+        ]
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "go")
+
+
+class ChangedKey(Dialog[None]):
+    """Shows the change, and how a person who knows its reason removes the old key by hand."""
+
+    def __init__(self, node: str, change: HostKeyChange, home: Path, width: int) -> None:
+        lines = [
+            pair("node", f"{node} ({change.target})", width, style="bold"),
+            pair("accepted is", change.accepted, width),
+            pair("it shows", change.found, width, style="bold $error"),
+            Content(""),
+            pair("", "Flight Deck does not connect to it, and never accepts a changed key.", width),
+            pair("find out why", "it was installed again, or another machine answers in its place", width),
+            pair("then by hand", forget_command(change.target, home), width),
+            pair("", "(and without -f, where ssh itself knows the old key); then r probes again and asks", width),
+        ]
+        super().__init__(f"the host key of {node} has changed", lines)
+
+    def buttons(self) -> Sequence[Button]:
+        return [Button("Close", id="close", compact=True)]
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(None)
+
+
+def compare_command(key: str) -> str:
+    """The command that prints the fingerprint of a key of this kind on its own machine."""
+    kind = key.split(" ", 1)[0].removeprefix("ssh-").split("-", 1)[0]
+    return COMPARE.format(kind=kind if kind in ("ed25519", "rsa", "dsa", "ecdsa") else "ed25519")
+
+
+def forget_command(target: str, home: Path) -> str:
+    """The command that removes the accepted key of `[user@]host[:port]`."""
+    host, _, port = target.rpartition("@")[2].partition(":")
+    name = f"'[{host}]:{port}'" if port else host
+    return f"ssh-keygen -R {name} -f {home / 'known_hosts'}"
+
+
+SHOWN_LINES: Final = 200
+"""The last lines of a command's output; the saved file has all of them."""
+
+
+def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], width: int) -> Confirm:
+    """The commands and their nodes; the focus is on Cancel."""
+    lines = [
+        pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width) for node, command in commands.items()
+    ]
+    lines += [
+        pair("fixes", check, width),
+        pair("effect", "runs once, as the node's user, in a login shell; it cannot be taken back", width),
+        pair("then", "its output and exit code are shown, and the check can be run again", width),
+    ]
+    return Confirm(f"run the fix on {', '.join(commands)}?", lines, "Run it", dangerous=True)
+
+
+class FixDialog(Dialog[str]):
+    """Answers "again" to check again. Leaving it while something runs does not end that."""
+
+    def __init__(self, commands: Sequence[FixCommand], state: DeckState, width: int, again: str) -> None:
+        self._commands = list(commands)
+        self._width = width
+        self._again = again
+        super().__init__("fix", self._output_lines(state))
+
+    def buttons(self) -> Sequence[Button]:
+        return [
+            Button("Close, it goes on", id="close", compact=True),
+            Button(self._again, id="again", compact=True, variant="success", disabled=True),
+        ]
+
+    def show(self, state: DeckState) -> None:
+        """Redraw; called while the dialog is open."""
+        self.set_body(self._output_lines(state))
+        again = self.query_one("#again", Button)
+        if all(command.ended for command in self._commands) and again.disabled:
+            self.query_one("#close", Button).label = "Close"
+            again.disabled = False
+            again.focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id)
+
+    def _output_lines(self, state: DeckState) -> list[Content]:
+        lines: list[Content] = []
+        for command in self._commands:
+            if not command.ended:
+                mark = state.glyphs.state(RUNNING, f"running {duration(state.age_s(command.started))}")
+            else:
+                mark = state.glyphs.state(OK if command.succeeded else FAIL, command.outcome)
+            lines.append(Content.assemble((command.node, "bold"), "  ", mark))
+            lines.append(pair("command", command.line, self._width))
+            hidden = len(command.output) - SHOWN_LINES
+            if hidden > 0:
+                lines.append(pair("output", f"{hidden} lines before these are in the file", self._width, style=MUTED))
+            shown = command.output[-SHOWN_LINES:]
+            lines += [pair("output" if not number and hidden <= 0 else "", line, self._width)
+                      for number, line in enumerate(shown)]  # fmt: skip
+            if command.ended and not command.output:
+                lines.append(pair("output", "none", self._width, style=MUTED))
+            lines.append(Content(""))
+        return lines[:-1]

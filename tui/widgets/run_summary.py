@@ -1,0 +1,319 @@
+"""A run as lines of text: the ranks side by side, key figures, alarms, verification, attempts, and how it ended with
+its first cause and fix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from textual.content import Content
+
+from engine import api
+from tui.formatting import age, attempt_summary, duration, loss, membership_change, plural, rate, recovery_summary, size
+from tui.glyphs import (
+    FAIL,
+    MUTED,
+    OK,
+    PENDING,
+    PHASES,
+    RUNNING,
+    STALE,
+    STATES,
+    STOPPED,
+    UNKNOWN,
+    WARN,
+    Glyph,
+    rank_style,
+)
+from tui.node_state import away
+from tui.state import RANK_LIMIT_S, DeckState
+from tui.widgets.text import Column, lay_out, pair
+
+if TYPE_CHECKING:
+    from engine.snapshots import ChunkProgress, RankStatus, RunSnapshot, Verification
+
+
+SHOWN_ALARMS: Final = 3
+"""Alarms, the newest: `flightdeck show` has all."""
+GRAVE: Final = frozenset({"backend", "replicas"})
+"""Lines without which a training is worthless; the others only warn."""
+_INDENT: Final = 14
+NAMED_NODES: Final = 8
+"""Unreachable nodes that are named."""
+
+
+def alarms(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The newest alarms of an active run."""
+    if not state.active or not snapshot.alarms:
+        return []
+    mark = state.glyphs.shape(WARN)
+    lines = [
+        pair(f"{mark} alarm", f"{alarm.message} (iteration {alarm.iteration}, {age(alarm.at, state.now)})", width)
+        for alarm in snapshot.alarms[-SHOWN_ALARMS:]
+    ]
+    if (more := len(snapshot.alarms) - SHOWN_ALARMS) > 0:
+        lines.append(pair("", f"and {more} before: `flightdeck show {snapshot.record.id}`", width, style=MUTED))
+    return [line.stylize("$warning") for line in lines]
+
+
+def verification(state: DeckState, snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:
+    """A line each; without `every` only of what is not as it should be."""
+    lines = [_with_telemetry(state, snapshot, line) for line in snapshot.verification]
+    return [_line(state, line, width) for line in lines if every or line.good is False]
+
+
+def _line(state: DeckState, line: Verification, width: int) -> Content:
+    glyph = _glyph(line)
+    mark = Content.assemble((f"{state.glyphs.shape(glyph)} ", glyph.style))
+    style = MUTED if line.good is None else ""
+    return Content.assemble(mark, pair(line.name, line.text, width - 2, style=style, indent=_INDENT - 2))
+
+
+def _glyph(line: Verification) -> Glyph:
+    if line.good is None:
+        return UNKNOWN
+    if line.good:
+        return OK
+    return FAIL if line.name in GRAVE else WARN
+
+
+def _with_telemetry(state: DeckState, snapshot: RunSnapshot, line: Verification) -> Verification:
+    """Fill in GPU use, which only the console has, from telemetry."""
+    if line.name != api.GPU or line.text != api.NOT_MEASURED or not state.active:
+        return line
+    nodes = dict.fromkeys(rank.node for rank in snapshot.ranks)
+    return api.gpu_line({node: state.telemetry[node].gpu_use if node in state.telemetry else None for node in nodes})
+
+
+MARKED_SKEW = 0.05
+"""A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
+
+
+def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
+    """The rank's phase: stale when its last report is old, its exit code or signal once it has ended."""
+    if rank.signal is not None:
+        return _ended_badly(state, rank), f"signal {rank.signal}"
+    if rank.exit_code is not None and rank.exit_code != 0:
+        return _ended_badly(state, rank), f"exit {rank.exit_code}"
+    if state.active and rank.phase == "starting" and state.snapshot is not None and own_program(state.snapshot):
+        return RUNNING, "started"
+    if rank.phase == "waiting" and not state.active:
+        return PENDING, "not started"
+    if (link := away(state, rank)) is not None and rank.phase != "ended":
+        return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
+    working = state.active and rank.phase in ("training", "validating", "saving")
+    if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
+        return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"
+    if rank.phase == "ended" and rank.exit_code is None:
+        return STOPPED, "ended"
+    return PHASES.get(rank.phase, STALE), rank.phase
+
+
+def _ended_badly(state: DeckState, rank: RankStatus) -> Glyph:
+    """Only the first failure is one; the other ranks were stopped because of it, or by a person."""
+    record = state.snapshot.record if state.snapshot is not None else None
+    stopped = record is not None and (record.state == "aborted" or record.rank not in (None, rank.rank))
+    return STOPPED if stopped else FAIL
+
+
+def own_program(snapshot: RunSnapshot) -> bool:
+    """The run is a program of the user's own: preflight checked for it. Such a rank reports nothing but its output."""
+    return any(check.name == "program_present" and check.status == "pass" for check in snapshot.checks)
+
+
+def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
+    """The slowest rank of an active run."""
+    return slowest(snapshot.ranks) if state.active else None
+
+
+def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
+    """The straggler: the rank with the longest compute time, where it matters."""
+    found = skew(ranks)
+    return found[1] if found is not None and found[0] > MARKED_SKEW else None
+
+
+def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
+    """How much longer the slowest rank computes than the fastest, as a share of the latter, and which it is; None where
+    there are not two to compare."""
+    times = [(rank.step_s if rank.typical_s is None else rank.typical_s, rank.rank) for rank in ranks]
+    timed = [(seconds, rank) for seconds, rank in times if seconds is not None]
+    if len(timed) < 2:
+        return None
+    (longest, number), (shortest, _) = max(timed), min(timed)
+    return (longest / shortest - 1, number) if shortest > 0 else None
+
+
+def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
+    """A line a rank, with a header line when `headed`."""
+    ranks, none = snapshot.ranks, state.glyphs.none
+    if not ranks:
+        return [Content.styled("no rank has started yet", MUTED)]
+    longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
+    straggler = _straggler(state, snapshot)
+    arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
+    found = [rank_glyph(state, rank) for rank in ranks]
+    bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
+    columns = [
+        Column("rank", [Content.styled(f"rank {rank.rank}", rank_style(rank.rank)) for rank in ranks], 9),
+        Column("node", [rank.node for rank in ranks], 3),
+        Column("state", [state.glyphs.state(glyph, word) for glyph, word in found], 8),
+        Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
+        Column("", [f"{rank.step_s:.3f} s" if rank.step_s is not None else none for rank in ranks], 9, right=True),
+        Column("step", [f"{r.iteration:,}" if r.iteration is not None else none for r in ranks], 5, right=True),
+        Column("peak", [size(r.memory_bytes) if r.memory_bytes else none for r in ranks], 6, right=True),
+        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8),
+    ]
+    if straggler is None:
+        columns.pop()
+    if headed:
+        waits = [f"{rank.exchange_s:.3f} s" if rank.exchange_s is not None else none for rank in ranks]
+        norms = [f"{rank.grad_norm:.3g}" if rank.grad_norm is not None else none for rank in ranks]
+        place = [column.title for column in columns].index("step")
+        columns.insert(place, Column("exchange", waits, 4, right=True))
+        columns.insert(place + 2, Column("gradient", norms, 3, right=True))
+        reports = [age(rank.seen_at, state.now) if rank.seen_at else none for rank in ranks]
+        columns.insert(-1, Column("report", reports, 4, right=True))
+    head, rows = lay_out(columns, width)
+    return [head, *rows] if headed else rows
+
+
+def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
+    """All ranks on one line, as far as there is room: state, compute time of the last step, who is slowest."""
+    straggler = _straggler(state, snapshot)
+    arrow = " <- slowest" if state.glyphs.ascii else " ← slowest"
+    parts = []
+    for rank in snapshot.ranks:
+        glyph, word = rank_glyph(state, rank)
+        took = f" {rank.step_s:.3f} s" if rank.step_s is not None else ""
+        late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
+        named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
+        parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))
+    return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
+
+
+def _predicted_rate(snapshot: RunSnapshot) -> str | None:
+    """The rate of the calibration that divided the run, and the run's deviation from it."""
+    expected = snapshot.division.tokens_per_s if snapshot.division is not None else None
+    if expected is None:
+        return None
+    now = snapshot.record.tokens_per_second
+    return f"{rate(expected)} ({now / expected - 1:+.0%})" if now is not None and expected else rate(expected)
+
+
+def _chunk(chunk: ChunkProgress) -> str:
+    epoch = f", epoch {chunk.epoch}" if chunk.epoch > 1 else ""
+    return f"chunk {chunk.done:,}/{chunk.of:,} ({chunk.done / chunk.of:.0%}{epoch})"
+
+
+def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
+    """The figures that the header leaves out, on one line, as far as there is room; "–" for one that is missing.
+    `peak`: the highest of all ranks, where these are not shown one by one."""
+    record, none = snapshot.record, state.glyphs.none
+    predicted, found = _predicted_rate(snapshot), skew(snapshot.ranks) if state.active else None
+    peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
+    parts = {
+        "val": loss(record.val_loss) if record.val_loss is not None else none,
+        "lr": f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none,
+        "peak": size(max(peaks)) if peaks else "",
+        "gradient": f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else none,
+        "skew": f"{found[0]:.0%}" if found is not None else "",
+        "speed": rate(record.tokens_per_second) if record.tokens_per_second is not None else none,
+        "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
+        "predicted": predicted or "not measured",
+    }
+    parts = {label: value for label, value in parts.items() if value}
+    unsaid = () if predicted else ("predicted",)
+    for name in ("speed", *unsaid, "gradient", "lr", "skew", "data", "predicted", "peak"):
+        if sum(len(label) + len(value) + 4 for label, value in parts.items()) > width + 3:
+            parts.pop(name, None)
+    return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts.items()])
+
+
+def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The shown run's end, with the first cause and its fix when it failed. Empty while all is well."""
+    record, glyphs = snapshot.record, state.glyphs
+    if record.state == "succeeded":
+        lasted = record.ended_at - record.created_at if record.ended_at else None
+        took = duration(lasted.total_seconds() if lasted is not None else None)
+        steps = plural(record.iterations, "iteration") if record.iterations else "all ranks"
+        return [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
+    diagnosis = snapshot.diagnosis
+    if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
+        if not snapshot.supervised and not snapshot.record.ended_at:
+            return _unsupervised(state)
+        return _away(state, snapshot, width)
+    word = " ".join(part for part in (record.state, record.reason and f"({record.reason})") if part)
+    place = _place(snapshot)
+    lines = [Content.assemble(glyphs.state(STATES[record.state], word), (f"  {place}" if place else "", "bold"))]
+    if snapshot.cause:
+        lines.append(pair("first cause" if record.state == "failed" else "cause", snapshot.cause, width))
+    if snapshot.fix:
+        lines.append(pair("fix", snapshot.fix, width, style="bold"))
+    if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
+    failures = sum(check.status == "fail" for check in snapshot.checks)
+    if record.reason == "preflight_failed" and failures:
+        lines.append(pair("", f"{plural(failures, 'failed check')}: 2 shows evidence and fix", width))
+    if record.excluded:
+        lines.append(pair("left out", f"{', '.join(record.excluded)}: the files there differ", width, style="$warning"))
+    if record.unconfirmed:
+        nodes = ", ".join(record.unconfirmed)
+        lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
+    if diagnosis is not None and diagnosis.offset is not None:
+        lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
+    return lines
+
+
+def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:
+    """The recovery of a run and its members by now; with `every`, each of its attempts."""
+    known = snapshot.attempts
+    lines = []
+    if every and len(known) > 1:
+        lines = [pair(f"attempt {attempt.number}", attempt_summary(attempt), width) for attempt in known]
+    elif (text := recovery_summary(snapshot)) is not None:
+        lines = [pair("recovery", text, width)]
+    if len(known) > 1 and (moved := membership_change(known[-1], known[0])) is not None:
+        lines.append(pair("", moved, width, style=MUTED))
+    if snapshot.given_up is not None and len(known) > 1:
+        lines.append(pair("no restart", snapshot.given_up, width))
+    return lines
+
+
+def _away(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The nodes that the run's supervisor cannot reach: since when, why, and the consequence."""
+    lines: list[Content] = []
+    for rank in snapshot.ranks:
+        link = away(state, rank)
+        if link is not None and len(lines) < NAMED_NODES:
+            text = f"rank {rank.rank} on {rank.node}: {link.condition} for {age(link.since, state.now)}"
+            why = f" ({link.why})" if link.why else ""
+            mark = f"{state.glyphs.shape(UNKNOWN)} node" if not lines else ""
+            lines.append(pair(mark, text + why, width, style="$warning"))
+    if lines:
+        lease = f"{state.config.recovery.lease_s:g} s" if state.config is not None else "its time"
+        note = f"a rank goes on training while its node is unreachable; its lease ends it after {lease}"
+        lines.append(pair("", note, width, style=MUTED))
+    return lines
+
+
+def _unsupervised(state: DeckState) -> list[Content]:
+    return [Content.styled("? no supervisor is alive for this run; it is being adopted or fenced", "$warning")]
+
+
+def _place(snapshot: RunSnapshot) -> str:
+    """The rank and node that ended it, with its exit or signal."""
+    record, parts = snapshot.record, []
+    if record.rank is not None:
+        parts.append(f"rank {record.rank}" + (f" on {record.host}" if record.host else ""))
+    elif record.host:
+        parts.append(record.host)
+    if record.signal is not None:
+        parts.append(f"signal {record.signal}")
+    elif record.exit_code is not None:
+        parts.append(f"exit {record.exit_code}")
+    return ", ".join(parts)
+
+
+def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
+    """Iteration of the newest committed checkpoint, None when there is none."""
+    return max((mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint"), default=None)
