@@ -21,7 +21,7 @@ from engine.protocol.job import Job
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies.base import Strategy
+from engine.trainer.strategies.base import PartitionedStrategy, Strategy
 from engine.trainer.weights import TensorSpec, WeightStream, scalar, write_safetensors
 
 
@@ -158,8 +158,9 @@ class Saver:
                 self._reporter.warn(f"saving the parameters of rank {source}: those of rank 0 are corrupted")
             written = self._write(weights, iteration, last=last)
         weights.drain()
-        if last and self._job.fine_tune_type == "full" and not self._strategy.replicated:
-            self._write_model(iteration)
+        if last and self._job.fine_tune_type == "full" and isinstance(self._strategy, PartitionedStrategy):
+            # No rank has the whole model otherwise.
+            self._write_model(iteration, self._strategy.all_weights())
         # Also a barrier: no rank continues before the save is done.
         if scalar(self._collective.all_sum(mx.array(float(written)))) > 0:
             self.saved = iteration
@@ -172,9 +173,8 @@ class Saver:
             raise Corrupted(message, mismatch.ranks, certain=mismatch.certain)
         self._reporter.warn(message)
 
-    def _write_model(self, iteration: int) -> None:
-        """The whole model, beside its trained parameters: no rank has it otherwise. Raises OSError, PeerLost."""
-        weights = self._strategy.all_weights()
+    def _write_model(self, iteration: int, weights: WeightStream) -> None:
+        """Beside the trained parameters. Raises OSError, PeerLost."""
         if self._collective.rank == 0:
             path = self._job.adapter_path / "model"
             started = self._report_begin(iteration, path)

@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,8 +50,12 @@ class TensorSpec:
     dtype: mx.Dtype
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.size
+        return self.size * self.dtype.size
 
 
 @dataclass(frozen=True)

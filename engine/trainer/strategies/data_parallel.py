@@ -5,7 +5,6 @@ An update equals the single machine's: gradients, losses and tokens are summed i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import mlx.core as mx
@@ -14,42 +13,26 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective
-from engine.trainer.data import DataLoader, Split
-from engine.trainer.optimizer import Updater
+from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import LocalStep, State
+from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.gradients import Gradients
 from engine.trainer.weights import WeightStream, floats, scalar
 
 
-class DataParallel:
-    """One rank's copy; a Strategy."""
+class DataParallel(Strategy):
+    """One rank's copy."""
 
     replicated = True
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
-        """Raises JobError for settings that the optimizer rejects."""
-        self.model = model
-        self.loader = loader
-        self._collective = collective
+        super().__init__(job, model, loader, collective)
         self._gradients = Gradients(model)
-        self._updater = Updater(job, model)
         self._sums: list[mx.array] | None = None
 
-    @property
-    def learning_rate(self) -> float:
-        return self._updater.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        return self._updater.in_16_bits
-
-    def accumulate(self, position: int) -> LocalStep:
-        started = time.perf_counter()
-        batch = self.loader.batch(position)
-        ready = time.perf_counter()
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
         loss, self._sums = self._gradients.add(batch, self._sums)
-        return LocalStep(loss, batch.targets, ready - started, time.perf_counter() - ready)
+        return loss, batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
         assert self._sums is not None
@@ -60,9 +43,8 @@ class DataParallel:
         *buckets, last = self._sums
         # float32 counts up to 16 million tokens per iteration exactly.
         tail = mx.concatenate([last, mx.array(counters)])
-        totals = [self._collective.all_sum(bucket) for bucket in [*buckets, tail]]
-        self._sums = totals
-        return floats(totals[-1][last.size :])
+        self._sums = [self._collective.all_sum(bucket) for bucket in [*buckets, tail]]
+        return floats(self._sums[-1][last.size :])
 
     def apply(self, tokens: float) -> float | None:
         assert self._sums is not None
@@ -78,15 +60,6 @@ class DataParallel:
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))
-
-    def all_weights(self) -> WeightStream:
-        return WeightStream.of(dict(tree_flatten(self.model.parameters())))
-
-    def state(self) -> State:
-        return self._updater.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._updater.fits(state)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         if (part, parts) != (0, 1):
