@@ -23,6 +23,11 @@ class ChunkPlan:
     num_chunks: int
     """ceil(dataset_size / chunk_size)."""
 
+    @classmethod
+    def whole(cls, dataset_size: int) -> ChunkPlan:
+        """One piece in memory, perhaps empty."""
+        return cls(False, dataset_size, dataset_size, 1)
+
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The range of examples of `chunk`. Raises IndexError."""
         if not 0 <= chunk < self.num_chunks:
