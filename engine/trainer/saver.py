@@ -4,7 +4,6 @@ writes, the others wait.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,8 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load_config, save_config
 
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import replacing, write_atomic
 from engine.protocol.job import Job
+from engine.trainer.checkpoint.files import replace_folder
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter
@@ -46,22 +46,13 @@ def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tup
     if iteration is None:
         return latest, latest.stat().st_size
     numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
-    _copy(latest, numbered)
+    with latest.open("rb") as source, replacing(numbered) as copy:
+        shutil.copyfileobj(source, copy, _COPY_BYTES)
     return numbered, numbered.stat().st_size
 
 
-def _copy(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        shutil.copyfile(source, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 _FILE_BYTES = 5 * 10**9
+_COPY_BYTES = 2**20
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """A model's files beside its weights."""
 
@@ -75,7 +66,7 @@ def write_model(target: Path, source: Path, weights: WeightStream) -> int:
         scratch.mkdir(parents=True)
         _copy_rest(source, scratch)
         size = _write_weights(scratch, weights)
-        _replace_directory(scratch, target)
+        replace_folder(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return size
@@ -114,16 +105,6 @@ def _split_into_files(weights: WeightStream) -> list[dict[str, TensorSpec]]:
         files[-1][name] = entry
         room -= entry.nbytes
     return files
-
-
-def _replace_directory(scratch: Path, target: Path) -> None:
-    """Rename it into place; what is there is moved aside first."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.before")
-    shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        target.rename(aside)
-    scratch.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 class Saver:

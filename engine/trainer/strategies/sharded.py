@@ -19,14 +19,13 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
+from engine.trainer.collective import Collective, aligned_words, as_words
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.sections import Rows, Section, check_splittable
 from engine.trainer.weights import TensorSpec, scalar
 
-_WORD = 4
 _ALIGNED_WORDS = 16
 """Each gathered tensor begins at a multiple of 64 bytes, for kernels that read several numbers at once."""
 _TRAINED_BYTES = 12
@@ -78,7 +77,7 @@ class Shards:
         own = {name: held[name] for name, tensor in tensors.items() if rank in tensor.ranks}
         self._before_gather = {name: own.get(name, _empty(tensor.dtype)) for name, tensor in tensors.items()}
         offsets, width = _offsets(tensors)
-        parts = [_as_words(value, _words(tensors[name])) for name, value in own.items()]
+        parts = [as_words(value, _words(tensors[name])) for name, value in own.items()]
         rest = width - sum(part.size for part in parts)
         mine = mx.concatenate([*parts, mx.zeros(rest, mx.uint32)])
         everybody = self._collective.gather_arrays(mine)
@@ -130,7 +129,7 @@ def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str
 
 def _words(tensor: TensorSpec) -> int:
     """The 32-bit words of a tensor among the gathered ones, padding included."""
-    return -(-tensor.nbytes // (_WORD * _ALIGNED_WORDS)) * _ALIGNED_WORDS
+    return aligned_words(tensor.nbytes, _ALIGNED_WORDS)
 
 
 def _offsets(tensors: Mapping[str, PlacedParameter]) -> tuple[dict[str, int], int]:
@@ -141,13 +140,6 @@ def _offsets(tensors: Mapping[str, PlacedParameter]) -> tuple[dict[str, int], in
         offsets[name] = rows.get(owner, 0)
         rows[owner] = offsets[name] + _words(tensor)
     return offsets, max(rows.values(), default=0)
-
-
-def _as_words(value: mx.array, words: int) -> mx.array:
-    """The bits of `value` as 32-bit words, padded to `words`."""
-    flat = value.reshape(-1)
-    missing = (words * _WORD - flat.nbytes) // flat.dtype.size
-    return mx.concatenate([flat, mx.zeros(missing, flat.dtype)]).view(mx.uint32)
 
 
 def _empty(dtype: mx.Dtype) -> mx.array:
