@@ -20,8 +20,8 @@ import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from numpy.typing import NDArray
 
-from engine.protocol.batches import ChunkPlan, chunk_plan, progress_text, share_counts, share_slice
 from engine.protocol.job import Job, JobError
+from engine.protocol.partition import ChunkPlan, chunk_plan, progress_text, share_counts, share_slice
 from engine.trainer.jsonl import JsonlIndex, has_examples, parse_row
 from engine.trainer.reporting import Reporter
 from engine.trainer.sampler import Indices, Sampler, fixed_batches
@@ -34,14 +34,11 @@ Tokens = tuple[list[int], int]
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples as arrays."""
-
     tokens: NDArray[np.int32]
     """[examples, length], padded with 0."""
     bounds: NDArray[np.int32]
     """[examples, 2]: the first token that is a target, and the number of tokens."""
     targets: int
-    """Number of target tokens."""
 
 
 class Split(ABC):

@@ -24,7 +24,7 @@ from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
-from engine.trainer.strategies.gradients import dropout_seed
+from engine.trainer.strategies.loss import dropout_seed
 from engine.trainer.weights import floats
 
 _CACHE_BYTES = 2**30
@@ -40,8 +40,6 @@ class _ReplicasDiffer(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the training ended."""
-
     completed: bool
     stopped: bool
     iteration: int
@@ -56,7 +54,6 @@ class _Iteration:
     local: dict[str, float | None] = field(default_factory=dict)
     """At the end of an update: this rank's loss and gradient norm before they are summed."""
     local_s: float = 0.0
-    """Seconds spent on `local`."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which examples are in which global batch, of which ranks take slices (protocol.batches).
+"""Which examples are in which global batch, of which ranks take slices (protocol.partition).
 
 The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), and the position is one
 integer. So the sequence of global batches is the same for every world size, and no other use of random numbers
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.batches import ChunkPlan
+from engine.protocol.partition import ChunkPlan
 
 Indices = NDArray[np.int64]
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,36 +159,31 @@ class Saver:
         """Beside the trained parameters. Raises OSError, PeerLost."""
         if self._collective.rank == 0:
             path = self._job.adapter_path / "model"
-            started = self._report_begin(iteration, path)
             try:
-                size = write_model(path, self._job.model, weights)
+                self._report(iteration, path, lambda: (path, write_model(path, self._job.model, weights)))
             finally:
                 weights.drain()
-            self._report_committed(iteration, path, size, started)
         weights.drain()
 
     def _write(self, weights: WeightStream, iteration: int, *, last: bool) -> bool:
         """False when the disk did not take it. Raises OSError at the last save."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
         numbered = iteration if not last or iteration < self._job.iters else None
-        started = self._report_begin(iteration, self._job.adapter_path)
         try:
-            path, size = save_adapters(self._job, weights, numbered)
+            self._report(iteration, self._job.adapter_path, lambda: save_adapters(self._job, weights, numbered))
         except OSError as error:
             weights.drain()
             if last:
                 raise
             self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             return False
-        self._report_committed(iteration, path, size, started)
         return True
 
-    def _report_begin(self, iteration: int, path: Path) -> float:
-        """The time of the start."""
-        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
-        return time.perf_counter()
-
-    def _report_committed(self, iteration: int, path: Path, size: int, started: float) -> None:
+    def _report(self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]]) -> None:
+        """`write` into `target`; it returns the last path and its bytes."""
+        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
+        started = time.perf_counter()
+        path, size = write()
         seconds = time.perf_counter() - started
         self._reporter.event(
             "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds

@@ -25,7 +25,8 @@ from engine.trainer.data import Batch, load_split
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.gradients import Gradients, dropout_seed
+from engine.trainer.strategies.data_parallel import Gradients
+from engine.trainer.strategies.loss import dropout_seed
 
 SYNTHETIC_VOCABULARY = 384
 SYNTHETIC_LENGTH = 129
@@ -113,8 +114,6 @@ class BatchSource(Protocol):
 
 @dataclass
 class StepTimes:
-    """Steps of one batch."""
-
     batch: int
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -220,7 +219,6 @@ class Measurement:
         """Examples per second of each window."""
         self.elapsed_s = 0.0
         self.on_step: Callable[[], object] = lambda: None
-        """Called after each step."""
 
     def run(self, on_window: Callable[[], None]) -> None:
         """Measure until the time is over, at least one window."""

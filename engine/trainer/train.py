@@ -16,7 +16,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.pipeline import LayerSplit, format_split, layer_split, parse_split
+from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints

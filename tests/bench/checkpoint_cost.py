@@ -33,7 +33,7 @@ from engine.trainer.checkpoint.store import Origin, Snapshot
 from engine.trainer.optimizer import Updater
 from engine.trainer.reporting import Reporter
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.protocol.pipeline import parse_split
+from engine.protocol.partition import parse_split
 from engine.trainer.collective import Collective
 from engine.trainer.data import DataLoader, load_split
 from engine.trainer.model import load_model

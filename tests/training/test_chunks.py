@@ -18,9 +18,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.protocol.batches import progress_text
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
+from engine.protocol.partition import progress_text
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, Split, StreamedExamples, load_split
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter

@@ -42,8 +42,6 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint."""
-
     name: str
     sha256: str
     stored_bytes: int
@@ -55,8 +53,6 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint."""
-
     update: int
     """Optimizer updates that its state has seen."""
     config_hash: str

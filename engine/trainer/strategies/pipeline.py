@@ -19,12 +19,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job, JobError
-from engine.protocol.pipeline import LayerSplit, Step, check_split, micro_batches, schedule
+from engine.protocol.partition import LayerSplit, Step, check_split, micro_batches, schedule
 from engine.trainer.collective import Collective, GroupError
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
-from engine.trainer.strategies.sections import Rows, Section, check_splittable
+from engine.trainer.strategies.loss import Rows
+from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
 
 _MAGIC = 0x464C4447
@@ -67,12 +68,8 @@ class StageMessages:
         self._check(rank, header, [_MAGIC, *tag, dtype if 0 <= dtype < len(_DTYPES) else 0, *rows, width])
         return self._collective.receive(self._collective.recv_lazy((*rows, width), _DTYPES[dtype], rank))
 
-    def recv_later(self, rank: int, like: mx.array) -> mx.array:
-        """The array that `recv_into` will receive, to be computed with before."""
-        return self._collective.recv_lazy(like.shape, like.dtype, rank)
-
     def recv_into(self, later: mx.array, rank: int, tag: MessageTag) -> None:
-        """Evaluate `later`. Raises GroupError, PeerLost."""
+        """Evaluate `later`, of the collective's recv_lazy. Raises GroupError, PeerLost."""
         self._check(rank, self._header(rank), [_MAGIC, *tag, _DTYPES.index(later.dtype), *later.shape])
         self._collective.receive(later)
 
@@ -98,8 +95,6 @@ def _describe_header(header: list[int]) -> str:
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch in this stage."""
-
     rows: Rows
     hidden: mx.array | None = None
     output: mx.array | None = None
@@ -175,7 +170,7 @@ class Pipeline(PartitionedStrategy):
                 micro.cotangent = mx.array(1.0)
             else:
                 output = section.like_output(rows, hidden)
-                micro.cotangent = self._messages.recv_later(self._collective.rank + 1, output)
+                micro.cotangent = self._collective.recv_lazy(output.shape, output.dtype, self._collective.rank + 1)
             trained = dict(tree_flatten(self.model.trainable_parameters()))
             micro.output, micro.gradients, micro.below = section.forward_backward(
                 trained, rows, hidden, micro.cotangent, below=self._collective.rank > self._first_trained

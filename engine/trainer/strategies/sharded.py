@@ -23,7 +23,8 @@ from engine.trainer.collective import Collective, aligned_words, as_words
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
-from engine.trainer.strategies.sections import Rows, Section, check_splittable
+from engine.trainer.strategies.loss import Rows
+from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import TensorSpec, scalar
 
 _ALIGNED_WORDS = 16

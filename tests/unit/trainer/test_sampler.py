@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.batches import ChunkPlan, chunk_plan, share_counts, share_slice
+from engine.protocol.partition import ChunkPlan, chunk_plan, share_counts, share_slice
 from engine.trainer.sampler import ChunkEnd, Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
