@@ -12,13 +12,19 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from engine.protocol.exit_codes import TrainerExit
+
 
 class GroupError(RuntimeError):
     """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
 
+    exit_code = TrainerExit.GROUP
+
 
 class PeerLost(RuntimeError):
     """Another rank is gone: a consequence of its failure, not the cause."""
+
+    exit_code = TrainerExit.PEER_LOST
 
 
 class Collective:

@@ -71,8 +71,11 @@ class Split(ABC):
         return _padded([self._tokens(*pair) for pair in pairs], self._max_length, self._on_truncate)
 
     def sampler(self, batch_size: int, seed: int) -> Sampler:
-        """Endless global batches. Raises ValueError for fewer examples than a batch."""
-        return Sampler(self.plan, self._lengths, batch_size, seed)
+        """Endless global batches. Raises JobError for fewer examples than a batch."""
+        try:
+            return Sampler(self.plan, self._lengths, batch_size, seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {batch_size}: {error}") from error
 
     def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
         """Batches for validation and test, at most `limit`: the same every time."""
@@ -146,6 +149,14 @@ def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int],
     return (StreamedExamples if large else InMemoryExamples)(path, tokenizer, job, on_truncate)
 
 
+def load_train_split(job: Job, tokenizer: Any, on_truncate: Callable[[int], None]) -> Split:
+    """Raises JobError, also when there is no example."""
+    train = load_split(job, "train", tokenizer, on_truncate)
+    if not len(train):
+        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+    return train
+
+
 def _dataset(path: Path, rows: list[dict[str, Any]], tokenizer: Any, job: Job) -> Any:
     """mlx-lm's dataset of `rows`; the first one determines their format."""
     try:
@@ -189,9 +200,9 @@ class DataLoader:
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)
-            self._sampler = train.sampler(job.batch_size, job.seed)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self._sampler = train.sampler(job.batch_size, job.seed)
         self._rank = rank
         self._reporter = reporter
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import mlx.core as mx
 
+from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
@@ -32,6 +33,8 @@ _CACHE_BYTES = 2**30
 
 class Diverged(RuntimeError):
     """The loss or the gradient is not finite."""
+
+    exit_code = TrainerExit.DIVERGED
 
 
 class _ReplicasDiffer(Exception):

@@ -16,6 +16,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from engine.protocol.exit_codes import TrainerExit
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.reporting import Reporter
 from engine.trainer.weights import UINT_OF_SIZE
@@ -33,6 +34,8 @@ _NAMED = 3
 
 class Corrupted(RuntimeError):
     """This rank's parameters differ from the others', or there is no majority that tells which are right."""
+
+    exit_code = TrainerExit.CORRUPTED
 
     def __init__(self, message: str, ranks: Sequence[int], *, certain: bool) -> None:
         super().__init__(message)

@@ -52,7 +52,7 @@ def load(job: Job, name: str = "train") -> Split:
 
 
 def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> DataLoader:
-    reporter = Reporter(rank, EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
+    reporter = Reporter(EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
     return DataLoader(load(job), job, counts, rank, reporter)
 
 

@@ -48,7 +48,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
     job = job_of(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
     model, tokenizer = load_model(job)
     train = load_split(job, "train", tokenizer, lambda _: None)
-    reporter = Reporter(0, EventWriter(None, 0, 1))
+    reporter = Reporter(EventWriter(None, 0, 1))
     training = Sharded(job, model, DataLoader(train, job, [1.0], 0, reporter), Collective("ring", 1, 0))
     training.model.train()
     own = dict(tree_flatten(training.model.trainable_parameters()))

@@ -77,7 +77,7 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
-    reporter = Reporter(0, EventWriter(path, 0, 1))
+    reporter = Reporter(EventWriter(path, 0, 1))
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
@@ -26,6 +27,8 @@ from engine.trainer.collective import Collective, all_gather_object, broadcast_a
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import State, Strategy
+
+Result = TypeVar("Result")
 
 MAX_PARTS = 1000
 _MAX_STATES = 32
@@ -185,17 +188,26 @@ class Resume:
                 self._reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
-                try:
-                    manifest = store.verify(path, check_hashes=False).manifest
-                    if manifest.config_hash != self._config_hash:
-                        raise CheckpointError("it is of another job")
-                    rank = self._collective.rank
-                    found.append((path, StateCopy.from_manifest(manifest, rank, place.source, place.author)))
-                except (CheckpointError, OSError) as error:
-                    self._refuse(path, error)
+                copy = self._read(path, partial(self._describe, place))
+                if copy is not None:
+                    found.append((path, copy))
         newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
         self._paths = [path for path, _ in newest]
         return [copy._replace(number=number) for number, (_, copy) in enumerate(newest)]
+
+    def _describe(self, place: StateFolder, path: Path) -> StateCopy:
+        manifest = store.verify(path, check_hashes=False).manifest
+        if manifest.config_hash != self._config_hash:
+            raise CheckpointError("it is of another job")
+        return StateCopy.from_manifest(manifest, self._collective.rank, place.source, place.author)
+
+    def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
+        """None, reported, when it cannot be read."""
+        try:
+            return read(path)
+        except (CheckpointError, OSError) as error:
+            self._refuse(path, error)
+            return None
 
     def _refuse(self, path: Path, why: Exception) -> None:
         self._refused += 1
@@ -256,27 +268,15 @@ class Resume:
         for copy in copies:
             if copy.author in outvoted:
                 continue
-            verified = copy.rank == self._collective.rank and self._verify(self._paths[copy.number])
+            own = copy.rank == self._collective.rank
+            verified = own and self._read(self._paths[copy.number], store.verify) is not None
             if broadcast_object(self._collective, verified, copy.rank):
                 return copy
         return None
 
-    def _verify(self, path: Path) -> bool:
-        try:
-            store.verify(path)
-        except (CheckpointError, OSError) as error:
-            self._refuse(path, error)
-            return False
-        return True
-
     def _load(self, copy: StateCopy) -> State | None:
         """This rank's own; None when it cannot be read after all."""
-        path = self._paths[copy.number]
-        try:
-            return store.load(store.verify(path, check_hashes=False))
-        except (CheckpointError, OSError) as error:
-            self._refuse(path, error)
-            return None
+        return self._read(self._paths[copy.number], lambda path: store.load(store.verify(path, check_hashes=False)))
 
     def _broadcast(self, copy: StateCopy) -> State | None:
         """On every rank."""
