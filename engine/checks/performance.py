@@ -23,7 +23,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.plan.fingerprint import age_days, changed_nodes, is_stale, latest_matching
 from engine.plan.prediction import Prediction, predict, step_s
 from engine.plan.shares import MISSING
-from engine.protocol.batches import share_counts
+from engine.protocol.partition import share_counts
 from engine.store.store import Store
 
 NAME = "performance_layer"

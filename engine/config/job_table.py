@@ -14,7 +14,7 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
 from engine.config.models import JobConfig
-from engine.protocol.pipeline import parse_split
+from engine.protocol.partition import parse_split
 from engine.security.identifiers import IDENTIFIER_FORM as IDENTIFIER
 from engine.security.identifiers import is_identifier, make_identifier
 

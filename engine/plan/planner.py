@@ -30,7 +30,7 @@ from engine.plan.memory.fit import MemoryFit, memory_fit
 from engine.plan.preflight import consistency_section, sync_section
 from engine.plan.shares import MISSING
 from engine.plan.strategy import split_layers, strategy_section
-from engine.protocol.batches import chunk_plan, progress_text
+from engine.protocol.partition import chunk_plan, progress_text
 
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 

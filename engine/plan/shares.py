@@ -13,7 +13,7 @@ from typing import Literal, cast
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, HardwareMetrics, NodeMeasure
 from engine.plan.fingerprint import age_days, is_stale
-from engine.protocol.batches import share_counts
+from engine.protocol.partition import share_counts
 
 UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""

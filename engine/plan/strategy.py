@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.plan.advice import is_m4_max
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
-from engine.protocol.pipeline import (
+from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
     bubble_fraction,

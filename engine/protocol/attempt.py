@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SPEC_VERSION = 1
 
@@ -194,15 +195,25 @@ class NodeFiles:
             self.fenced.touch(mode=0o600)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a small file, mode 0600, so that a reader sees all of it or nothing."""
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file for what will be at `path`: a reader sees all of it, on disk, or what was there before. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a small file, mode 0600."""
+    with replacing(path, 0o600) as file:
+        file.write(text.encode())
 
 
 def read_identity(path: Path) -> Identity | None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,7 @@ class EventWriter:
 
 def last_phase(path: Path) -> str | None:
     """The last phase that the trainer announced, None before the first and after its `end`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _PHASE_TAIL_BYTES))
-            tail = file.read()
-    except OSError:
-        return None
-    for line in reversed(tail.split(b"\n")):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
+    for event in _events_backwards(path, _PHASE_TAIL_BYTES):
         if event.get("event") == "phase":
             return str(event.get("phase"))
         if event.get("event") in _SAVES and event.get("phase") == "begin" and not event.get("background"):
@@ -84,7 +75,6 @@ def _finite(value: Any) -> Any:
 
 _TAIL_BYTES = 4096
 _EVENT_TAIL_BYTES = 262_144
-_EVENT_NAME_WITHIN = 64
 
 
 @dataclass(frozen=True)
@@ -102,14 +92,10 @@ class ExitOutput:
 
 
 def exit_output(files: NodeFiles, rank: int) -> ExitOutput:
-    # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
-    events = tail(files.events(rank), size=_EVENT_TAIL_BYTES).split("\n")
-    return ExitOutput(
-        log=tail(files.log(rank)),
-        keeper=tail(files.keeper_log(rank)),
-        failure=_last_event(events, "failure"),
-        end=_last_event(events, "end"),
-    )
+    last: dict[str, dict[str, Any]] = {}
+    for event in _events_backwards(files.events(rank), _EVENT_TAIL_BYTES):
+        last.setdefault(str(event.get("event")), event)
+    return ExitOutput(tail(files.log(rank)), tail(files.keeper_log(rank)), last.get("failure"), last.get("end"))
 
 
 def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:
@@ -123,15 +109,13 @@ def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:
         return ""
 
 
-def _last_event(lines: list[str], name: str) -> dict[str, Any] | None:
-    wanted = f'"event": "{name}"'
-    for line in reversed(lines):
-        if wanted not in line[:_EVENT_NAME_WITHIN]:
-            continue
+def _events_backwards(path: Path, size: int) -> Iterator[dict[str, Any]]:
+    """The events in the last `size` bytes, newest first; what is torn or none of ours is skipped."""
+    # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
+    for line in reversed(tail(path, size=size).split("\n")):
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
-            return event
-    return None
+            yield event

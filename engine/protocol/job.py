@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.batches import COORDINATOR_CHUNK_SIZE
+from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 

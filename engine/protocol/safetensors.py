@@ -30,8 +30,6 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Header:
-    """One file's header."""
-
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     """Name → (dtype, shape)."""
     metadata: dict[str, Any]

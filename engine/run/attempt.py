@@ -34,7 +34,7 @@ from engine.node.processes import kill_group, oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
-from engine.protocol.pipeline import parse_split
+from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
 from engine.run.run_plan import PlannedRank, RunPlan

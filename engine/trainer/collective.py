@@ -8,17 +8,23 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+
+from engine.protocol.exit_codes import TrainerExit
 
 
 class GroupError(RuntimeError):
     """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
 
+    exit_code = TrainerExit.GROUP
+
 
 class PeerLost(RuntimeError):
     """Another rank is gone: a consequence of its failure, not the cause."""
+
+    exit_code = TrainerExit.PEER_LOST
 
 
 class Collective:
@@ -100,16 +106,9 @@ class Collective:
         return result
 
 
-_BUCKET_BYTES = 64 * 2**20
-_ALIGNMENT = 8
-"""Bytes: no element of any type is cut in two."""
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        mx.float32, mx.bfloat16, mx.float16, mx.uint8, mx.uint16, mx.uint32, mx.uint64,
-        mx.int8, mx.int16, mx.int32, mx.int64,
-    )
-}  # fmt: skip
+_BUCKET_WORDS = 16 * 2**20
+_ALIGNED_WORDS = 2
+"""No element of any type is cut in two."""
 
 Groups = Mapping[str, Mapping[str, mx.array]]
 
@@ -132,64 +131,69 @@ def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) 
     """The `groups` of rank `owner`, bit for bit, on every rank; the others pass None. Raises PeerLost."""
     mine = groups if collective.rank == owner else None
     described = {
-        group: {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
+        group: {name: (value.shape, str(value.dtype).rpartition(".")[2]) for name, value in arrays.items()}
         for group, arrays in (mine or {}).items()
     }
     described = broadcast_object(collective, described, owner)
-    shapes = [
-        (group, name, tuple(shape), _DTYPES[dtype])
+    entries = [
+        _Entry(group, name, tuple(shape), getattr(mx, dtype))
         for group, arrays in described.items()
         for name, (shape, dtype) in arrays.items()
     ]
     found: dict[str, dict[str, mx.array]] = {group: {} for group in described}
-    for bucket in _buckets(shapes):
-        sizes = [_padded(shape, dtype) for _, _, shape, dtype in bucket]
+    for bucket in _buckets(entries):
         # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
         if mine is None:
-            bits = mx.zeros(sum(sizes) // 4, dtype=mx.uint32)
+            bits = mx.zeros(sum(entry.words for entry in bucket), dtype=mx.uint32)
         else:
-            bits = mx.concatenate([_bits(mine[group][name]) for group, name, _, _ in bucket])
-        total = (collective.all_sum(bits) if bits.size else bits).view(mx.uint8)
-        if mine is not None:
-            # The owner keeps its own arrays: there is no room for two states.
-            for group, name, _, _ in bucket:
-                found[group][name] = mine[group][name]
-            continue
+            bits = mx.concatenate([as_words(mine[entry.group][entry.name], entry.words) for entry in bucket])
+        total = collective.all_sum(bits) if bits.size else bits
         start = 0
-        for (group, name, shape, dtype), size in zip(bucket, sizes, strict=True):
-            length = math.prod(shape) * dtype.size
-            # A copy: a slice would keep its whole bucket in memory.
-            piece = mx.contiguous(total[start : start + length])
-            mx.eval(piece)
-            found[group][name] = piece.view(dtype).reshape(shape)
-            start += size
+        for entry in bucket:
+            end = start + entry.words
+            if mine is not None:
+                # The owner keeps its own arrays: there is no room for two states.
+                found[entry.group][entry.name] = mine[entry.group][entry.name]
+            else:
+                # A copy: a slice would keep its whole bucket in memory.
+                piece = mx.contiguous(total[start:end].view(entry.dtype)[: math.prod(entry.shape)])
+                found[entry.group][entry.name] = piece.reshape(entry.shape)
+            start = end
         mx.eval(found)
     return found
 
 
-_Entry = tuple[str, str, tuple[int, ...], mx.Dtype]
+class _Entry(NamedTuple):
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def words(self) -> int:
+        return aligned_words(math.prod(self.shape) * self.dtype.size, _ALIGNED_WORDS)
 
 
 def _buckets(entries: list[_Entry]) -> Iterator[list[_Entry]]:
     """In order, as many as fit: hundreds of small sums would take longer than one large one."""
     bucket: list[_Entry] = []
-    room = _BUCKET_BYTES
+    room = _BUCKET_WORDS
     for entry in entries:
-        size = _padded(entry[2], entry[3])
-        if bucket and size > room:
+        if bucket and entry.words > room:
             yield bucket
-            bucket, room = [], _BUCKET_BYTES
+            bucket, room = [], _BUCKET_WORDS
         bucket.append(entry)
-        room -= size
+        room -= entry.words
     if bucket:
         yield bucket
 
 
-def _padded(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
-    return -(-math.prod(shape) * dtype.size // _ALIGNMENT) * _ALIGNMENT
+def aligned_words(nbytes: int, multiple: int) -> int:
+    """32-bit words for so many bytes, padded to a multiple."""
+    return -(-nbytes // (4 * multiple)) * multiple
 
 
-def _bits(value: mx.array) -> mx.array:
-    """Its bytes as 32-bit words, padded."""
+def as_words(value: mx.array, words: int) -> mx.array:
+    """The bits of `value` as 32-bit words, padded with zeros to `words`."""
     raw = mx.contiguous(value).reshape(-1).view(mx.uint8)
-    return mx.pad(raw, (0, _padded(value.shape, value.dtype) - raw.size)).view(mx.uint32)
+    return mx.pad(raw, (0, 4 * words - raw.size)).view(mx.uint32)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from numpy.typing import NDArray
 
-from engine.protocol.batches import chunk_plan, progress_text, share_counts, share_slice
 from engine.protocol.job import Job, JobError
+from engine.protocol.partition import ChunkPlan, chunk_plan, progress_text, share_counts, share_slice
 from engine.trainer.jsonl import JsonlIndex, has_examples, parse_row
 from engine.trainer.reporting import Reporter
-from engine.trainer.sampler import BatchSampler, ChunkedSampler, Indices, Sampler, fixed_batches, fixed_chunked_batches
+from engine.trainer.sampler import Indices, Sampler, fixed_batches
 
 _PAD_TO = 32
 
@@ -33,100 +34,108 @@ Tokens = tuple[list[int], int]
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples as arrays."""
-
     tokens: NDArray[np.int32]
     """[examples, length], padded with 0."""
     bounds: NDArray[np.int32]
     """[examples, 2]: the first token that is a target, and the number of tokens."""
     targets: int
-    """Number of target tokens."""
 
 
-class Split(Protocol):
+class Split(ABC):
     """One file of examples."""
 
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the file."""
+    plan: ChunkPlan
+    checksum: int
+    """CRC-32 of the file."""
+    _process: Callable[[Any], Tokens]
+    """Tokenises a result of `_examples`."""
+
+    def __init__(self, path: Path, job: Job, on_truncate: Callable[[int], None]) -> None:
+        self._path = path
+        self._max_length = job.max_seq_length
+        self._on_truncate = on_truncate
+
+    def __len__(self) -> int:
+        return self.plan.dataset_size
 
     @property
     def num_chunks(self) -> int | None:
         """Chunks that it is streamed in; None when it is in memory."""
-
-    def __len__(self) -> int: ...
+        return self.plan.num_chunks if self.plan.enabled else None
 
     def batch(self, indices: Sequence[int] | Indices) -> Batch:
         """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most.
         Raises JobError."""
+        wanted = [int(index) for index in indices]
+        pairs = zip(wanted, self._examples(wanted), strict=True)
+        return _padded([self._tokens(*pair) for pair in pairs], self._max_length, self._on_truncate)
 
-    def sampler(self, batch_size: int, seed: int) -> BatchSampler:
-        """Endless global batches. Raises ValueError for fewer examples than a batch."""
+    def sampler(self, batch_size: int, seed: int) -> Sampler:
+        """Endless global batches. Raises JobError for fewer examples than a batch."""
+        try:
+            return Sampler(self.plan, self._lengths, batch_size, seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {batch_size}: {error}") from error
 
-    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
         """Batches for validation and test, at most `limit`: the same every time."""
+        return fixed_batches(self.plan, batch_size, seed, limit)
+
+    @abstractmethod
+    def _examples(self, indices: list[int]) -> Sequence[Any]:
+        """Raises JobError."""
+
+    @abstractmethod
+    def _lengths(self, start: int, end: int) -> Indices:
+        """Those of a half-open range of examples, for sorting: of their text, since tokenising all would take long."""
+
+    def _tokens(self, index: int, example: Any) -> Tokens:
+        try:
+            return self._process(example)
+        except (KeyError, TypeError, IndexError) as error:
+            raise JobError(
+                f"{self._path}: example {index + 1} does not have the format of the first one: {error!r}"
+            ) from error
 
 
-class InMemoryExamples:
+class InMemoryExamples(Split):
     """A split in memory, each example tokenised once."""
-
-    num_chunks = None
 
     def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
         """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
-        self._path = path
-        self._max_length = job.max_seq_length
-        self._on_truncate = on_truncate
+        super().__init__(path, job, on_truncate)
         raw = path.read_bytes() if path.exists() else b""
         self.checksum = zlib.crc32(raw)
         lines = enumerate(raw.split(b"\n"), 1)
         rows = [parse_row(path, number, line) for number, line in lines if line.strip()]
-        self._data = CacheDataset(_dataset(path, rows, tokenizer, job)) if rows else []
-        self.lengths = [_length(row) for row in rows]
-        """Characters of each example, for sorting."""
+        self.plan = ChunkPlan.whole(len(rows))
+        if rows:
+            self._process = CacheDataset(_dataset(path, rows, tokenizer, job)).__getitem__
+        self._characters = np.asarray([_length(row) for row in rows], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self._data)
+    def _examples(self, indices: list[int]) -> list[int]:
+        return indices
 
-    def batch(self, indices: Sequence[int] | Indices) -> Batch:
-        examples = [_tokens(self._path, int(index), self._data.__getitem__, int(index)) for index in indices]
-        return _padded(examples, self._max_length, self._on_truncate)
-
-    def sampler(self, batch_size: int, seed: int) -> Sampler:
-        return Sampler(self.lengths, batch_size, seed)
-
-    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> list[Indices]:
-        return fixed_batches(len(self), batch_size, seed, limit)
+    def _lengths(self, start: int, end: int) -> Indices:
+        return self._characters[start:end]
 
 
-class StreamedExamples:
+class StreamedExamples(Split):
     """A split on disk: an example is read and tokenised each time it is used."""
 
     def __init__(self, path: Path, tokenizer: Any, job: Job, on_truncate: Callable[[int], None]) -> None:
         """Index `path`, which has at least one example. Raises JobError for what cannot be read."""
-        self._path = path
-        self._max_length = job.max_seq_length
-        self._on_truncate = on_truncate
+        super().__init__(path, job, on_truncate)
         self._index = JsonlIndex.of(path, job.home / "index")
-        self._plan = chunk_plan(len(self._index), job.chunk_size)
-        self._process = _dataset(path, self._index.rows([0]), tokenizer, job).process
+        self.plan = chunk_plan(len(self._index), job.chunk_size)
         self.checksum = self._index.checksum
-        self.num_chunks = self._plan.num_chunks
+        self._process = _dataset(path, self._index.rows([0]), tokenizer, job).process
 
-    def __len__(self) -> int:
-        return len(self._index)
+    def _examples(self, indices: list[int]) -> list[dict[str, Any]]:
+        return self._index.rows(indices)
 
-    def batch(self, indices: Sequence[int] | Indices) -> Batch:
-        wanted = [int(index) for index in indices]
-        rows = self._index.rows(wanted)
-        examples = [_tokens(self._path, index, self._process, row) for index, row in zip(wanted, rows, strict=True)]
-        return _padded(examples, self._max_length, self._on_truncate)
-
-    def sampler(self, batch_size: int, seed: int) -> ChunkedSampler:
-        return ChunkedSampler(self._plan, self._index.lengths, batch_size, seed)
-
-    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterable[Indices]:
-        return fixed_chunked_batches(self._plan, batch_size, seed, limit)
+    def _lengths(self, start: int, end: int) -> Indices:
+        return self._index.lengths(start, end)
 
 
 def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int], None]) -> Split:
@@ -140,19 +149,20 @@ def load_split(job: Job, name: str, tokenizer: Any, on_truncate: Callable[[int],
     return (StreamedExamples if large else InMemoryExamples)(path, tokenizer, job, on_truncate)
 
 
+def load_train_split(job: Job, tokenizer: Any, on_truncate: Callable[[int], None]) -> Split:
+    """Raises JobError, also when there is no example."""
+    train = load_split(job, "train", tokenizer, on_truncate)
+    if not len(train):
+        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+    return train
+
+
 def _dataset(path: Path, rows: list[dict[str, Any]], tokenizer: Any, job: Job) -> Any:
     """mlx-lm's dataset of `rows`; the first one determines their format."""
     try:
         return create_dataset(rows, tokenizer, job)
     except ValueError as error:
         raise JobError(f"{path}: {str(error).splitlines()[0]}") from error
-
-
-def _tokens(path: Path, index: int, process: Callable[[Any], Tokens], example: Any) -> Tokens:
-    try:
-        return process(example)
-    except (KeyError, TypeError, IndexError) as error:
-        raise JobError(f"{path}: example {index + 1} does not have the format of the first one: {error!r}") from error
 
 
 def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int], None]) -> Batch:
@@ -170,7 +180,7 @@ def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int]
 
 
 def _length(value: Any) -> int:
-    """Characters of text in an example: close enough to its tokens for sorting, without tokenising everything."""
+    """Characters of text in an example."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -190,9 +200,9 @@ class DataLoader:
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)
-            self._sampler = train.sampler(job.batch_size, job.seed)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self._sampler = train.sampler(job.batch_size, job.seed)
         self._rank = rank
         self._reporter = reporter
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import mlx.core as mx
 
+from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
@@ -24,7 +25,7 @@ from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
-from engine.trainer.strategies.gradients import dropout_seed
+from engine.trainer.strategies.loss import dropout_seed
 from engine.trainer.weights import floats
 
 _CACHE_BYTES = 2**30
@@ -33,6 +34,8 @@ _CACHE_BYTES = 2**30
 class Diverged(RuntimeError):
     """The loss or the gradient is not finite."""
 
+    exit_code = TrainerExit.DIVERGED
+
 
 class _ReplicasDiffer(Exception):
     """A replica check found a difference that ends the training."""
@@ -40,8 +43,6 @@ class _ReplicasDiffer(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the training ended."""
-
     completed: bool
     stopped: bool
     iteration: int
@@ -56,7 +57,6 @@ class _Iteration:
     local: dict[str, float | None] = field(default_factory=dict)
     """At the end of an update: this rank's loss and gradient norm before they are summed."""
     local_s: float = 0.0
-    """Seconds spent on `local`."""
 
 
 @dataclass

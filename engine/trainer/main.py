@@ -15,15 +15,8 @@ from engine.node.processes import raise_priority
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec
 from engine.protocol.events import EventWriter
 from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.job import JobError
 from engine.trainer.control import Control
-
-_EXIT_CODES = {
-    "GroupError": TrainerExit.GROUP,
-    "Diverged": TrainerExit.DIVERGED,
-    "PeerLost": TrainerExit.PEER_LOST,
-    "Corrupted": TrainerExit.CORRUPTED,
-}
-"""By the exception's name: the classes are imported late."""
 
 
 def main() -> int:
@@ -55,7 +48,7 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
 
     node = spec.rank(rank)
     os.chdir(node.workdir)
-    reporter = Reporter(rank, events)
+    reporter = Reporter(events)
     reporter.phase("loading")
     if mx.default_device() == mx.Device(mx.cpu):
         # On the CPU each fused kernel is built by the system's C++ compiler, which costs more than it gains.
@@ -70,11 +63,11 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
 def _report_failure(error: BaseException, events: EventWriter) -> TrainerExit:
     """Write the failure to the events and to standard error; returns the exit code."""
     name = type(error).__name__
-    code = _EXIT_CODES.get(name, TrainerExit.EXCEPTION)
+    code: TrainerExit = getattr(error, "exit_code", TrainerExit.EXCEPTION)
     text = "".join(traceback.format_exception(error))
     events.write("failure", error_type=name, message=str(error) or name, traceback=text, **getattr(error, "facts", {}))
     # What the user can fix is one line; what only we can fix is a traceback.
-    known = code != TrainerExit.EXCEPTION or name == "JobError"
+    known = code != TrainerExit.EXCEPTION or isinstance(error, JobError)
     print(f"{name}: {error}" if known else text, file=sys.stderr)
     return code
 

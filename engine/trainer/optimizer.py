@@ -39,7 +39,7 @@ class Updater:
         self._optimizer = _make_optimizer(job)
         self._model = model
         trainable = dict(tree_flatten(model.trainable_parameters()))
-        self.dtypes = {name: value.dtype for name, value in trainable.items()}
+        self._dtypes = {name: value.dtype for name, value in trainable.items()}
         keep = job.optimizer_precision == "parameter"
         self.masters = trainable if keep else {name: value.astype(mx.float32) for name, value in trainable.items()}
         self._optimizer.init(self.masters)
@@ -54,7 +54,7 @@ class Updater:
     @property
     def in_16_bits(self) -> bool:
         """At least one trained parameter has only 16 bits."""
-        return any(dtype.size < 4 for dtype in self.dtypes.values())
+        return any(dtype.size < 4 for dtype in self._dtypes.values())
 
     @property
     def learning_rate(self) -> float:
@@ -100,11 +100,21 @@ class Updater:
         mx.eval(self._model.trainable_parameters())
 
     def _check(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
-        for group, arrays in self.state().items():
-            check_same(group, arrays, state.get(group, {}))
+        """Raises ValueError when names, shapes or types differ from this job's."""
+        for group, ours in self.state().items():
+            theirs = state.get(group, {})
+            for name in ours.keys() | theirs.keys():
+                if name not in ours or name not in theirs:
+                    where = "this job's" if name in ours else "the saved"
+                    raise ValueError(f"{name} is only in {where} {group}")
+                here, there = ((value.shape, value.dtype) for value in (ours[name], theirs[name]))
+                if here != there:
+                    raise ValueError(
+                        f"{name} of the saved {group} is {there[0]} {there[1]}, this job's is {here[0]} {here[1]}"
+                    )
 
     def _update_model(self) -> None:
-        parameters = [(name, master.astype(self.dtypes[name])) for name, master in self.masters.items()]
+        parameters = [(name, master.astype(self._dtypes[name])) for name, master in self.masters.items()]
         self._model.update(tree_unflatten(parameters))
 
     def _step(self, gradients: dict[str, mx.array], norm: mx.array | None = None) -> Any:
@@ -116,17 +126,6 @@ class Updater:
         gradients = {name: gradient.astype(self.masters[name].dtype) for name, gradient in gradients.items()}
         self.masters.update(self._optimizer.apply_gradients(gradients, self.masters))
         return norm
-
-
-def check_same(group: str, ours: Mapping[str, mx.array], theirs: Mapping[str, mx.array]) -> None:
-    """Raises ValueError when names, shapes or types differ."""
-    for name in ours.keys() | theirs.keys():
-        if name not in ours or name not in theirs:
-            where = "this job's" if name in ours else "the saved"
-            raise ValueError(f"{name} is only in {where} {group}")
-        here, there = ((value.shape, value.dtype) for value in (ours[name], theirs[name]))
-        if here != there:
-            raise ValueError(f"{name} of the saved {group} is {there[0]} {there[1]}, this job's is {here[0]} {here[1]}")
 
 
 def _make_optimizer(job: Job) -> optim.Optimizer:

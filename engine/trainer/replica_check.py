@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from engine.protocol.exit_codes import TrainerExit
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.reporting import Reporter
 from engine.trainer.weights import UINT_OF_SIZE
@@ -34,6 +35,8 @@ _NAMED = 3
 class Corrupted(RuntimeError):
     """This rank's parameters differ from the others', or there is no majority that tells which are right."""
 
+    exit_code = TrainerExit.CORRUPTED
+
     def __init__(self, message: str, ranks: Sequence[int], *, certain: bool) -> None:
         super().__init__(message)
         self.facts = {"ranks": list(ranks), "certain": certain}
@@ -48,6 +51,8 @@ class ReplicaMismatch:
     certain: bool
     """These and no others are wrong, by a majority or by frozen parameters that have changed. Otherwise they only
     differ, and any of them may be right."""
+    parameters: tuple[str, ...] = ()
+    """Those that differ."""
 
 
 def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, bytes]:
@@ -98,7 +103,6 @@ class ReplicaCheck:
     _frozen: list[int] | None = None
     _kept: dict[str, mx.array] = field(default_factory=dict)
     _kept_words: list[int] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
     _restored: bool = False
 
     @property
@@ -118,29 +122,32 @@ class ReplicaCheck:
         own = parameter_digests(every)
         row = [*_combined(own, every.keys() - trained.keys()), *_combined(own, trained.keys())]
         rows = self.collective.all_gather(row)
-        self._compared, self.difference = update, find_mismatch(rows, self._frozen)
-        if self.difference is None:
+        mismatch = find_mismatch(rows, self._frozen)
+        if mismatch is None:
             self.agreed_at, self._frozen = iteration, row[:2]
             self._remember(trained, every, row[2:])
         else:
-            self._names = self._differing_parameters(own)
+            mismatch = replace(mismatch, parameters=self._differing_parameters(own))
+        self._compared, self.difference = update, mismatch
         self._report(iteration, update, rows, time.perf_counter() - started)
-        return self.difference is None or not self.stops
+        return mismatch is None or not self.stops
 
     def message(self) -> str:
         """The result of the last comparison, in one line."""
         if self.difference is None:
             return "all ranks have the same parameters"
-        ranks = [str(rank) for rank in self.difference.ranks]
-        several = len(ranks) > 1
-        names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if several else ranks[0]
-        who = f"the parameters of rank{'s' if several else ''} {names} "
-        if self.difference.certain:
-            message = who + "are corrupted: they differ from those of the other ranks" + self._which()
-        else:
-            message = who + "differ from each other, and it is not known which are right" + self._which()
+        *others, final = map(str, self.difference.ranks)
+        who = f"ranks {', '.join(others)} and {final}" if others else f"rank {final}"
+        what = (
+            "are corrupted: they differ from those of the other ranks"
+            if self.difference.certain
+            else "differ from each other, and it is not known which are right"
+        )
+        names = self.difference.parameters
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        which = f" in {', '.join(names[:_NAMED])}{more}" if names else ""
         last = "never agreed" if self.agreed_at is None else f"last agreed at iteration {self.agreed_at}"
-        return f"{message}; the ranks {last}"
+        return f"the parameters of {who} {what}{which}; the ranks {last}"
 
     @property
     def intact_rank(self) -> int | None:
@@ -172,23 +179,27 @@ class ReplicaCheck:
         ):
             self._kept, self._kept_words = trained, words
 
-    def _differing_parameters(self, own: dict[str, bytes]) -> list[str]:
+    def _differing_parameters(self, own: dict[str, bytes]) -> tuple[str, ...]:
         """Their names: a single one hints at bad memory, all of them at different arithmetic."""
         table = self.collective.all_gather([word for digest in own.values() for word in _words(digest)])
-        return [
+        return tuple(
             name
             for place, name in enumerate(own)
             if any(row[2 * place : 2 * place + 2] != table[0][2 * place : 2 * place + 2] for row in table)
-        ]
-
-    def _which(self) -> str:
-        if not self._names:
-            return ""
-        more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
-        return f" in {', '.join(self._names[:_NAMED])}{more}"
+        )
 
     def _report(self, iteration: int, update: int, rows: list[list[int]], seconds: float) -> None:
         found = self.difference
+        facts: dict[str, object] = {}
+        if found is not None:
+            facts = {
+                "ranks": list(found.ranks),
+                "certain": found.certain,
+                "parameters": found.parameters[:_NAMED],
+                "differing": len(found.parameters),
+                "checksums": ["".join(f"{word:08x}" for word in row) for row in rows],
+                "message": self.message(),
+            }
         self.reporter.event(
             "replica_check",
             iteration=iteration,
@@ -196,18 +207,7 @@ class ReplicaCheck:
             agreed=found is None,
             seconds=seconds,
             agreed_at=self.agreed_at,
-            **(
-                {
-                    "ranks": list(found.ranks),
-                    "certain": found.certain,
-                    "parameters": self._names[:_NAMED],
-                    "differing": len(self._names),
-                    "checksums": ["".join(f"{word:08x}" for word in row) for row in rows],
-                    "message": self.message(),
-                }
-                if found is not None
-                else {}
-            ),
+            **facts,
         )
         if found is not None and not self.stops:
             self.reporter.warn(self.message())

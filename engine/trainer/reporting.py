@@ -6,35 +6,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from engine.protocol.events import EventWriter
-from engine.protocol.job import Job
+
+if TYPE_CHECKING:
+    from mlx_lm.tuner.callbacks import TrainingCallback
 
 
 class Reporter:
     """One rank's reports. The lines on standard output are for people only: nothing parses them."""
 
-    def __init__(self, rank: int, events: EventWriter) -> None:
-        self._rank = rank
+    def __init__(self, events: EventWriter) -> None:
         self._events = events
-        self._callback: Any = None
+        self.callback: TrainingCallback | None = None
+        """mlx-lm's, on the rank that has one."""
         self._phase: str | None = None
         self._warned: set[str] = set()
-
-    def attach_callbacks(self, job: Job) -> None:
-        """W&B and SwanLab through mlx-lm's own callbacks, on rank 0 alone."""
-        if not job.report_to or self._rank != 0:
-            return
-        # Imported only when configured: it pulls in the services' own packages.
-        from mlx_lm.tuner.callbacks import get_reporting_callbacks
-
-        config = {key: str(value) for key, value in dataclasses.asdict(job).items()}
-        self._callback = get_reporting_callbacks(
-            job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
-        )
 
     def print(self, text: str) -> None:
         print(text, flush=True)
@@ -58,8 +48,8 @@ class Reporter:
     def report(self, iterations: int, values: dict[str, Any]) -> None:
         """mlx-lm's training report; `iterations` is how many there will be."""
         self._events.write("report", **values)
-        if self._callback is not None:
-            self._callback.on_train_loss_report(values)
+        if self.callback is not None:
+            self.callback.on_train_loss_report(values)
         self.print(
             f"iteration {values['iteration']}/{iterations}  train loss {values['train_loss']:.4f}  "
             f"learning rate {values['learning_rate']:.3e}  {values['iterations_per_second']:.2f} it/s  "
@@ -69,8 +59,8 @@ class Reporter:
     def validation(self, values: dict[str, Any]) -> None:
         """mlx-lm's validation report."""
         self._events.write("validation", **values)
-        if self._callback is not None:
-            self._callback.on_val_loss_report(values)
+        if self.callback is not None:
+            self.callback.on_val_loss_report(values)
         self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
 
 

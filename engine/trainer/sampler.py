@@ -1,4 +1,4 @@
-"""Which examples are in which global batch, of which ranks take slices (protocol.batches).
+"""Which examples are in which global batch, of which ranks take slices (protocol.partition).
 
 The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), and the position is one
 integer. So the sequence of global batches is the same for every world size, and no other use of random numbers
@@ -8,15 +8,15 @@ changes it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.batches import ChunkPlan
+from engine.protocol.partition import ChunkPlan
 
 Indices = NDArray[np.int64]
 
@@ -31,6 +31,10 @@ class _Stream(NamedTuple):
     part: int = 0
 
 
+def _stream_part(plan: ChunkPlan, chunk: int) -> int:
+    return 1 + chunk if plan.enabled else 0
+
+
 @dataclass(frozen=True)
 class ChunkEnd:
     """The end of a chunk."""
@@ -42,70 +46,21 @@ class ChunkEnd:
     num_chunks: int
 
 
-class BatchSampler(Protocol):
-    """Endless global batches of training examples."""
-
-    @property
-    def batches_per_epoch(self) -> int: ...
-
-    def batch(self, position: int) -> Indices:
-        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
-
-    def chunk_end(self, position: int) -> ChunkEnd | None:
-        """The chunk that ends with the batch at `position`."""
-
-
 class Sampler:
     """Endless global batches of training examples of similar length.
 
     Examples are sorted by length and cut into batches, which saves padding; batches come in random order, and their
     examples too. Examples that do not fill a last batch are left out, other ones in each epoch.
-    """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        """`lengths` orders the examples and needs no unit. Raises ValueError for fewer examples than a batch."""
-        if len(lengths) < batch_size:
-            raise ValueError(f"{len(lengths)} examples do not fill one batch of {batch_size}")
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._epoch = -1
-        self._order = np.empty((0, batch_size), dtype=np.int64)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._lengths) // self._batch_size
-
-    def batch(self, position: int) -> Indices:
-        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
-        epoch, number = divmod(position, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._order = self._epoch_order(epoch)
-            self._epoch = epoch
-        chosen: Indices = self._order[number]
-        return chosen
-
-    def chunk_end(self, position: int) -> None:
-        """None: there are no chunks."""
-
-    def _epoch_order(self, epoch: int) -> Indices:
-        count = self.batches_per_epoch * self._batch_size
-        shuffled = _permutation(len(self._lengths), _Stream(self._seed, epoch), _DROP)[:count]
-        return _batched(shuffled, self._lengths[shuffled], self._batch_size, _Stream(self._seed, epoch))
-
-
-class ChunkedSampler:
-    """As Sampler, for a streamed dataset: only one chunk's order and lengths are in memory at a time.
-
-    Every epoch takes the chunks in another order, and shuffles the examples within each. The sequence of all examples
-    is cut into one window of batches per chunk; examples that do not fill a window's last batch move to the next one,
-    so that an epoch leaves out no more examples than without chunks. Batches of similar length are formed within a
-    window.
+    Of a streamed dataset only one chunk's order and lengths are in memory at a time. Every epoch takes the chunks in
+    another order, and shuffles the examples within each. The sequence of all examples is cut into one window of batches
+    per chunk; examples that do not fill a window's last batch move to the next one, so that an epoch leaves out no more
+    examples than without chunks. Batches of similar length are formed within a window.
     """
 
     def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
-        """`lengths` returns those of a half-open range of examples. Raises ValueError for fewer examples than a
-        batch."""
+        """`lengths` returns those of a half-open range of examples, in any unit. Raises ValueError for fewer examples
+        than a batch."""
         if plan.dataset_size < batch_size:
             raise ValueError(f"{plan.dataset_size} examples do not fill one batch of {batch_size}")
         self._plan = plan
@@ -137,7 +92,9 @@ class ChunkedSampler:
         return chosen
 
     def chunk_end(self, position: int) -> ChunkEnd | None:
-        """The chunk that ends with the batch at `position`; the last of several."""
+        """The chunk that ends with the batch at `position`; the last of several. None without chunks."""
+        if not self._plan.enabled:
+            return None
         epoch, number = divmod(position, self.batches_per_epoch)
         self._begin_epoch(epoch)
         chunk = bisect_right(self._windows, number + 1) - 1
@@ -161,31 +118,28 @@ class ChunkedSampler:
         while chunk <= window:
             start, end = self._plan.bounds(self._chunks[chunk])
             started = self._starts[chunk]
-            shuffled = _permutation(end - start, _Stream(self._seed, self._epoch, 1 + self._chunks[chunk]), _DROP)
+            stream = _Stream(self._seed, self._epoch, _stream_part(self._plan, self._chunks[chunk]))
+            shuffled = _permutation(end - start, stream, _DROP)
             taken = shuffled[max(0, first - started) : max(0, last - started)]
             examples.append(start + taken)
             lengths.append(self._lengths(start, end)[taken])
             chunk += 1
         together = np.concatenate(examples), np.concatenate(lengths)
-        return _batched(*together, self._batch_size, _Stream(self._seed, self._epoch, 1 + window))
+        return _batched(*together, self._batch_size, _Stream(self._seed, self._epoch, _stream_part(self._plan, window)))
 
 
-def fixed_batches(examples: int, batch_size: int, seed: int, limit: int) -> list[Indices]:
+def fixed_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
     """At most `limit` batches (-1: all) for validation and test: the same every time, in random order, the last one
-    perhaps short."""
-    order = _permutation(examples, _Stream(seed), _PERMUTE)
-    batches = [order[start : start + batch_size] for start in range(0, examples, batch_size)]
-    return batches if limit < 0 else batches[:limit]
+    perhaps short.
 
-
-def fixed_chunked_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
-    """As fixed_batches, for a streamed dataset. A limited number of batches samples the whole dataset, one example from
-    each of as many equal parts; an unlimited number goes chunk by chunk."""
+    Of a streamed dataset, a limited number of batches samples the whole, one example from each of as many equal parts;
+    an unlimited number goes chunk by chunk.
+    """
     size = plan.dataset_size
     wanted = size if limit < 0 else min(size, limit * batch_size)
     left = np.empty(0, dtype=np.int64)
-    for pool in _whole(plan, seed) if wanted == size else _sample(size, wanted, seed):
-        left = np.concatenate([left, pool])
+    for pool in _sample(size, wanted, seed) if plan.enabled and wanted < size else _whole(plan, seed):
+        left = np.concatenate([left, pool])[:wanted]
         whole = len(left) // batch_size * batch_size
         yield from left[:whole].reshape(-1, batch_size)
         left = left[whole:]
@@ -197,7 +151,7 @@ def _whole(plan: ChunkPlan, seed: int) -> Iterator[Indices]:
     """Every example, in pieces: the shuffled chunks in random order."""
     for chunk in _permutation(plan.num_chunks, _Stream(seed), _CHUNKS).tolist():
         start, end = plan.bounds(chunk)
-        yield start + _permutation(end - start, _Stream(seed, part=1 + chunk), _PERMUTE)
+        yield start + _permutation(end - start, _Stream(seed, part=_stream_part(plan, chunk)), _PERMUTE)
 
 
 def _sample(size: int, wanted: int, seed: int) -> Iterator[Indices]:

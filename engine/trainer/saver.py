@@ -4,24 +4,25 @@ writes, the others wait.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import load_config, save_config
 
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import replacing, write_atomic
 from engine.protocol.job import Job
+from engine.trainer.checkpoint.files import replace_folder
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies.base import Strategy
+from engine.trainer.strategies.base import PartitionedStrategy, Strategy
 from engine.trainer.weights import TensorSpec, WeightStream, scalar, write_safetensors
 
 
@@ -46,22 +47,13 @@ def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tup
     if iteration is None:
         return latest, latest.stat().st_size
     numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
-    _copy(latest, numbered)
+    with latest.open("rb") as source, replacing(numbered) as copy:
+        shutil.copyfileobj(source, copy, _COPY_BYTES)
     return numbered, numbered.stat().st_size
 
 
-def _copy(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        shutil.copyfile(source, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 _FILE_BYTES = 5 * 10**9
+_COPY_BYTES = 2**20
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """A model's files beside its weights."""
 
@@ -75,7 +67,7 @@ def write_model(target: Path, source: Path, weights: WeightStream) -> int:
         scratch.mkdir(parents=True)
         _copy_rest(source, scratch)
         size = _write_weights(scratch, weights)
-        _replace_directory(scratch, target)
+        replace_folder(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return size
@@ -116,16 +108,6 @@ def _split_into_files(weights: WeightStream) -> list[dict[str, TensorSpec]]:
     return files
 
 
-def _replace_directory(scratch: Path, target: Path) -> None:
-    """Rename it into place; what is there is moved aside first."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.before")
-    shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        target.rename(aside)
-    scratch.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 class Saver:
     """The saves of one run. Every call is made by every rank."""
 
@@ -158,8 +140,9 @@ class Saver:
                 self._reporter.warn(f"saving the parameters of rank {source}: those of rank 0 are corrupted")
             written = self._write(weights, iteration, last=last)
         weights.drain()
-        if last and self._job.fine_tune_type == "full" and not self._strategy.replicated:
-            self._write_model(iteration)
+        if last and self._job.fine_tune_type == "full" and isinstance(self._strategy, PartitionedStrategy):
+            # No rank has the whole model otherwise.
+            self._write_model(iteration, self._strategy.all_weights())
         # Also a barrier: no rank continues before the save is done.
         if scalar(self._collective.all_sum(mx.array(float(written)))) > 0:
             self.saved = iteration
@@ -172,41 +155,35 @@ class Saver:
             raise Corrupted(message, mismatch.ranks, certain=mismatch.certain)
         self._reporter.warn(message)
 
-    def _write_model(self, iteration: int) -> None:
-        """The whole model, beside its trained parameters: no rank has it otherwise. Raises OSError, PeerLost."""
-        weights = self._strategy.all_weights()
+    def _write_model(self, iteration: int, weights: WeightStream) -> None:
+        """Beside the trained parameters. Raises OSError, PeerLost."""
         if self._collective.rank == 0:
             path = self._job.adapter_path / "model"
-            started = self._report_begin(iteration, path)
             try:
-                size = write_model(path, self._job.model, weights)
+                self._report(iteration, path, lambda: (path, write_model(path, self._job.model, weights)))
             finally:
                 weights.drain()
-            self._report_committed(iteration, path, size, started)
         weights.drain()
 
     def _write(self, weights: WeightStream, iteration: int, *, last: bool) -> bool:
         """False when the disk did not take it. Raises OSError at the last save."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
         numbered = iteration if not last or iteration < self._job.iters else None
-        started = self._report_begin(iteration, self._job.adapter_path)
         try:
-            path, size = save_adapters(self._job, weights, numbered)
+            self._report(iteration, self._job.adapter_path, lambda: save_adapters(self._job, weights, numbered))
         except OSError as error:
             weights.drain()
             if last:
                 raise
             self._reporter.warn(f"iteration {iteration}: not saved: {error}")
             return False
-        self._report_committed(iteration, path, size, started)
         return True
 
-    def _report_begin(self, iteration: int, path: Path) -> float:
-        """The time of the start."""
-        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
-        return time.perf_counter()
-
-    def _report_committed(self, iteration: int, path: Path, size: int, started: float) -> None:
+    def _report(self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]]) -> None:
+        """`write` into `target`; it returns the last path and its bytes."""
+        self._reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
+        started = time.perf_counter()
+        path, size = write()
         seconds = time.perf_counter() - started
         self._reporter.event(
             "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds

@@ -19,13 +19,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from engine.protocol.job import Job, JobError
+from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureSpec
-from engine.trainer.data import Batch, load_split
+from engine.trainer.data import Batch, load_train_split
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.gradients import Gradients, dropout_seed
+from engine.trainer.strategies.data_parallel import Gradients
+from engine.trainer.strategies.loss import dropout_seed
 
 SYNTHETIC_VOCABULARY = 384
 SYNTHETIC_LENGTH = 129
@@ -84,14 +85,8 @@ def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
         )
     job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
     model, tokenizer = load_model(job)
-    train = load_split(job, "train", tokenizer, lambda longest: None)
-    if not len(train):
-        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
-    try:
-        sampler = train.sampler(job.batch_size, job.seed)
-    except ValueError as error:
-        raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
-    return SingleNodeTrainer(job, model, train, sampler.batch)
+    train = load_train_split(job, tokenizer, lambda longest: None)
+    return SingleNodeTrainer(job, model, train, train.sampler(job.batch_size, job.seed).batch)
 
 
 PROBE_BATCHES = (1, 2)
@@ -113,15 +108,9 @@ class BatchSource(Protocol):
 
 @dataclass
 class StepTimes:
-    """Steps of one batch."""
-
     batch: int
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        self.seconds.append(seconds)
-        self.tokens += tokens
 
     @property
     def total_s(self) -> float:
@@ -220,7 +209,6 @@ class Measurement:
         """Examples per second of each window."""
         self.elapsed_s = 0.0
         self.on_step: Callable[[], object] = lambda: None
-        """Called after each step."""
 
     def run(self, on_window: Callable[[], None]) -> None:
         """Measure until the time is over, at least one window."""
@@ -247,21 +235,20 @@ class Measurement:
         return min(max(0.0, one.mean_s - slope * one.batch), one.mean_s)
 
     def _window(self) -> None:
-        window = StepTimes(self.steps.batch)
+        before = len(self.steps.seconds)
         length = self.seconds / WINDOWS
-        self._until(window, length * (1 - _SECOND_BATCH_FRACTION))
-        self.steps.seconds += window.seconds
-        self.steps.tokens += window.tokens
-        throughput = window.examples_per_s
-        assert throughput is not None
-        self.throughputs.append(throughput)
+        self._until(self.steps, length * (1 - _SECOND_BATCH_FRACTION))
+        window = self.steps.seconds[before:]
+        self.throughputs.append(self.steps.batch * len(window) / sum(window))
         self._until(self.others, length * _SECOND_BATCH_FRACTION)
 
     def _until(self, steps: StepTimes, seconds: float) -> None:
         """At least one step."""
         started = self._clock()
         while True:
-            steps.add(*self._training.step(steps.batch))
+            taken, tokens = self._training.step(steps.batch)
+            steps.seconds.append(taken)
+            steps.tokens += tokens
             self.on_step()
             if self._clock() - started >= seconds:
                 return

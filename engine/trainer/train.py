@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.pipeline import LayerSplit, format_split, layer_split, parse_split
+from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
@@ -24,7 +25,7 @@ from engine.trainer.checkpoint.resume import Resume, ResumePoint
 from engine.trainer.checkpoint.store import Origin, package_versions
 from engine.trainer.collective import Collective, PeerLost
 from engine.trainer.control import Control
-from engine.trainer.data import DataLoader, Split, load_split
+from engine.trainer.data import DataLoader, Split, load_split, load_train_split
 from engine.trainer.loop import Loop
 from engine.trainer.model import count_parameters, files_checksum, load_model, parameter_checksum
 from engine.trainer.replica_check import ReplicaCheck
@@ -49,7 +50,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     checksum = setup.check_ranks_agree(model, splits)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
-    reporter.attach_callbacks(job)
+        reporter.callback = _reporting_callback(job)
     setup.report_start(model, splits.train, checksum)
     strategy = setup.build_strategy(model, splits.train)
     if job.optimizer_precision == "parameter" and strategy.in_16_bits:
@@ -68,6 +69,16 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         raise
     reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
     reporter.print(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
+
+
+def _reporting_callback(job: Job) -> TrainingCallback | None:
+    """W&B and SwanLab by mlx-lm's own callbacks."""
+    if not job.report_to:
+        return None
+    config = {key: str(value) for key, value in asdict(job).items()}
+    return get_reporting_callbacks(
+        job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
+    )
 
 
 def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
@@ -106,9 +117,8 @@ class _Setup:
                 f"(one has {longest} tokens) and are truncated"
             )
 
-        train, valid = (load_split(job, name, tokenizer, truncated) for name in ("train", "valid"))
-        if not len(train):
-            raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+        train = load_train_split(job, tokenizer, truncated)
+        valid = load_split(job, "valid", tokenizer, truncated)
         if not len(valid):
             reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training continues without validation")
         test = load_split(job, "test", tokenizer, truncated) if job.test else None

@@ -8,13 +8,15 @@ tensors.
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+
+from engine.protocol.attempt import replacing
 
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
@@ -49,8 +51,12 @@ class TensorSpec:
     dtype: mx.Dtype
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.size
+        return self.size * self.dtype.size
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,12 @@ class WeightStream:
 def write_safetensors(path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array]) -> None:
     """Write the next `arrays`, one per entry of `entries`. `path` is complete and on disk afterwards, or as it was
     before. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            header = _header(entries)
-            file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)
-            for _ in entries:
-                flat = next(arrays).reshape(-1)
-                file.write(np.asarray(flat.view(mx.uint8)).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        header = _header(entries)
+        file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)
+        for _ in entries:
+            flat = next(arrays).reshape(-1)
+            file.write(np.asarray(flat.view(mx.uint8)).data)
 
 
 def _header(entries: Mapping[str, TensorSpec]) -> bytes:

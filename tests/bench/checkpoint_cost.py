@@ -33,7 +33,7 @@ from engine.trainer.checkpoint.store import Origin, Snapshot
 from engine.trainer.optimizer import Updater
 from engine.trainer.reporting import Reporter
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 
@@ -103,7 +103,7 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
     size = sum(value.nbytes for arrays in training.updater.state().values() for value in arrays.values())
     for _ in range(3):
         training.step()
-    quiet = Reporter(0, EventWriter(None, 0, 1))
+    quiet = Reporter(EventWriter(None, 0, 1))
     origin = Origin("bench", world_size=1, part=0, parts=1)
     ours = PeriodicCheckpoints(Destination(home / "ours"), CheckpointPolicy(every), origin, quiet)
     kinds = {"without": Window(), "beside": Window(), "in line": Window()}

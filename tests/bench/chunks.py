@@ -87,7 +87,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     if (train.num_chunks is not None) != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
     loader, order = (
-        DataLoader(train, job, [1.0], 0, Reporter(0, EventWriter(None, 0, 1))),
+        DataLoader(train, job, [1.0], 0, Reporter(EventWriter(None, 0, 1))),
         train.sampler(BATCH, job.seed),
     )
     ready = time.perf_counter()

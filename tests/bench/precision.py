@@ -25,7 +25,7 @@ from engine.protocol.job import Job
 from engine.trainer.data import Split, load_split
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 

@@ -44,7 +44,7 @@ exec "{python}" "$@"
 THRICE = """
 import os, runpy, sys
 sys.path.insert(0, os.getcwd())
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies.data_parallel import Gradients
 
 def thrice(self, batch, once=Gradients.of):
     return [once(self, batch) for _ in range(3)][-1]

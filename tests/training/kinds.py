@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from engine.protocol.pipeline import SPLITTABLE_MODULES
+from engine.protocol.partition import SPLITTABLE_MODULES
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,

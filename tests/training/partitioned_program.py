@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.protocol.pipeline import parse_split
+from engine.protocol.partition import parse_split
 from engine.trainer.collective import Collective
 from engine.trainer.data import DataLoader, load_split
 from engine.trainer.model import load_model
@@ -31,7 +31,7 @@ from engine.trainer.weights import floats, write_safetensors
 
 
 def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any]) -> Any:
-    reporter = Reporter(collective.rank, EventWriter(None, collective.rank, 1))
+    reporter = Reporter(EventWriter(None, collective.rank, 1))
     if job.strategy == "pipeline":
         loader = DataLoader(train, job, [1.0], 0, reporter)
         return Pipeline(job, model, loader, collective, parse_split(case["split"]))

@@ -56,7 +56,7 @@ def origin(part: int = 0, parts: int = 1, job: str = "job") -> Origin:
 
 def reporter(path: Path, rank: int = 0) -> Reporter:
     path.parent.mkdir(exist_ok=True)
-    return Reporter(rank, EventWriter(path, rank, 2))
+    return Reporter(EventWriter(path, rank, 2))
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.protocol.batches import progress_text
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
+from engine.protocol.partition import progress_text
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, Split, StreamedExamples, load_split
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter
@@ -52,7 +52,7 @@ def load(job: Job, name: str = "train") -> Split:
 
 
 def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> DataLoader:
-    reporter = Reporter(rank, EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
+    reporter = Reporter(EventWriter(job.home / f"rank{rank}.events.jsonl", rank, 1))
     return DataLoader(load(job), job, counts, rank, reporter)
 
 

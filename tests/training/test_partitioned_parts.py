@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +18,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, GroupError
-from engine.trainer.data import DataLoader, load_split
+from engine.trainer.data import Batch, DataLoader, Split, load_split
 from engine.trainer.model import files_checksum, load_model
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies.base import OptimizerPartition, PlacedParameter, State
+from engine.trainer.sampler import Indices
+from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, State
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
@@ -47,7 +48,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
     job = job_of(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
     model, tokenizer = load_model(job)
     train = load_split(job, "train", tokenizer, lambda _: None)
-    reporter = Reporter(0, EventWriter(None, 0, 1))
+    reporter = Reporter(EventWriter(None, 0, 1))
     training = Sharded(job, model, DataLoader(train, job, [1.0], 0, reporter), Collective("ring", 1, 0))
     training.model.train()
     own = dict(tree_flatten(training.model.trainable_parameters()))
@@ -57,7 +58,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
 
     def loss(parameters: dict[str, mx.array], seed: int) -> tuple[float, dict[str, mx.array]]:
         training.model.update(tree_unflatten(list(parameters.items())))
-        training._sums = {}
+        training.sums = {}
         mx.random.seed(seed)
         share = training.accumulate(0)
         return share.loss_sum, dict(training.sums)
@@ -127,14 +128,24 @@ class Four(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
             setattr(self, f"p{index}", mx.arange(3 + index).astype(mx.float32))
 
 
-def parts_of(job: Job, division: list[list[int]]) -> list[OptimizerPartition]:
+class Part(PartitionedStrategy):
+    """Everything but the passes over a model."""
+
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+        raise NotImplementedError
+
+    def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
+        raise NotImplementedError
+
+
+def parts_of(job: Job, division: list[list[int]]) -> list[Part]:
     """Four parameters over so many ranks; one update each."""
     ranks = {index: tuple(rank for rank, own in enumerate(division) if index in own) for index in range(4)}
-    held = [PlacedParameter(f"p{index}", (3 + index,), mx.float32, ranks[index]) for index in range(4)]
+    held = [PlacedParameter((3 + index,), mx.float32, f"p{index}", ranks[index]) for index in range(4)]
 
-    def one(collective: Collective) -> OptimizerPartition:
+    def one(collective: Collective) -> Part:
         own = division[collective.rank]
-        part = OptimizerPartition(job, Four(own), held, collective)
+        part = Part(job, Four(own), cast("DataLoader", None), collective, held)
         part.add({f"p{index}": mx.full((3 + index,), 1.0 + collective.rank) for index in own})
         assert part.exchange([2.0]) == [2.0 * len(division)]
         part.apply(4.0)

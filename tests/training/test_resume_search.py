@@ -12,7 +12,7 @@ from engine.protocol.job import JobError, config_hash
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.files import MANIFEST_NAME
 from engine.trainer.checkpoint.locations import CheckpointLocations
-from engine.trainer.checkpoint.resume import CandidateRow, Resume, ResumePoint, StateFolder, complete_states
+from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, StateFolder, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
@@ -53,16 +53,17 @@ def test_the_config_hash_does_not_depend_on_the_layer_split() -> None:
     assert config_hash(raw) != config_hash({**raw, "iters": 4})
 
 
-def row(update: int, part: int = 0, parts: int = 1) -> CandidateRow:
-    return CandidateRow(update, parts, part, "checkpoint", 2 * update, {}, None, 0)
-
-
 def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
-    rows = [[row(7, 0, 2), row(5, 0, 2), row(3)], [row(5, 1, 2), row(3)], [row(6, 1, 3)]]
-    found = complete_states(rows)
-    assert [(whole.update, len(whole.holders)) for whole in found] == [(5, 2), (3, 1)]
-    assert found[0].holders == (((0, 1),), ((1, 0),))
-    assert found[1].holders == (((0, 2), (1, 1)),)
+    # Of each rank: update, part, parts.
+    rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
+    found = complete_states(
+        StateCopy(rank, index, update, parts, part, "checkpoint", 2 * update, {}, None, 0)
+        for rank, copies in enumerate(rows)
+        for index, (update, part, parts) in enumerate(copies)
+    )
+    assert [{copy.update for copies in whole for copy in copies} for whole in found] == [{5}, {3}]
+    holders = [[[(copy.rank, copy.number) for copy in copies] for copies in whole] for whole in found]
+    assert holders == [[[(0, 1)], [(1, 0)]], [[(0, 2), (1, 1)]]]
 
 
 def test_the_newest_state_of_any_rank_is_restored_on_all(tmp_path: Path) -> None:

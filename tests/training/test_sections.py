@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2
 
 from engine.protocol.job import JobError
-from engine.protocol.pipeline import SPLITTABLE_MODULES
+from engine.protocol.partition import SPLITTABLE_MODULES
 from engine.trainer.strategies.sections import Section, check_splittable
 from tests.training import kinds
 

@@ -32,9 +32,8 @@ from engine.trainer.model import load_model, parameter_checksum
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies import gradients as gradients_module
-from engine.trainer.strategies.data_parallel import DataParallel
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies import data_parallel
+from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.weights import scalar
 from tests.training.tiny import Tiny, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
@@ -78,7 +77,7 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
-    reporter = Reporter(0, EventWriter(path, 0, 1))
+    reporter = Reporter(EventWriter(path, 0, 1))
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)
@@ -301,7 +300,7 @@ def test_gradients_of_many_buckets_are_those_of_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(tiny, tmp_path / "whole", iters=4, grad_accumulation_steps=2)
-    monkeypatch.setattr(gradients_module, "_BUCKET_FLOATS", 1_500)
+    monkeypatch.setattr(data_parallel, "_BUCKET_FLOATS", 1_500)
     parts = train(tiny, tmp_path / "parts", iters=4, grad_accumulation_steps=2)
     assert len(Gradients(parts.model).of(load_batch(parts))[1]) > 5
     assert all(mx.array_equal(value, whole.weights()[name]).item() for name, value in parts.weights().items())

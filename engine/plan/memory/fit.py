@@ -15,7 +15,7 @@ from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import Disabled, MemorySection, RankMemory, Rationale, Source
 from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, largest_batch, peak_from_probes
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.pipeline import LayerSplit, micro_batches
+from engine.protocol.partition import LayerSplit, micro_batches
 
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""

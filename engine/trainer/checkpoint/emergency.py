@@ -1,83 +1,28 @@
-"""Emergency checkpoints: the state of the last finished update is written when a peer is lost, and those of an
-attempt's ranks are compared before one is used.
+"""Emergency checkpoints: the state of the last finished update is written when a peer is lost.
 
 They cost nothing beforehand: the state is held by reference, and released while an update changes it. Where the main
 thread hangs in a collective (a peer is stopped or cut off, so that no error is ever raised), the control thread
-writes the same state and ends the process. Between two replica checks a parameter may have been corrupted: then the
-states that the ranks have saved differ. States of different attempts may always differ, since another number of ranks
-sums in another order.
+writes the same state and ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Manifest
 from engine.trainer.checkpoint.store import Origin, Snapshot
-from engine.trainer.replica_check import find_mismatch
 from engine.trainer.reporting import Reporter
-
-_DIGEST_BYTES = 8
-
-
-class Author(NamedTuple):
-    """The rank that saved an emergency checkpoint."""
-
-    attempt: int
-    rank: int
-    """In that attempt: the ranks of this one may be others."""
-
-
-@dataclass(frozen=True)
-class DigestVote:
-    """A vote over the differing states of one attempt."""
-
-    attempt: int
-    ranks: tuple[int, ...]
-    """Those outvoted by a majority, or all where there is none."""
-    certain: bool
-    """There is a majority."""
-
-
-def manifest_digest(manifest: Manifest) -> int:
-    """64 bits over the hashes of all its files."""
-    hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
-    return int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=_DIGEST_BYTES).digest(), "little")
-
-
-def vote_on_digests(states: Iterable[tuple[Author, int]]) -> list[DigestVote]:
-    """A vote per attempt whose `states` (author, digest) of one update differ. An author listed twice, as by two ranks
-    of one node, counts once."""
-    attempts: dict[int, dict[int, int]] = {}
-    for author, digest in states:
-        attempts.setdefault(author.attempt, {})[author.rank] = digest
-    votes = []
-    for attempt, digests in sorted(attempts.items()):
-        ranks = sorted(digests)
-        if (mismatch := find_mismatch([[digests[rank]] for rank in ranks], None)) is not None:
-            votes.append(DigestVote(attempt, tuple(ranks[index] for index in mismatch.ranks), mismatch.certain))
-    return votes
 
 
 def emergency_folder(home: Path) -> Path:
     """Holds <attempt>/rank<k>/, below a run's folder."""
     return home / "emergency"
-
-
-def author_of(folder: Path) -> Author | None:
-    """The author by the folder's name; None for a name that is not ours."""
-    attempt, rank = folder.parent.name, folder.name.removeprefix("rank")
-    return Author(int(attempt), int(rank)) if attempt.isdecimal() and rank.isdecimal() else None
 
 
 class EmergencyCheckpoint:

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
 import importlib
 import json
 import os
 import re
+import shutil
 import stat
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,6 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint."""
-
     name: str
     sha256: str
     stored_bytes: int
@@ -52,8 +53,6 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint."""
-
     update: int
     """Optimizer updates that its state has seen."""
     config_hash: str
@@ -64,7 +63,7 @@ class Manifest:
     versions: dict[str, str]
     """Package → version that wrote the checkpoint."""
     files: tuple[FileEntry, ...] = ()
-    format: int = field(default=MANIFEST_FORMAT)
+    format: int = MANIFEST_FORMAT
 
     @property
     def stored_bytes(self) -> int:
@@ -149,14 +148,6 @@ _GZIP_WINDOW = 31
 _SUFFIX = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 
-class _Plain:
-    def compress(self, data: Any, /) -> Any:
-        return data
-
-    def flush(self) -> bytes:
-        return b""
-
-
 class HashedFile:
     """A new file that `mx.save_safetensors` can write to, append-only."""
 
@@ -176,7 +167,8 @@ class HashedFile:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
-            self._store(self._packer.compress(view[start : start + CHUNK_BYTES]))
+            piece = view[start : start + CHUNK_BYTES]
+            self._store(piece if self._packer is None else self._packer.compress(piece))
         self._bytes += len(view)
         return len(view)
 
@@ -189,7 +181,8 @@ class HashedFile:
 
     def commit(self) -> FileEntry:
         """Flush to disk and close. Raises OSError."""
-        self._store(self._packer.flush())
+        if self._packer is not None:
+            self._store(self._packer.flush())
         sync_file(self._descriptor)
         self.close()
         return FileEntry(self.name, self._hash.hexdigest(), self._stored, self._bytes, self._compression)
@@ -233,11 +226,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def replace_folder(folder: Path, target: Path) -> None:
+    """Rename `folder` to `target`; one that is already there is moved out of the way first, by one rename too."""
+    replaced = move_aside(target) if target.exists() or target.is_symlink() else None
+    folder.rename(target)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def move_aside(path: Path) -> Path:
+    """One rename, so that a kill in the middle of a deletion leaves nothing that looks like a checkpoint; returns the
+    folder that is to be deleted."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    path.rename(aside / "removed")
+    return aside
+
+
 def verify_file(folder: Path, entry: FileEntry) -> None:
     """Read the whole file. Raises CheckpointError when its hash is not the manifest's, OSError."""
-    digest = hashlib.sha256()
-    for data in _stored(folder, entry):
-        digest.update(data)
+    digest, left = hashlib.sha256(), entry.stored_bytes
+    with _opened(folder, entry) as file:
+        while left and (data := file.read(min(CHUNK_BYTES, left))):
+            left -= len(data)
+            digest.update(data)
+    if left:
+        raise CheckpointError(f"{entry.name} became shorter while it was read")
     if digest.hexdigest() != entry.sha256:
         raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
 
@@ -249,17 +262,29 @@ def check_size(folder: Path, entry: FileEntry) -> None:
 
 
 def unpacked(folder: Path, entry: FileEntry) -> Iterator[bytes]:
-    """A file's content, in pieces. Raises CheckpointError when it is more or less than the manifest says, OSError."""
-    unpack = _unpacker(entry.compression)
+    """A compressed file's content, in pieces of at most CHUNK_BYTES, so that a zip bomb is noticed while it unpacks.
+    Raises CheckpointError when it is more or less than the manifest says, OSError."""
     size = 0
-    for stored in _stored(folder, entry):
-        for data in unpack(stored):
+    with _opened(folder, entry) as stored, _unpacker(entry.compression, stored) as file:
+        while data := _read_packed(file):
             size += len(data)
             if size > entry.bytes:
                 raise CheckpointError(f"{entry.name} holds more than its manifest says")
             yield data
     if size != entry.bytes:
         raise CheckpointError(f"{entry.name} holds {size:,} bytes, and its manifest says {entry.bytes:,}")
+
+
+def _unpacker(compression: str, stored: FileIO) -> Any:
+    return gzip.GzipFile(fileobj=stored) if compression == "gzip" else _zstd().ZstdFile(stored)
+
+
+def _read_packed(file: Any) -> bytes:
+    try:
+        data: bytes = file.read(CHUNK_BYTES)
+        return data
+    except Exception as error:  # the error types of the modules have no common base
+        raise CheckpointError(f"it cannot be unpacked: {error}") from error
 
 
 @contextlib.contextmanager
@@ -279,56 +304,11 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
         yield file
 
 
-def _stored(folder: Path, entry: FileEntry) -> Iterator[bytes]:
-    with _opened(folder, entry) as file:
-        left = entry.stored_bytes
-        while left and (data := file.read(min(CHUNK_BYTES, left))):
-            left -= len(data)
-            yield data
-        if left:
-            raise CheckpointError(f"{entry.name} became shorter while it was read")
-
-
 def _packer(compression: str) -> Any:
-    """An object with zlib's `compress` and `flush`."""
+    """An object with zlib's `compress` and `flush`; None for "none"."""
     if compression == "gzip":
         return zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
-    if compression == "zstd":
-        return _zstd().ZstdCompressor(level=ZSTD_LEVEL)
-    return _Plain()
-
-
-def _unpacker(compression: str) -> Any:
-    """A function from stored bytes to pieces of at most CHUNK_BYTES, so that a zip bomb is noticed while it unpacks."""
-    if compression == "none":
-        return lambda data: (data,)
-    if compression == "zstd":
-        return _zstd_pieces(_zstd().ZstdDecompressor())
-    return _gzip_pieces(zlib.decompressobj(_GZIP_WINDOW))
-
-
-def _gzip_pieces(unpacker: Any) -> Any:
-    def pieces(data: bytes) -> Iterator[bytes]:
-        try:
-            while data:
-                yield unpacker.decompress(data, CHUNK_BYTES)
-                data = unpacker.unconsumed_tail
-        except zlib.error as error:
-            raise CheckpointError(f"it cannot be unpacked: {error}") from error
-
-    return pieces
-
-
-def _zstd_pieces(unpacker: Any) -> Any:
-    def pieces(data: bytes) -> Iterator[bytes]:
-        try:
-            yield unpacker.decompress(data, max_length=CHUNK_BYTES)
-            while not unpacker.needs_input and not unpacker.eof:
-                yield unpacker.decompress(b"", max_length=CHUNK_BYTES)
-        except Exception as error:  # the error type of whichever module was imported
-            raise CheckpointError(f"it cannot be unpacked: {error}") from error
-
-    return pieces
+    return _zstd().ZstdCompressor(level=ZSTD_LEVEL) if compression == "zstd" else None
 
 
 def _zstd() -> Any:

@@ -14,15 +14,14 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
-from engine.trainer.checkpoint.emergency import author_of, emergency_folder
+from engine.trainer.checkpoint.emergency import emergency_folder
 from engine.trainer.checkpoint.files import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, folder_name, update_of
-from engine.trainer.checkpoint.resume import StateFolder
+from engine.trainer.checkpoint.resume import Author, StateFolder
 from engine.trainer.checkpoint.store import Checkpoint, OnRefused, verify
 from engine.trainer.collective import Collective
 from engine.trainer.reporting import Reporter
@@ -31,10 +30,6 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 
 OnFetched = Callable[[Path, int], object]
 """Called with each file that has been fetched, and its bytes."""
-
-
-def is_url(destination: str) -> bool:
-    return _URL.fullmatch(destination) is not None
 
 
 class Remote:
@@ -59,12 +54,12 @@ class Remote:
         """Copy a verified checkpoint. Raises OSError."""
         target = f"{self._root}/{checkpoint.path.name}"
         names = [entry.name for entry in checkpoint.manifest.files]
-        self._call(partial(self._files.makedirs, target, exist_ok=True))
+        self._call(self._files.makedirs, target, exist_ok=True)
         # Files of an earlier one of this name must not be replaced while its manifest is there.
         with contextlib.suppress(FileNotFoundError):
-            self._call(partial(self._files.rm_file, f"{target}/{MANIFEST_NAME}"))
+            self._call(self._files.rm_file, f"{target}/{MANIFEST_NAME}")
         for name in [*names, MANIFEST_NAME]:
-            self._call(partial(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}"))
+            self._call(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}")
 
     def retain(self, count: int, committed: int, on_refused: OnRefused) -> None:
         """Remove all but the newest `count` from update `committed` backwards, as store.retain does. Raises OSError
@@ -76,7 +71,7 @@ class Remote:
                 continue
             old = f"{self._root}/{folder_name(update)}"
             try:
-                self._call(partial(self._files.rm, old, recursive=True))
+                self._call(self._files.rm, old, recursive=True)
             except OSError as error:
                 on_refused(Path(folder_name(update)), f"it cannot be removed: {error}")
 
@@ -105,14 +100,14 @@ class Remote:
             copy.mkdir(mode=0o700)
             if self._size(f"{source}/{MANIFEST_NAME}") > MAX_MANIFEST_BYTES:
                 raise CheckpointError("its manifest is too long")
-            self._get(f"{source}/{MANIFEST_NAME}", copy / MANIFEST_NAME)
+            self._call(self._files.get_file, f"{source}/{MANIFEST_NAME}", str(copy / MANIFEST_NAME))
             for entry in Manifest.from_json((copy / MANIFEST_NAME).read_bytes()).files:
                 size = self._size(f"{source}/{entry.name}")
                 if size != entry.stored_bytes:
                     raise CheckpointError(
                         f"{entry.name} has {size:,} bytes, and its manifest says {entry.stored_bytes:,}"
                     )
-                self._get(f"{source}/{entry.name}", copy / entry.name)
+                self._call(self._files.get_file, f"{source}/{entry.name}", str(copy / entry.name))
                 on_fetched(copy / entry.name, size)
             verify(copy)
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -120,20 +115,17 @@ class Remote:
 
     def _updates(self) -> list[int]:
         """The updates of those with a manifest, oldest first. Raises OSError."""
-        found: list[Any] = self._call(partial(self._files.glob, f"{self._root}/step-*/{MANIFEST_NAME}"))
+        found: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{MANIFEST_NAME}")
         updates = (update_of(str(path).rsplit("/", 2)[-2]) for path in found)
         return sorted(update for update in updates if update is not None)
 
     def _size(self, path: str) -> int:
-        return int(self._call(partial(self._files.size, path)) or 0)
+        return int(self._call(self._files.size, path) or 0)
 
-    def _get(self, path: str, to: Path) -> None:
-        self._call(partial(self._files.get_file, path, str(to)))
-
-    def _call(self, operation: Callable[[], Any]) -> Any:
+    def _call(self, operation: Callable[..., Any], *arguments: object, **options: object) -> Any:
         """Raises OSError for whatever a storage's own package raises."""
         try:
-            return operation()
+            return operation(*arguments, **options)
         except OSError:
             raise
         except Exception as error:
@@ -177,7 +169,7 @@ class CheckpointLocations:
         disk."""
         if destination is None:
             return cls(home, home / "checkpoints", None)
-        if is_url(destination):
+        if _URL.fullmatch(destination):
             return cls(home, home / "checkpoints", f"{destination.rstrip('/')}/{run_id}")
         return cls(home, workdir / Path(destination).expanduser() / run_id, None)
 
@@ -196,7 +188,7 @@ class CheckpointLocations:
         emergency = sorted(emergency_folder(self.home).glob("[0-9]*/rank[0-9]*"))
         parts = sorted(self.base.glob("part*"))
         return [
-            *(StateFolder("emergency", folder, author_of(folder)) for folder in emergency),
+            *(StateFolder("emergency", folder, _author_of(folder)) for folder in emergency),
             *(StateFolder("checkpoint", folder) for folder in (self.base, *parts)),
         ]
 
@@ -229,3 +221,9 @@ class CheckpointLocations:
         except OSError as error:
             reporter.warn(f"{self.url} cannot be read, so only states on this node are used: {error}")
             return False
+
+
+def _author_of(folder: Path) -> Author | None:
+    """By the name of an emergency checkpoint's folder; None for a name that is not ours."""
+    attempt, rank = folder.parent.name, folder.name.removeprefix("rank")
+    return Author(int(attempt), int(rank)) if attempt.isdecimal() and rank.isdecimal() else None

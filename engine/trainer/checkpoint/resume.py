@@ -3,34 +3,52 @@
 Every rank lists the states on its disk (emergency checkpoints of earlier attempts, periodic checkpoints), all ranks
 see all lists, and take the same decision from them. A state is used only when every byte has been compared with its
 hash; each one that is refused is reported, and the next older one is tried.
+
+A corrupted parameter may not have been found before a peer was lost: then the emergency checkpoints of one attempt
+differ, and its ranks are outvoted. Those of different attempts may always differ, since another number of ranks sums in
+another order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.emergency import Author, manifest_digest, vote_on_digests
 from engine.trainer.checkpoint.files import Manifest
 from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays, broadcast_object
-from engine.trainer.replica_check import Corrupted
+from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import State, Strategy
+
+Result = TypeVar("Result")
 
 MAX_PARTS = 1000
 _MAX_STATES = 32
 """Per rank."""
 
 
-class CandidateRow(NamedTuple):
-    """A state or a part of one, complete by names and sizes, as the ranks exchange it: a list of JSON values."""
+class Author(NamedTuple):
+    """The rank that saved an emergency checkpoint."""
 
+    attempt: int
+    rank: int
+    """In that attempt: the ranks of this one may be others."""
+
+
+class StateCopy(NamedTuple):
+    """A state, or a part of one, on a rank's disk, complete by names and sizes. The ranks exchange it as JSON."""
+
+    rank: int
+    number: int
+    """Among that rank's, from 0."""
     update: int
     parts: int
     part: int
@@ -39,9 +57,10 @@ class CandidateRow(NamedTuple):
     window: dict[str, Any]
     author: Author | None
     digest: int
+    """64 bits over the hashes of all its files."""
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest, source: str, author: Author | None) -> CandidateRow:
+    def from_manifest(cls, manifest: Manifest, rank: int, source: str, author: Author | None) -> StateCopy:
         """Raises CheckpointError for facts that no training of ours has written."""
         iteration, part, parts, window = (manifest.state.get(key) for key in ("iteration", "part", "parts", "window"))
         if not (type(iteration) is type(part) is type(parts) is int and isinstance(window, dict)):
@@ -50,53 +69,46 @@ class CandidateRow(NamedTuple):
             raise CheckpointError(f"its manifest has iteration {iteration}, part {part} of {parts}")
         if not all(isinstance(value, int | float) for value in window.values()):
             raise CheckpointError("its manifest has a counter that is not a number")
-        return cls(manifest.update, parts, part, source, iteration, window, author, manifest_digest(manifest))
+        hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
+        digest = int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=8).digest(), "little")
+        return cls(rank, 0, manifest.update, parts, part, source, iteration, window, author, digest)
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> CandidateRow:
-        row = cls(*values)
-        return row if row.author is None else row._replace(author=Author(*row.author))
+    def from_json(cls, values: Sequence[Any]) -> StateCopy:
+        copy = cls(*values)
+        return copy if copy.author is None else copy._replace(author=Author(*copy.author))
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A row of this rank."""
-
-    path: Path
-    row: CandidateRow
+CompleteState = list[list[StateCopy]]
+"""A state of which every part is on some node. Per part: all copies, that of the rank of the part's number first."""
 
 
-class Holder(NamedTuple):
-    """A rank, and which of its rows."""
-
-    rank: int
-    row: int
-
-
-@dataclass(frozen=True)
-class CompleteState:
-    """A state of which every part is on some node."""
-
-    update: int
-    holders: tuple[tuple[Holder, ...], ...]
-    """Per part: all who have it, the rank of the part's number first."""
-
-
-def complete_states(rows: Sequence[Sequence[CandidateRow]]) -> list[CompleteState]:
-    """All complete states in `rows` (every rank's candidates), newest first; of one update, that in the fewest parts
-    first."""
-    found: dict[tuple[int, int], dict[int, list[Holder]]] = {}
-    for rank, candidates in enumerate(rows):
-        for index, row in enumerate(candidates):
-            found.setdefault((row.update, row.parts), {}).setdefault(row.part, []).append(Holder(rank, index))
+def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
+    """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first."""
+    found: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
+    for copy in copies:
+        found.setdefault((-copy.update, copy.parts), {}).setdefault(copy.part, []).append(copy)
     return [
-        CompleteState(
-            update,
-            tuple(tuple(sorted(held[part], key=lambda holder: (holder.rank != part, holder))) for part in range(parts)),
-        )
-        for (update, parts), held in sorted(found.items(), key=lambda entry: (-entry[0][0], entry[0][1]))
+        [sorted(held[part], key=lambda copy: (copy.rank != copy.part, copy.rank, copy.number)) for part in range(parts)]
+        for (_, parts), held in sorted(found.items())
         if len(held) == parts
     ]
+
+
+def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMismatch]]:
+    """The attempts whose ranks have saved different states of one update, with the ranks that differ. An author listed
+    twice, as by two ranks of one node, counts once."""
+    attempts: dict[int, dict[int, int]] = {}
+    for copy in copies:
+        if copy.author is not None:
+            attempts.setdefault(copy.author.attempt, {})[copy.author.rank] = copy.digest
+    differing = []
+    for attempt, digests in sorted(attempts.items()):
+        ranks = sorted(digests)
+        if (mismatch := find_mismatch([[digests[rank]] for rank in ranks], None)) is not None:
+            of_attempt = tuple(ranks[index] for index in mismatch.ranks)
+            differing.append((attempt, replace(mismatch, ranks=of_attempt)))
+    return differing
 
 
 @dataclass(frozen=True)
@@ -144,18 +156,17 @@ class Resume:
         self._config_hash = config_hash
         self._reporter = reporter
         self._refused = 0
-        self._own: list[Candidate] = []
-        self._rows: list[list[CandidateRow]] = []
+        self._paths: list[Path] = []
+        """This rank's copies, by number."""
 
     def run(self, folders: Sequence[StateFolder], *, adapter: bool = False, reached: int = 0) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
         started = time.perf_counter()
-        self._own = self._candidates(folders)
-        table = all_gather_object(self._collective, [candidate.row for candidate in self._own])
-        self._rows = [[CandidateRow.from_json(values) for values in rows] for rows in table]
-        points = (self._restore(state) for state in complete_states(self._rows))
+        table = all_gather_object(self._collective, self._own_copies(folders))
+        copies = [StateCopy.from_json(values) for rows in table for values in rows]
+        points = (self._restore(state) for state in complete_states(copies))
         found = next((point for point in points if point is not None), None)
         refused = sum(all_gather_object(self._collective, self._refused))
         if reached > 0 and found is None:
@@ -168,7 +179,7 @@ class Resume:
         self._report(point, time.perf_counter() - started, refused)
         return point
 
-    def _candidates(self, folders: Sequence[StateFolder]) -> list[Candidate]:
+    def _own_copies(self, folders: Sequence[StateFolder]) -> list[StateCopy]:
         found = []
         for place in folders:
             try:
@@ -177,14 +188,26 @@ class Resume:
                 self._reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
-                try:
-                    manifest = store.verify(path, check_hashes=False).manifest
-                    if manifest.config_hash != self._config_hash:
-                        raise CheckpointError("it is of another job")
-                    found.append(Candidate(path, CandidateRow.from_manifest(manifest, place.source, place.author)))
-                except (CheckpointError, OSError) as error:
-                    self._refuse(path, error)
-        return sorted(found, key=lambda candidate: -candidate.row.update)[:_MAX_STATES]
+                copy = self._read(path, partial(self._describe, place))
+                if copy is not None:
+                    found.append((path, copy))
+        newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
+        self._paths = [path for path, _ in newest]
+        return [copy._replace(number=number) for number, (_, copy) in enumerate(newest)]
+
+    def _describe(self, place: StateFolder, path: Path) -> StateCopy:
+        manifest = store.verify(path, check_hashes=False).manifest
+        if manifest.config_hash != self._config_hash:
+            raise CheckpointError("it is of another job")
+        return StateCopy.from_manifest(manifest, self._collective.rank, place.source, place.author)
+
+    def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
+        """None, reported, when it cannot be read."""
+        try:
+            return read(path)
+        except (CheckpointError, OSError) as error:
+            self._refuse(path, error)
+            return None
 
     def _refuse(self, path: Path, why: Exception) -> None:
         self._refused += 1
@@ -193,119 +216,96 @@ class Resume:
     def _restore(self, complete: CompleteState) -> ResumePoint | None:
         """Restore it on all ranks or on none; None when nobody who has a part can read it."""
         outvoted = self._outvoted(complete)
-        chosen = [
-            self._verified_holder([holder for holder in holders if self._row(holder).author not in outvoted])
-            for holders in complete.holders
-        ]
-        holders = [holder for holder in chosen if holder is not None]
-        if len(holders) < len(chosen):
+        verified = [self._first_verified(copies, outvoted) for copies in complete]
+        chosen = [copy for copy in verified if copy is not None]
+        if len(chosen) < len(complete):
             return None
         size = self._collective.size
-        if len(holders) == size > 1 and [holder.rank for holder in holders] == list(range(size)):
-            own = holders[self._collective.rank]
+        if len(chosen) == size > 1 and [copy.rank for copy in chosen] == list(range(size)):
+            own = chosen[self._collective.rank]
             state = self._load(own)
             fits = all_gather_object(self._collective, None if state is None else self._strategy.fits(state))
             if None in fits:
                 return None
-            if all(fits):
-                return self._agree_on_start(complete, holders, own_parts=True, restored=self._put(state, 0, 1, own))
+            if state is not None and all(fits):
+                return self._agree_on_start(chosen[0], None, restored=self._put(state, 0, 1, own))
             # The same number of ranks, partitioned differently: each picks its own out of all parts.
             del state
-        return self._agree_on_start(complete, holders, own_parts=False, restored=self._restore_parts(holders))
+        return self._agree_on_start(chosen[0], chosen[0].rank, restored=self._restore_parts(chosen))
 
-    def _restore_parts(self, holders: Sequence[Holder]) -> bool:
+    def _restore_parts(self, chosen: Sequence[StateCopy]) -> bool:
         """Every part, on every rank; False when one cannot be read (nothing is restored then) or does not fit."""
         restored = True
-        for part, holder in enumerate(holders):
-            state = self._broadcast(holder)
+        for part, copy in enumerate(chosen):
+            state = self._broadcast(copy)
             if state is None:
                 return False
-            restored = self._put(state, part, len(holders), holder) and restored
+            restored = self._put(state, part, len(chosen), copy) and restored
         return restored
 
     def _outvoted(self, complete: CompleteState) -> set[Author | None]:
         """Authors whose emergency checkpoint differs from most of their attempt's. Raises Corrupted without a
         majority."""
-        if len(complete.holders) > 1:
+        if len(complete) > 1:
             return set()
-        (holders,) = complete.holders
-        rows = [self._row(holder) for holder in holders]
+        (copies,) = complete
         outvoted: set[Author | None] = set()
-        for vote in vote_on_digests((row.author, row.digest) for row in rows if row.author is not None):
-            ranks = ", ".join(map(str, vote.ranks))
-            message = f"the states of update {complete.update} that the ranks of attempt {vote.attempt} saved differ: "
-            if vote.certain:
+        for attempt, mismatch in differing_authors(copies):
+            ranks = ", ".join(map(str, mismatch.ranks))
+            message = f"the states of update {copies[0].update} that the ranks of attempt {attempt} saved differ: "
+            if mismatch.certain:
                 self._reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
-                outvoted |= {Author(vote.attempt, rank) for rank in vote.ranks}
+                outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}
                 continue
             message += f"ranks {ranks} disagree, and there is no majority that tells which is right"
             if self._stop_on_corruption:
-                raise Corrupted(f"{message}; remove the wrong one, and resume again", vote.ranks, certain=False)
+                raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch.ranks, certain=False)
             self._reporter.warn(message)
         return outvoted
 
-    def _row(self, holder: Holder) -> CandidateRow:
-        return self._rows[holder.rank][holder.row]
-
-    def _verified_holder(self, holders: Sequence[Holder]) -> Holder | None:
-        """The first whose copy has the right hashes."""
-        for holder in holders:
-            verified = holder.rank == self._collective.rank and self._verify(self._own[holder.row])
-            if broadcast_object(self._collective, verified, holder.rank):
-                return holder
+    def _first_verified(self, copies: Sequence[StateCopy], outvoted: set[Author | None]) -> StateCopy | None:
+        """The first that has the right hashes."""
+        for copy in copies:
+            if copy.author in outvoted:
+                continue
+            own = copy.rank == self._collective.rank
+            verified = own and self._read(self._paths[copy.number], store.verify) is not None
+            if broadcast_object(self._collective, verified, copy.rank):
+                return copy
         return None
 
-    def _verify(self, candidate: Candidate) -> bool:
-        try:
-            store.verify(candidate.path)
-        except (CheckpointError, OSError) as error:
-            self._refuse(candidate.path, error)
-            return False
-        return True
-
-    def _load(self, holder: Holder) -> State | None:
+    def _load(self, copy: StateCopy) -> State | None:
         """This rank's own; None when it cannot be read after all."""
-        path = self._own[holder.row].path
-        try:
-            return store.load(store.verify(path, check_hashes=False))
-        except (CheckpointError, OSError) as error:
-            self._refuse(path, error)
-            return None
+        return self._read(self._paths[copy.number], lambda path: store.load(store.verify(path, check_hashes=False)))
 
-    def _broadcast(self, holder: Holder) -> State | None:
-        """The holder's, on every rank."""
-        state = self._load(holder) if holder.rank == self._collective.rank else None
-        if not broadcast_object(self._collective, state is not None, holder.rank):
+    def _broadcast(self, copy: StateCopy) -> State | None:
+        """On every rank."""
+        state = self._load(copy) if copy.rank == self._collective.rank else None
+        if not broadcast_object(self._collective, state is not None, copy.rank):
             return None
-        return state if self._collective.size == 1 else broadcast_arrays(self._collective, state, holder.rank)
+        return state if self._collective.size == 1 else broadcast_arrays(self._collective, state, copy.rank)
 
-    def _put(self, state: State | None, part: int, parts: int, holder: Holder) -> bool:
+    def _put(self, state: State, part: int, parts: int, copy: StateCopy) -> bool:
         """Give the strategy a part; False when it does not fit."""
-        if state is None:
-            return False
         try:
             self._strategy.restore(state, part, parts)
         except ValueError as error:
-            if holder.rank == self._collective.rank:
-                self._refuse(self._own[holder.row].path, error)
+            if copy.rank == self._collective.rank:
+                self._refuse(self._paths[copy.number], error)
             return False
         return True
 
-    def _agree_on_start(
-        self, complete: CompleteState, holders: list[Holder], *, own_parts: bool, restored: bool
-    ) -> ResumePoint | None:
+    def _agree_on_start(self, copy: StateCopy, rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
         results = all_gather_object(self._collective, restored)
         if not any(results):
             return None
         if not all(results):
             raise JobError(
-                f"the state of update {complete.update} could be restored on some ranks or in part only: remove it, "
-                "and resume again"
+                f"the state of update {copy.update} could be restored on some ranks or in part only: remove it, and "
+                "resume again"
             )
-        row = self._row(holders[0])
-        rank = None if own_parts else holders[0].rank
-        return ResumePoint(row.iteration, complete.update, row.window, row.source, rank)
+        return ResumePoint(copy.iteration, copy.update, copy.window, copy.source, rank)
 
     def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
         self._reporter.event(

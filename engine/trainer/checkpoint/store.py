@@ -30,6 +30,8 @@ from engine.trainer.checkpoint.files import (
     Manifest,
     check_size,
     folder_name,
+    move_aside,
+    replace_folder,
     sync_file,
     sync_folder,
     unpacked,
@@ -103,7 +105,7 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
         )
         _write_manifest(temporary, manifest)
         sync_folder(temporary)
-        _rename_into_place(temporary, target)
+        replace_folder(temporary, target)
         sync_folder(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -190,7 +192,7 @@ def retain(folder: Path, count: int, committed: int, on_refused: OnRefused) -> l
             kept += 1
             continue
         try:
-            shutil.rmtree(_move_aside(path), ignore_errors=True)
+            shutil.rmtree(move_aside(path), ignore_errors=True)
         except OSError as error:
             on_refused(path, f"it cannot be removed: {error.strerror or error}")
         else:
@@ -208,24 +210,7 @@ def _write_group(folder: Path, stem: str, arrays: Mapping[str, mx.array], compre
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    descriptor = os.open(folder / MANIFEST_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with (folder / MANIFEST_NAME).open("xb") as file:
         file.write(manifest.to_json())
         file.flush()
         sync_file(file.fileno())
-
-
-def _rename_into_place(temporary: Path, target: Path) -> None:
-    """Rename a whole folder; one that is already there is moved out of the way first, by one rename too."""
-    replaced = _move_aside(target) if target.exists() or target.is_symlink() else None
-    temporary.rename(target)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _move_aside(path: Path) -> Path:
-    """One rename, so that a kill in the middle of a deletion leaves nothing that looks like a checkpoint; returns the
-    folder that is to be deleted."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    path.rename(aside / "removed")
-    return aside

@@ -1,12 +1,13 @@
-"""The interface between the loop and a strategy (the work of one update in three phases, and its state), and the
-common base of the strategies whose state is partitioned over the ranks.
+"""One rank's side of a training (the work of one update in three phases, and its state), and the common base of the
+strategies whose state is partitioned over the ranks.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -14,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective
-from engine.trainer.data import DataLoader, Split
+from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
 from engine.trainer.weights import UINT_OF_SIZE, TensorSpec, WeightStream, floats, scalar
@@ -37,59 +38,81 @@ class LocalStep:
     """Before the update's own exchange."""
 
 
-class Strategy(Protocol):
-    """One rank's side. Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are
-    local.
+class Strategy(ABC):
+    """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local.
 
     An update is `accumulate` for each of its iterations, `exchange`, `apply`. The state changes in `apply` only: a rank
     that loses a peer before has the complete state of the last update.
     """
 
-    model: nn.Module
-    """This rank's part of it."""
-    loader: DataLoader
     replicated: bool
     """Every rank has the same, complete state; else each has a part of one."""
+
+    def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
+        """`model`: this rank's part. Raises JobError for settings that the optimizer rejects."""
+        self.model = model
+        self.loader = loader
+        self._collective = collective
+        self._updater = Updater(job, model)
+        self._waited_s = 0.0
+        """Seconds spent waiting for other ranks in the iteration under way."""
 
     @property
     def learning_rate(self) -> float:
         """The last update's rate. Local."""
+        return self._updater.learning_rate
 
     @property
     def in_16_bits(self) -> bool:
         """At least one trained parameter has only 16 bits. Local."""
+        return self._updater.in_16_bits
 
     def accumulate(self, position: int) -> LocalStep:
         """Forward and backward of the `position`-th global batch, from 0, added to the update under way; evaluated."""
+        started = time.perf_counter()
+        batch = self.loader.batch(position)
+        ready, self._waited_s = time.perf_counter(), 0.0
+        loss, tokens = self._forward_backward(batch)
+        seconds = time.perf_counter() - ready
+        return LocalStep(loss, tokens, ready - started, seconds - self._waited_s, self._waited_s)
 
+    @abstractmethod
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+        """Add the gradients of this rank's `batch`; `loss_sum` and `tokens` of a LocalStep."""
+
+    @abstractmethod
     def local_norm(self, tokens: int) -> float | None:
         """The norm of this rank's own gradients, as a mean over its `tokens`; None where a rank has none. Local."""
 
+    @abstractmethod
     def exchange(self, counters: list[float]) -> list[float]:
         """Sum gradients and `counters` (float32: exact for integers up to 2^24) over the ranks; returns the sums of the
         counters. Everything is evaluated; the state does not change."""
 
+    @abstractmethod
     def apply(self, tokens: float) -> float | None:
         """One optimizer step with the mean gradient over `tokens` global targets, evaluated; returns its norm before
         clipping. None, and no step, without targets. Local."""
 
+    @abstractmethod
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         """This rank's part of one batch: the sum of cross-entropies, and the number of targets."""
 
+    @abstractmethod
     def trained_weights(self) -> WeightStream:
         """All trained parameters by mlx-lm's names, as they are saved; complete on rank 0. Every rank iterates over all
         of them."""
 
-    def all_weights(self) -> WeightStream:
-        """All parameters, likewise."""
-
     def state(self) -> State:
         """This rank's trained parameters at the optimizer's precision, and the optimizer's state, after the last
         update: the same groups, names, shapes and types at every update. Local."""
+        return self._updater.state()
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`state` is exactly this rank's. Local."""
+        return self._updater.fits(state)
 
+    @abstractmethod
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """Restore a result of `state`: of rank `part` of `parts`, called for all of them in order; nothing changes
         before the last. A replicated one, or one of which this rank's own part `fits`, is part 0 of 1. Raises
@@ -97,105 +120,78 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class PlacedParameter:
+class PlacedParameter(TensorSpec):
     """A parameter that some rank holds."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
     ranks: tuple[int, ...]
     """One, or more for embeddings that are the head as well."""
+    trained: bool = True
 
 
-@dataclass(frozen=True)
-class PlacedParameters:
-    """A model's parameters, on whatever rank; the same on each."""
+class PartitionedStrategy(Strategy):
+    """A rank that holds and trains a part of the model: everything but the forward and backward passes."""
 
-    trained: Sequence[PlacedParameter]
-    all: Sequence[PlacedParameter]
+    replicated = False
 
-
-def gather_weights(parameters: Sequence[PlacedParameter], model: nn.Module, collective: Collective) -> WeightStream:
-    """All `parameters`, of which each rank's `model` has its own, bit for bit on rank 0; other ranks may get
-    placeholders. Iteration raises PeerLost."""
-
-    def arrays() -> Iterator[mx.array]:
-        own = dict(tree_flatten(model.parameters()))
-        for parameter in parameters:
-            if 0 in parameter.ranks:
-                yield own[parameter.name] if collective.rank == 0 else mx.array(0)
-                continue
-            kind = UINT_OF_SIZE[parameter.dtype.size]
-            mine = own[parameter.name] if collective.rank == parameter.ranks[0] else mx.zeros(parameter.shape, kind)
-            yield collective.all_sum(mine.view(kind)).view(parameter.dtype)
-
-    return WeightStream({entry.name: TensorSpec(entry.shape, entry.dtype) for entry in parameters}, arrays())
-
-
-class OptimizerPartition:
-    """The parameters that this rank trains. Its `model` has no other trainable parameters."""
-
-    def __init__(self, job: Job, model: nn.Module, trained: Sequence[PlacedParameter], collective: Collective) -> None:
-        """`trained`: of all ranks. Raises JobError for settings that the optimizer rejects."""
-        self._trained = trained
-        self._collective = collective
-        self._updater = Updater(job, model)
-        self._sums: dict[str, mx.array] = {}
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        loader: DataLoader,
+        collective: Collective,
+        placed: Sequence[PlacedParameter],
+    ) -> None:
+        """`model`: this rank's part, with no trainable parameters but its own; `placed`: the whole model's parameters,
+        the same on each rank. Raises JobError for settings that the optimizer rejects."""
+        super().__init__(job, model, loader, collective)
+        self._placed = placed
+        self._trained = [parameter for parameter in placed if parameter.trained]
+        self._half = any(parameter.dtype == mx.float16 for parameter in self._trained)
         self._norm = mx.array(0.0)
-        self._found: dict[str, dict[str, mx.array]] = {}
-
-    @property
-    def learning_rate(self) -> float:
-        return self._updater.learning_rate
+        self._found: State = {}
+        self.sums: dict[str, mx.array] = {}
+        """The gradients' sums so far, float32."""
 
     @property
     def in_16_bits(self) -> bool:
         """At least one trained parameter has only 16 bits, on any rank."""
         return any(parameter.dtype.size < 4 for parameter in self._trained)
 
-    @property
-    def sums(self) -> dict[str, mx.array]:
-        """The gradients' sums so far, float32."""
-        return self._sums
-
     def add(self, gradients: Mapping[str, mx.array]) -> None:
         """Add gradients (float32) to the sums of the update under way, evaluated."""
         for name, gradient in gradients.items():
-            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
-        mx.eval(self._sums)
+            self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
+        mx.eval(self.sums)
+
+    def local_norm(self, tokens: int) -> None:
+        """None: a rank's gradients are those of its own part of the model, not of its own examples."""
 
     def exchange(self, counters: list[float]) -> list[float]:
-        """Sum `counters` and the gradients that several ranks have, and compute the global norm. Raises PeerLost."""
+        """Also sums the gradients that several ranks have, and computes the global norm."""
         rank = self._collective.rank
         for parameter in self._trained:
             if len(parameter.ranks) > 1:
-                mine = self._sums.get(parameter.name)
+                mine = self.sums.get(parameter.name)
                 total = self._collective.all_sum(mx.zeros(parameter.shape) if mine is None else mine)
                 if mine is not None:
-                    self._sums[parameter.name] = total
+                    self.sums[parameter.name] = total
         once = [parameter.name for parameter in self._trained if parameter.ranks[0] == rank]
-        squares = [mx.square(self._sums[name]).sum() for name in once if name in self._sums]
+        squares = [mx.square(self.sums[name]).sum() for name in once if name in self.sums]
         tail = mx.concatenate([mx.array(counters), sum(squares, start=mx.array(0.0)).reshape(1)])
         *totals, square = floats(self._collective.all_sum(tail))
         self._norm = mx.sqrt(mx.array(square))
         return totals
 
     def apply(self, tokens: float) -> float | None:
-        """One optimizer step with the mean over `tokens` targets; the global norm before clipping. None without any."""
-        sums, self._sums = self._sums, {}
+        sums, self.sums = self.sums, {}
         if not tokens:
             return None
         norm = self._norm / tokens
         return scalar(self._updater.update({name: value / tokens for name, value in sums.items()}, norm))
 
-    def state(self) -> State:
-        return self._updater.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._updater.fits(state)
-
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
-        """See Strategy: this rank's own is collected from all parts, and restored with the last."""
+        """This rank's own is collected from all parts, and restored with the last."""
         ours = self._updater.state()
         if part == 0:
             self._found = {group: {} for group in ours}
@@ -206,29 +202,24 @@ class OptimizerPartition:
             found, self._found = self._found, {}
             self._updater.restore(found)
 
-
-class PartitionedStrategy(OptimizerPartition):
-    """One rank's part: everything of a Strategy but the forward and backward passes."""
-
-    replicated = False
-
-    def __init__(
-        self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, placed: PlacedParameters
-    ) -> None:
-        """`model`: this rank's part. Raises JobError for settings that the optimizer rejects."""
-        super().__init__(job, model, placed.trained, collective)
-        self.model = model
-        self.loader = loader
-        self._all = placed.all
-        self._half = any(parameter.dtype == mx.float16 for parameter in placed.trained)
-        self._waited_s = 0.0
-        """Seconds spent waiting for other ranks in the iteration under way."""
-
-    def local_norm(self, tokens: int) -> None:
-        """None: a rank's gradients are those of its own part of the model, not of its own examples."""
-
     def trained_weights(self) -> WeightStream:
-        return gather_weights(self._trained, self.model, self._collective)
+        return self._gather_weights(self._trained)
 
     def all_weights(self) -> WeightStream:
-        return gather_weights(self._all, self.model, self._collective)
+        """All parameters, as `trained_weights`."""
+        return self._gather_weights(self._placed)
+
+    def _gather_weights(self, parameters: Sequence[PlacedParameter]) -> WeightStream:
+        """`parameters` bit for bit on rank 0; other ranks may get placeholders. Iteration raises PeerLost."""
+        return WeightStream({parameter.name: parameter for parameter in parameters}, self._gathered(parameters))
+
+    def _gathered(self, parameters: Sequence[PlacedParameter]) -> Iterator[mx.array]:
+        own = dict(tree_flatten(self.model.parameters()))
+        for parameter in parameters:
+            if 0 in parameter.ranks:
+                yield own[parameter.name] if self._collective.rank == 0 else mx.array(0)
+                continue
+            kind = UINT_OF_SIZE[parameter.dtype.size]
+            holds = self._collective.rank == parameter.ranks[0]
+            mine = own[parameter.name] if holds else mx.zeros(parameter.shape, kind)
+            yield self._collective.all_sum(mine.view(kind)).view(parameter.dtype)

@@ -5,8 +5,10 @@ An update equals the single machine's: gradients, losses and tokens are summed i
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -14,42 +16,106 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective
-from engine.trainer.data import DataLoader, Split
-from engine.trainer.optimizer import Updater
+from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import LocalStep, State
-from engine.trainer.strategies.gradients import Gradients
+from engine.trainer.strategies.base import Strategy
+from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.weights import WeightStream, floats, scalar
 
+_BUCKET_FLOATS = 16 * 2**20
+"""64 MiB: large enough to use the ring both ways, small beside a model's gradients."""
+_PIECE_FLOATS = 2**20
 
-class DataParallel:
-    """One rank's copy; a Strategy."""
+
+class Gradients:
+    """Forward and backward passes of this rank's examples: sums, not means, in flat float32 buckets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        trainable = tree_flatten(model.trainable_parameters())
+        self._shapes = {name: value.shape for name, value in trainable}
+        self._buckets = _buckets({name: value.size for name, value in trainable})
+        self._half = any(value.dtype == mx.float16 for _, value in trainable)
+        state = [model.state, mx.random.state]
+        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
+        self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
+
+    def of(self, batch: Batch) -> tuple[float, list[mx.array]]:
+        """The sum of cross-entropies over `batch`, and of their gradients in buckets, evaluated."""
+        rows = Rows.of(batch, half=self._half)
+        loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
+        mx.eval(loss, buckets)
+        return scalar(loss), buckets
+
+    def add(self, batch: Batch, sums: list[mx.array] | None) -> tuple[float, list[mx.array]]:
+        """As `of`, with `sums` of earlier batches, if any, added to the gradients."""
+        loss, buckets = self.of(batch)
+        if sums is not None:
+            buckets = [bucket + before for bucket, before in zip(buckets, sums, strict=True)]
+            mx.eval(buckets)
+        return loss, buckets
+
+    def loss(self, batch: Batch) -> float:
+        """The sum of cross-entropies over `batch`."""
+        rows = Rows.of(batch)
+        return scalar(self._forward(rows.tokens, rows.bounds, mx.array(rows.scale)))
+
+    def norm(self, buckets: list[mx.array], divisor: float) -> float:
+        """The norm of `buckets` over `divisor`, in pieces: the square of a whole bucket would take another bucket."""
+        parts = [
+            mx.square(bucket[start : start + _PIECE_FLOATS]).sum()
+            for bucket in buckets
+            for start in range(0, bucket.size, _PIECE_FLOATS)
+        ]
+        return scalar(mx.sqrt(mx.stack(parts).sum())) / divisor
+
+    def unpack(self, buckets: list[mx.array], divisor: float) -> dict[str, mx.array]:
+        """The gradients by parameter, divided."""
+        gradients = {}
+        for names, bucket in zip(self._buckets, buckets, strict=True):
+            start = 0
+            for name in names:
+                end = start + math.prod(self._shapes[name])
+                gradients[name] = (bucket[start:end] / divisor).reshape(self._shapes[name])
+                start = end
+        return gradients
+
+    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        flat = dict(tree_flatten(gradients))
+        # Concatenated before the cast to float32; and a division by 1 would read and write all of it once more.
+        buckets = [
+            mx.concatenate([flat[name].reshape(-1) for name in names]).astype(mx.float32) for names in self._buckets
+        ]
+        return (loss / scale, [bucket / scale for bucket in buckets]) if self._half else (loss, buckets)
+
+
+def _buckets(sizes: dict[str, int]) -> list[list[str]]:
+    """Parameters in order, packed into buckets."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not buckets or size > room:
+            buckets.append([])
+            room = max(_BUCKET_FLOATS, size)
+        buckets[-1].append(name)
+        room -= size
+    return buckets
+
+
+class DataParallel(Strategy):
+    """One rank's copy."""
 
     replicated = True
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
-        """Raises JobError for settings that the optimizer rejects."""
-        self.model = model
-        self.loader = loader
-        self._collective = collective
+        super().__init__(job, model, loader, collective)
         self._gradients = Gradients(model)
-        self._updater = Updater(job, model)
         self._sums: list[mx.array] | None = None
 
-    @property
-    def learning_rate(self) -> float:
-        return self._updater.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        return self._updater.in_16_bits
-
-    def accumulate(self, position: int) -> LocalStep:
-        started = time.perf_counter()
-        batch = self.loader.batch(position)
-        ready = time.perf_counter()
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
         loss, self._sums = self._gradients.add(batch, self._sums)
-        return LocalStep(loss, batch.targets, ready - started, time.perf_counter() - ready)
+        return loss, batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
         assert self._sums is not None
@@ -60,9 +126,8 @@ class DataParallel:
         *buckets, last = self._sums
         # float32 counts up to 16 million tokens per iteration exactly.
         tail = mx.concatenate([last, mx.array(counters)])
-        totals = [self._collective.all_sum(bucket) for bucket in [*buckets, tail]]
-        self._sums = totals
-        return floats(totals[-1][last.size :])
+        self._sums = [self._collective.all_sum(bucket) for bucket in [*buckets, tail]]
+        return floats(self._sums[-1][last.size :])
 
     def apply(self, tokens: float) -> float | None:
         assert self._sums is not None
@@ -78,15 +143,6 @@ class DataParallel:
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))
-
-    def all_weights(self) -> WeightStream:
-        return WeightStream.of(dict(tree_flatten(self.model.parameters())))
-
-    def state(self) -> State:
-        return self._updater.state()
-
-    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        return self._updater.fits(state)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         if (part, parts) != (0, 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, cast
@@ -19,12 +19,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job, JobError
-from engine.protocol.pipeline import LayerSplit, Step, check_split, micro_batches, schedule
+from engine.protocol.partition import LayerSplit, Step, check_split, micro_batches, schedule
 from engine.trainer.collective import Collective, GroupError
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import LocalStep, PartitionedStrategy, PlacedParameter, PlacedParameters
-from engine.trainer.strategies.sections import Rows, Section, check_splittable
+from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
+from engine.trainer.strategies.loss import Rows
+from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
 
 _MAGIC = 0x464C4447
@@ -67,12 +68,8 @@ class StageMessages:
         self._check(rank, header, [_MAGIC, *tag, dtype if 0 <= dtype < len(_DTYPES) else 0, *rows, width])
         return self._collective.receive(self._collective.recv_lazy((*rows, width), _DTYPES[dtype], rank))
 
-    def recv_later(self, rank: int, like: mx.array) -> mx.array:
-        """The array that `recv_into` will receive, to be computed with before."""
-        return self._collective.recv_lazy(like.shape, like.dtype, rank)
-
     def recv_into(self, later: mx.array, rank: int, tag: MessageTag) -> None:
-        """Evaluate `later`. Raises GroupError, PeerLost."""
+        """Evaluate `later`, of the collective's recv_lazy. Raises GroupError, PeerLost."""
         self._check(rank, self._header(rank), [_MAGIC, *tag, _DTYPES.index(later.dtype), *later.shape])
         self._collective.receive(later)
 
@@ -98,8 +95,6 @@ def _describe_header(header: list[int]) -> str:
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch in this stage."""
-
     rows: Rows
     hidden: mx.array | None = None
     output: mx.array | None = None
@@ -111,7 +106,7 @@ class _MicroBatch:
 
 
 class Pipeline(PartitionedStrategy):
-    """One rank's stage; a Strategy."""
+    """One rank's stage."""
 
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, layers: LayerSplit
@@ -132,31 +127,20 @@ class Pipeline(PartitionedStrategy):
         ]
         self._section = sections[rank]
         mx.eval(self._section.model.parameters())
-        placed = PlacedParameters(
-            trained=_placed([dict(tree_flatten(section.model.trainable_parameters())) for section in sections]),
-            all=_placed([dict(tree_flatten(section.model.parameters())) for section in sections]),
-        )
-        super().__init__(job, self._section.model, loader, collective, placed)
+        super().__init__(job, self._section.model, loader, collective, _placed(sections))
         self._messages = StageMessages(collective)
-        self._first_trained = min(parameter.ranks[0] for parameter in placed.trained)
+        self._first_trained = min(parameter.ranks[0] for parameter in self._trained)
         self._batches = 0
 
-    def accumulate(self, position: int) -> LocalStep:
-        started = time.perf_counter()
-        batch = self.loader.batch(position)
-        ready, self._waited_s = time.perf_counter(), 0.0
-        loss = self._run(batch, train=True)
-        seconds = time.perf_counter() - ready
-        tokens = batch.targets if self._section.last else 0
-        return LocalStep(loss, tokens, ready - started, seconds - self._waited_s, self._waited_s)
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+        return self._run(batch, train=True)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        batch = examples.batch(indices)
-        loss = self._run(batch, train=False)
-        return loss, batch.targets if self._section.last else 0
+        return self._run(examples.batch(indices), train=False)
 
-    def _run(self, batch: Batch, *, train: bool) -> float:
-        """This stage's work on one global batch; returns the sum of cross-entropies on the last stage, else 0."""
+    def _run(self, batch: Batch, *, train: bool) -> tuple[float, int]:
+        """This stage's work on one global batch; the sum of cross-entropies and the targets on the last stage, else
+        0."""
         rank, stages = self._collective.rank, self._collective.size
         rows = len(batch.tokens)
         count = micro_batches(rows, stages)
@@ -177,7 +161,7 @@ class Pipeline(PartitionedStrategy):
                 self._communicate(step, pieces[step.micro])
                 self._waited_s += time.perf_counter() - started
         self._batches += 1
-        return loss
+        return loss, batch.targets if self._section.last else 0
 
     def _forward(self, micro: _MicroBatch, *, learns: bool) -> float:
         section, rows, hidden = self._section, micro.rows, micro.hidden
@@ -186,7 +170,7 @@ class Pipeline(PartitionedStrategy):
                 micro.cotangent = mx.array(1.0)
             else:
                 output = section.like_output(rows, hidden)
-                micro.cotangent = self._messages.recv_later(self._collective.rank + 1, output)
+                micro.cotangent = self._collective.recv_lazy(output.shape, output.dtype, self._collective.rank + 1)
             trained = dict(tree_flatten(self.model.trainable_parameters()))
             micro.output, micro.gradients, micro.below = section.forward_backward(
                 trained, rows, hidden, micro.cotangent, below=self._collective.rank > self._first_trained
@@ -222,8 +206,12 @@ class Pipeline(PartitionedStrategy):
                 micro.below = None
 
 
-def _placed(stages: Sequence[Mapping[str, mx.array]]) -> list[PlacedParameter]:
-    """Every parameter of the `stages`, with the stages that hold it."""
+def _placed(sections: Sequence[Section]) -> list[PlacedParameter]:
+    """Every parameter of the stages, with those that hold it."""
+    stages = [dict(tree_flatten(section.model.parameters())) for section in sections]
+    trained = {name for section in sections for name, _ in tree_flatten(section.model.trainable_parameters())}
     every = {name: value for stage in reversed(stages) for name, value in stage.items()}
     ranks = {name: tuple(rank for rank, stage in enumerate(stages) if name in stage) for name in every}
-    return [PlacedParameter(name, value.shape, value.dtype, ranks[name]) for name, value in every.items()]
+    return [
+        PlacedParameter(value.shape, value.dtype, name, ranks[name], name in trained) for name, value in every.items()
+    ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +16,8 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from engine.protocol.job import JobError
-from engine.protocol.pipeline import SPLITTABLE_MODULES
-from engine.trainer.data import Batch
-from engine.trainer.strategies.gradients import loss_scale, loss_sum
+from engine.protocol.partition import SPLITTABLE_MODULES
+from engine.trainer.strategies.loss import Rows, loss_sum
 
 
 class PassThrough(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
@@ -135,27 +133,3 @@ def _shallow_copy(module: nn.Module) -> Any:
     copied = copy.copy(module)
     copied._no_grad = set(module._no_grad)
     return copied
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a batch, as a section's input."""
-
-    tokens: mx.array
-    """[rows, length], including the last target."""
-    bounds: mx.array
-    """[rows, 2]"""
-    scale: float
-    """Factor of the loss."""
-
-    @classmethod
-    def of(cls, batch: Batch, chosen: slice = slice(None), *, half: bool = False) -> Rows:
-        """`half`: the loss is float16."""
-        scale = loss_scale(batch.targets) if half else 1.0
-        return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
-
-    @property
-    def inputs(self) -> tuple[int, int]:
-        """Rows and length of the model's input."""
-        rows, length = self.tokens.shape
-        return rows, length - 1

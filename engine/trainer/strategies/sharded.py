@@ -9,10 +9,8 @@ command buffer.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,41 +19,18 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
-from engine.trainer.data import DataLoader, Split
+from engine.trainer.collective import Collective, aligned_words, as_words
+from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import LocalStep, PartitionedStrategy, PlacedParameter, PlacedParameters
-from engine.trainer.strategies.sections import Rows, Section, check_splittable
-from engine.trainer.weights import scalar
+from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
+from engine.trainer.strategies.loss import Rows
+from engine.trainer.strategies.sections import Section, check_splittable
+from engine.trainer.weights import TensorSpec, scalar
 
-_WORD = 4
 _ALIGNED_WORDS = 16
 """Each gathered tensor begins at a multiple of 64 bytes, for kernels that read several numbers at once."""
 _TRAINED_BYTES = 12
 """State per trained element beside the element itself: two float32 moments and its gradient's sum."""
-
-
-@dataclass(frozen=True)
-class OwnedTensor:
-    """One parameter, and the rank that owns it."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    trained: bool
-    owner: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.size
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def words(self) -> int:
-        """Its 32-bit words among the gathered ones, padding included."""
-        return -(-self.nbytes // (_WORD * _ALIGNED_WORDS)) * _ALIGNED_WORDS
 
 
 class Shards:
@@ -79,20 +54,19 @@ class Shards:
         ]
         owners = assign_owners(costs, collective.size)
         self._tensors = [
-            {name: OwnedTensor(v.shape, v.dtype, name in trained, owners[name]) for name, v in section.items()}
+            {
+                name: PlacedParameter(v.shape, v.dtype, name, (owners[name],), name in trained)
+                for name, v in section.items()
+            }
             for section in values
         ]
         self._before_gather: dict[str, mx.array] = {}
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
-    def held(self, *, trained: bool) -> list[PlacedParameter]:
-        """All parameters on all ranks, or all trained ones."""
-        every = {name: tensor for section in self._tensors for name, tensor in section.items()}
-        return [
-            PlacedParameter(name, tensor.shape, tensor.dtype, (tensor.owner,))
-            for name, tensor in every.items()
-            if tensor.trained or not trained
-        ]
+    @property
+    def placed(self) -> list[PlacedParameter]:
+        """All parameters, on all ranks."""
+        return list({name: tensor for section in self._tensors for name, tensor in section.items()}.values())
 
     def trained_in(self, section: int) -> list[str]:
         return [name for name, tensor in self._tensors[section].items() if tensor.trained]
@@ -101,17 +75,18 @@ class Shards:
         """All parameters of the `section`-th section, until `release`. Raises PeerLost."""
         tensors, rank = self._tensors[section], self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
-        own = {name: held[name] for name, tensor in tensors.items() if tensor.owner == rank}
+        own = {name: held[name] for name, tensor in tensors.items() if rank in tensor.ranks}
         self._before_gather = {name: own.get(name, _empty(tensor.dtype)) for name, tensor in tensors.items()}
         offsets, width = _offsets(tensors)
-        parts = [_as_words(value, tensors[name].words) for name, value in own.items()]
+        parts = [as_words(value, _words(tensors[name])) for name, value in own.items()]
         rest = width - sum(part.size for part in parts)
         mine = mx.concatenate([*parts, mx.zeros(rest, mx.uint32)])
         everybody = self._collective.gather_arrays(mine)
         found = {}
         for name, start in offsets.items():
             tensor = tensors[name]
-            words = everybody[tensor.owner, start : start + tensor.words]
+            (owner,) = tensor.ranks
+            words = everybody[owner, start : start + _words(tensor)]
             found[name] = words.view(tensor.dtype)[: tensor.size].reshape(tensor.shape)
         return found
 
@@ -125,7 +100,7 @@ class Shards:
         total = self._collective.all_sum(mx.concatenate([gradients[name].reshape(-1) for name in tensors]))
         found, start = {}, 0
         for name, tensor in tensors.items():
-            if tensor.owner == self._collective.rank:
+            if self._collective.rank in tensor.ranks:
                 # The sum makes it a copy: a slice would keep all of `total`.
                 found[name] = total[start : start + tensor.size].reshape(tensor.shape) + 0.0
             start += tensor.size
@@ -153,20 +128,19 @@ def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str
     return owners
 
 
-def _offsets(tensors: Mapping[str, OwnedTensor]) -> tuple[dict[str, int], int]:
+def _words(tensor: TensorSpec) -> int:
+    """The 32-bit words of a tensor among the gathered ones, padding included."""
+    return aligned_words(tensor.nbytes, _ALIGNED_WORDS)
+
+
+def _offsets(tensors: Mapping[str, PlacedParameter]) -> tuple[dict[str, int], int]:
     """Each tensor's offset in its owner's row of words, and the length of the longest row."""
     offsets, rows = {}, dict[int, int]()
     for name, tensor in tensors.items():
-        offsets[name] = rows.get(tensor.owner, 0)
-        rows[tensor.owner] = offsets[name] + tensor.words
+        (owner,) = tensor.ranks
+        offsets[name] = rows.get(owner, 0)
+        rows[owner] = offsets[name] + _words(tensor)
     return offsets, max(rows.values(), default=0)
-
-
-def _as_words(value: mx.array, words: int) -> mx.array:
-    """The bits of `value` as 32-bit words, padded to `words`."""
-    flat = value.reshape(-1)
-    missing = (words * _WORD - flat.nbytes) // flat.dtype.size
-    return mx.concatenate([flat, mx.zeros(missing, flat.dtype)]).view(mx.uint32)
 
 
 def _empty(dtype: mx.Dtype) -> mx.array:
@@ -188,23 +162,14 @@ def _keep_owned(model: nn.Module, own: set[str]) -> None:
 
 
 class Sharded(PartitionedStrategy):
-    """One rank's part; a Strategy."""
+    """One rank's part."""
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         """`model` is whole and not evaluated: tensors of other ranks never are. Raises JobError."""
         check_splittable(model, "sharded")
         self._shards = shards = Shards(model, collective)
-        placed = PlacedParameters(trained=shards.held(trained=True), all=shards.held(trained=False))
-        super().__init__(job, model, loader, collective, placed)
+        super().__init__(job, model, loader, collective, shards.placed)
         self._first_trained = min(section for section in range(len(shards.sections)) if shards.trained_in(section))
-
-    def accumulate(self, position: int) -> LocalStep:
-        started = time.perf_counter()
-        batch = self.loader.batch(position)
-        ready, self._waited_s = time.perf_counter(), 0.0
-        loss = self._forward_backward(Rows.of(batch, half=self._half))
-        seconds = time.perf_counter() - ready
-        return LocalStep(loss, batch.targets, ready - started, seconds - self._waited_s, self._waited_s)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)
@@ -215,9 +180,8 @@ class Sharded(PartitionedStrategy):
             hidden = self._forward(section, rows, hidden)
         return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
-    def _forward_backward(self, rows: Rows) -> float:
-        """Add the gradients of `rows`; returns their sum of cross-entropies."""
-        shards = self._shards
+    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+        shards, rows = self._shards, Rows.of(batch, half=self._half)
         last = len(shards.sections) - 1
         # Dropout: a section runs twice, and must draw the same numbers both times.
         seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (last + 1,))).tolist()
@@ -245,7 +209,7 @@ class Sharded(PartitionedStrategy):
             self.add(reduced)
             if below is not None:
                 cotangent = below
-        return loss
+        return loss, batch.targets
 
     def _forward(self, section: int, rows: Rows | None, hidden: mx.array | None) -> mx.array | None:
         """None without rows: this rank then only takes part in the gathering."""

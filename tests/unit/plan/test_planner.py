@@ -31,7 +31,7 @@ from engine.plan.document import FIRST_SECTIONS, ChunkingSection, Disabled, Memo
 from engine.plan.explain import explained, summary
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
-from engine.protocol.batches import chunk_plan
+from engine.protocol.partition import chunk_plan
 from tests.unit.cluster.macs import mesh, ring
 from tests.unit.plan.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, plan_inputs, ultra_and_max
 from tests.unit.plan.test_against_mlx import addressed

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.measurements import LinkMeasure
 from engine.plan.prediction import ThroughputPrediction, all_sum_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
-from engine.protocol.batches import share_counts
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
+from engine.protocol.partition import share_counts
 from tests.unit.plan.calibrations import calibration, config, measure
 
 SPEEDS = st.lists(st.floats(0.1, 100), min_size=1, max_size=6)

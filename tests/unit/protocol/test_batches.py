@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.batches import COORDINATOR_CHUNK_SIZE, chunk_plan, progress_text, share_counts, share_slice
+from engine.protocol.partition import COORDINATOR_CHUNK_SIZE, chunk_plan, progress_text, share_counts, share_slice
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_progress_of_a_chunk_out_of_range_is_an_error(chunk: int) -> None:
 
 
 def test_the_arithmetic_needs_the_standard_library_only() -> None:
-    probe = "import engine.protocol.batches, sys; print({'mlx', 'numpy', 'pydantic'} & set(sys.modules))"
+    probe = "import engine.protocol.partition, sys; print({'mlx', 'numpy', 'pydantic'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

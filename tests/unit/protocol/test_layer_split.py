@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.protocol.pipeline import bubble_fraction, format_split, layer_split
+from engine.protocol.partition import bubble_fraction, format_split, layer_split
 
 memories = st.lists(st.sampled_from([16, 24, 32, 64, 96, 128, 192, 256, 512]), min_size=1, max_size=8)
 

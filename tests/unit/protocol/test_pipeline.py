@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.pipeline import check_split, micro_batches, parse_split, schedule
+from engine.protocol.partition import check_split, micro_batches, parse_split, schedule
 
 
 def test_ranges_are_read_as_they_are_written() -> None:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.batches import chunk_plan, share_counts, share_slice
-from engine.trainer.sampler import ChunkedSampler, ChunkEnd, Sampler, fixed_batches, fixed_chunked_batches
+from engine.protocol.partition import ChunkPlan, chunk_plan, share_counts, share_slice
+from engine.trainer.sampler import ChunkEnd, Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
 shares = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
+
+
+def whole(sizes: list[int], batch_size: int, seed: int = 0) -> Sampler:
+    return sampler_of(ChunkPlan.whole(len(sizes)), sizes, batch_size, seed)
+
+
+def chunked(sizes: list[int], chunk_size: int, batch_size: int, seed: int = 0) -> Sampler:
+    return sampler_of(streamed(len(sizes), chunk_size), sizes, batch_size, seed)
+
+
+def sampler_of(plan: ChunkPlan, sizes: list[int], batch_size: int, seed: int) -> Sampler:
+    every = np.asarray(sizes, dtype=np.int64)
+    return Sampler(plan, lambda start, end: every[start:end], batch_size, seed)
+
+
+def streamed(size: int, chunk_size: int) -> ChunkPlan:
+    """Also of a dataset that is smaller than a chunk."""
+    return replace(chunk_plan(size, chunk_size), enabled=True)
 
 
 @given(lengths, st.integers(1, 16), st.integers(0, 2**63), st.integers(0, 5))
@@ -19,7 +39,7 @@ def test_an_epoch_takes_each_example_at_most_once_and_leaves_less_than_a_batch(
     sizes: list[int], batch_size: int, seed: int, epoch: int
 ) -> None:
     batch_size = min(batch_size, len(sizes))
-    sampler = Sampler(sizes, batch_size, seed)
+    sampler = whole(sizes, batch_size, seed)
     first = epoch * sampler.batches_per_epoch
     taken = np.concatenate([sampler.batch(first + number) for number in range(sampler.batches_per_epoch)])
     assert len(set(taken.tolist())) == len(taken) > len(sizes) - batch_size
@@ -31,18 +51,18 @@ def test_a_batch_depends_on_its_position_alone(
     sizes: list[int], batch_size: int, seed: int, positions: list[int]
 ) -> None:
     batch_size = min(batch_size, len(sizes))
-    wandering = Sampler(sizes, batch_size, seed)
+    wandering = whole(sizes, batch_size, seed)
     for position in positions:
         np.random.random()
-        assert wandering.batch(position).tolist() == Sampler(sizes, batch_size, seed).batch(position).tolist()
+        assert wandering.batch(position).tolist() == whole(sizes, batch_size, seed).batch(position).tolist()
 
 
 def test_epochs_and_seeds_differ_and_in_time_every_example_is_seen() -> None:
     sizes = list(range(50))
-    sampler = Sampler(sizes, 8, seed=1)
+    sampler = whole(sizes, 8, seed=1)
     epochs = [[sampler.batch(6 * epoch + number).tolist() for number in range(6)] for epoch in range(20)]
     assert epochs[0] != epochs[1]
-    assert epochs[0] != [Sampler(sizes, 8, seed=2).batch(number).tolist() for number in range(6)]
+    assert epochs[0] != [whole(sizes, 8, seed=2).batch(number).tolist() for number in range(6)]
     assert {example for epoch in epochs for batch in epoch for example in batch} == set(range(50))
 
 
@@ -54,7 +74,7 @@ def test_batches_hold_examples_of_like_length_and_save_padding() -> None:
         padded = sum(int(sizes[batch].max()) * len(batch) for batch in batches)
         return 1 - float(sizes[np.concatenate(batches)].sum()) / padded
 
-    sampler = Sampler(sizes.tolist(), 8, seed=0)
+    sampler = whole(sizes.tolist(), 8, seed=0)
     by_length = padding([sampler.batch(number) for number in range(64)])
     at_random = padding(list(dice.permutation(512).reshape(64, 8)))
     assert by_length < 0.05
@@ -63,7 +83,7 @@ def test_batches_hold_examples_of_like_length_and_save_padding() -> None:
 
 def test_the_order_is_the_same_in_every_release() -> None:
     """Written down once: a changed order would break the resumption of runs begun before."""
-    sampler = Sampler([5, 3, 9, 1, 7, 7, 2, 8], 2, seed=42)
+    sampler = whole([5, 3, 9, 1, 7, 7, 2, 8], 2, seed=42)
     assert [sampler.batch(position).tolist() for position in range(8)] == [
         [6, 3],
         [0, 1],
@@ -78,14 +98,9 @@ def test_the_order_is_the_same_in_every_release() -> None:
 
 def test_too_few_examples_for_a_batch_are_refused() -> None:
     with pytest.raises(ValueError, match="3 examples do not fill one batch of 4"):
-        Sampler([1, 2, 3], 4, 0)
+        whole([1, 2, 3], 4)
     with pytest.raises(ValueError, match="3 examples do not fill one batch of 4"):
         chunked([1, 2, 3], 2, 4)
-
-
-def chunked(sizes: list[int], chunk_size: int, batch_size: int, seed: int = 0) -> ChunkedSampler:
-    every = np.asarray(sizes, dtype=np.int64)
-    return ChunkedSampler(chunk_plan(len(sizes), chunk_size), lambda start, end: every[start:end], batch_size, seed)
 
 
 @given(lengths, st.integers(1, 60), st.integers(1, 16), st.integers(0, 5), shares)
@@ -181,17 +196,17 @@ def test_the_chunked_order_is_the_same_in_every_release() -> None:
 def test_a_chunked_validation_takes_no_example_twice(
     count: int, chunk_size: int, batch_size: int, limit: int, seed: int
 ) -> None:
-    plan = chunk_plan(count, chunk_size)
-    batches = [batch.tolist() for batch in fixed_chunked_batches(plan, batch_size, seed, limit)]
+    plan = streamed(count, chunk_size)
+    batches = [batch.tolist() for batch in fixed_batches(plan, batch_size, seed, limit)]
     taken = [example for batch in batches for example in batch]
     assert len(set(taken)) == len(taken) == (count if limit < 0 else min(count, limit * batch_size))
     assert set(taken) <= set(range(count))
     assert all(len(batch) == batch_size for batch in batches[:-1])
-    assert batches == [batch.tolist() for batch in fixed_chunked_batches(plan, batch_size, seed, limit)]
+    assert batches == [batch.tolist() for batch in fixed_batches(plan, batch_size, seed, limit)]
 
 
 def test_a_short_chunked_validation_looks_at_all_of_the_data() -> None:
-    batches = list(fixed_chunked_batches(chunk_plan(10_000, 100), 8, 0, 5))
+    batches = list(fixed_batches(chunk_plan(10_000, 100), 8, 0, 5))
     assert sorted((np.concatenate(batches) // 250).tolist()) == list(range(40))
 
 
@@ -199,8 +214,9 @@ def test_a_short_chunked_validation_looks_at_all_of_the_data() -> None:
 def test_validation_takes_every_example_once_and_always_in_the_same_batches(
     count: int, batch_size: int, seed: int
 ) -> None:
-    batches = fixed_batches(count, batch_size, seed, -1)
+    plan = ChunkPlan.whole(count)
+    batches = list(fixed_batches(plan, batch_size, seed, -1))
     assert sorted(example for batch in batches for example in batch.tolist()) == list(range(count))
     assert all(len(batch) == batch_size for batch in batches[:-1])
-    limited = fixed_batches(count, batch_size, seed, 3)
+    limited = fixed_batches(plan, batch_size, seed, 3)
     assert [batch.tolist() for batch in limited] == [batch.tolist() for batch in batches[:3]]
