@@ -13,8 +13,8 @@ from typing import Any
 from engine.api.session import Session
 from engine.errors import LaunchError, RunNotFound, StateError
 from engine.models import RunRecord
-from engine.run.diagnosis import diagnose
 from engine.run.events import ABORT
+from engine.run.failure_cause import diagnose
 from engine.run.json_lines import JsonLinesTail
 from engine.run.logs.reader import LogReader
 from engine.run.requests import place_request

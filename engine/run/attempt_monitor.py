@@ -33,13 +33,12 @@ from engine.run.events import (
     Verdict,
 )
 from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
-from engine.run.first_failure import is_consequence
 from engine.run.logs.mirror import Gap, LogMirrors
 from engine.run.node_health import NodeHealth, lost_after_s
 from engine.run.ranks import AttemptContext, Rank, Ranks, record_rank_changes
 from engine.run.requests import TICK_S, AbortSource
 from engine.run.shutdown import CleanupProof, EmergencyCheckpointWait, GracePeriods, Shutdown, StopPlan
-from engine.run.verdict import verdict_on, with_diagnosis
+from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.run.watchdog import Hang, Resumed, Watchdog
 from engine.security.audit import audit_log
 
@@ -152,7 +151,7 @@ class AttemptMonitor:
         mirrors."""
         environment = {**os.environ, **self._context.plan.config.job.env}
         verdict = verdict_on(evidence)
-        return with_diagnosis(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
+        return with_cause(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
 
     def prove_again(self, nodes: Sequence[str]) -> None:
         """In place of `run`, before `confirm`: the attempt has ended, and on `nodes` that is not proved yet."""
