@@ -20,7 +20,6 @@ from engine.run.events import Verdict
 from engine.run.history import RunHistory, fold
 from engine.run.journal import read_journal
 from engine.run.logs.line_index import LogIndex
-from engine.run.logs.reader import LogReader
 from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES, Signature, SignatureKind
 from engine.security.redact import redact
 from engine.security.sanitise import plain, sanitise
@@ -239,7 +238,7 @@ class _Found:
 
 
 def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
-    sources = LogReader(run_dir).sources()
+    sources = run_dir.sources()
     if end is not None and end.rank is not None:
         sources = [source for source in sources if source in (end.rank, LAUNCHER_SOURCE)]
     everything = (_best(run_dir, source, bases.get(source, 0)) for source in sources)
