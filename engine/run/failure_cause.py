@@ -250,7 +250,6 @@ def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int])
 
 
 def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
-    """The best explanation in one log."""
     log = LogEnds.of(run_dir.log(source), base)
     finding = explain(log.lines)
     if finding is None:
@@ -284,7 +283,6 @@ def _explained_by_logs(end: Ending | None) -> bool:
 
 
 def _has_more_detail(end: Ending, found: _Found) -> bool:
-    """The verdict's own cause has more detail than what was found."""
     if end.reason in _DETAILED_BY_JOURNAL:
         return True
     if end.reason is Reason.LAUNCH_FAILED and found.source != LAUNCHER_SOURCE:

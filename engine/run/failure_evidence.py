@@ -32,8 +32,6 @@ _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence of one rank's end."""
-
     rank: int
     node: str
     python: str
@@ -202,13 +200,11 @@ class EvidenceCollector:
         return dict(redact_document(event, self._environment)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
-        """The output of ssh, or of whatever else was to start the rank."""
         _, message = self._origin.start_failures.get(rank, (0, ""))
         launching = self._context.run_dir.attempt(self._context.attempt.number)
         return message or tail(ssh_log_path(launching, rank))
 
     def _memory_killed(self, rank: Rank) -> bool:
-        """Its node has killed processes for lack of memory since the attempt began."""
         connection = self._connection(rank.number)
         if connection.local:
             return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)

@@ -35,7 +35,7 @@ class Provenance(StrEnum):
     """Taken from the text itself."""
 
 
-class Source(NamedTuple):
+class Citation(NamedTuple):
     """Where a text is from: a program, a file of its source, or an issue as repository#number."""
 
     text: str
@@ -54,31 +54,26 @@ class Signature:
     fix: str
     example: str
     """A line as the program prints it."""
-    source: Source
+    source: Citation
     kind: SignatureKind = SignatureKind.CAUSE
     reason: Reason | None = None
     """The reason for which a run ends by it, where that is one of its own."""
 
 
-ERRNO_NAMES: Final = {
-    "2": "the other side has gone",
-    "13": "permission denied",
-    "14": "a bad address",
-    "22": "invalid argument",
-    "48": "the port is in use",
-    "98": "the port is in use",
-    "49": "the address is not on this host",
-    "99": "the address is not on this host",
-    "54": "the connection was reset",
-    "104": "the connection was reset",
-    "60": "it timed out",
-    "110": "it timed out",
-    "61": "it was refused",
-    "111": "it was refused",
-    "65": "there is no route to the host",
-    "113": "there is no route to the host",
-}
-"""macOS and Linux; none of these numbers means different things on the two."""
+_ERRORS: Final = (
+    ("the other side has gone", 2),
+    ("permission denied", 13),
+    ("a bad address", 14),
+    ("invalid argument", 22),
+    ("the port is in use", 48, 98),
+    ("the address is not on this host", 49, 99),
+    ("the connection was reset", 54, 104),
+    ("it timed out", 60, 110),
+    ("it was refused", 61, 111),
+    ("there is no route to the host", 65, 113),
+)
+"""Each with its number, or with those of macOS and Linux; none of these means different things on the two."""
+ERRNO_NAMES: Final = {str(number): name for name, *numbers in _ERRORS for number in numbers}
 
 _LAUNCH: Final = "mlx/_distributed_utils/launch.py"
 _CONFIG: Final = "mlx/_distributed_utils/config.py"
@@ -94,7 +89,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "rank {rank} exited with code {code}",
         "read that rank's log",
         "[WARN] Node with rank 3 exited with code -15",
-        Source(_LAUNCH, Provenance.REPRODUCED),
+        Citation(_LAUNCH, Provenance.REPRODUCED),
         SignatureKind.NOISE,
     ),
     Signature(
@@ -103,7 +98,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "mlx.launch killed rank {rank} because another one had failed",
         "find the first rank that failed",
         "[WARN] Node with rank 2 was killed",
-        Source(_LAUNCH, Provenance.SOURCE),
+        Citation(_LAUNCH, Provenance.SOURCE),
         SignatureKind.NOISE,
     ),
     Signature(
@@ -112,7 +107,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "mlx.launch could not kill the rank on {host}: it takes a wrong name for the file that holds its pid",
         "nothing: Flight Deck ends that rank itself",
         "subprocess.CalledProcessError: Command 'ssh mini-2 'pid=$(cat /tmp/tmp.ohwf); if ps -p $pid >/dev/null; then",
-        Source(f"{_LAUNCH}, mlx 0.32.4 over a real sshd", Provenance.REPRODUCED),
+        Citation(f"{_LAUNCH}, mlx 0.32.4 over a real sshd", Provenance.REPRODUCED),
         SignatureKind.NOISE,
     ),
     Signature(
@@ -121,7 +116,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "{command} is not a program on this host: since mlx 0.32.0 a script is not run by python unless it is named",
         "begin the command with the interpreter's absolute path on that node, `python` of its [[node]]",
         "/bin/bash: line 1: exec: train.py: not found",
-        Source("ml-explore/mlx#3536", Provenance.REPRODUCED),
+        Citation("ml-explore/mlx#3536", Provenance.REPRODUCED),
     ),
     Signature(
         "launch.interp_missing",
@@ -129,7 +124,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "{path} does not exist on this host",
         "make the environment there, or give that [[node]] the absolute path of its interpreter as `python`",
         "/bin/bash: line 1: /opt/train/.venv/bin/python: No such file or directory",
-        Source("bash and dash under mlx.launch", Provenance.REPRODUCED),
+        Citation("bash and dash under mlx.launch", Provenance.REPRODUCED),
     ),
     Signature(
         "launch.py_double",
@@ -137,7 +132,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "python was given an interpreter to run as if it were a script: mlx up to 0.31.2 adds its own python",
         "install mlx 0.32.1 or newer on every node",
         "SyntaxError: source code cannot contain null bytes",
-        Source(f"{_LAUNCH}, mlx 0.31.2", Provenance.REPRODUCED),
+        Citation(f"{_LAUNCH}, mlx 0.31.2", Provenance.REPRODUCED),
     ),
     Signature(
         "launch.ring_needs_ip",
@@ -145,7 +140,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "a node has no IP address in the hostfile",
         "give that [[node]] its `ips`",
         "mlx.launch: error: The ring backend requires IPs to be provided instead of hostnames",
-        Source(_LAUNCH, Provenance.REPRODUCED),
+        Citation(_LAUNCH, Provenance.REPRODUCED),
     ),
     Signature(
         "launch.hostfile_rdma",
@@ -153,7 +148,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "mlx.launch refuses the hostfile's RDMA devices: {why}",
         "name one device for every pair of nodes and none of a node with itself; `flightdeck nodes` reads them",
         "mlx.launch: error: The hostfile is malformed: RDMA device of self should be null",
-        Source(_LAUNCH, Provenance.REPRODUCED),
+        Citation(_LAUNCH, Provenance.REPRODUCED),
     ),
     Signature(
         "launch.log_warning_nameerror",
@@ -161,7 +156,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "mlx.distributed_config of mlx 0.30.1 fails by itself when it wants to warn of something",
         "install mlx 0.32.1 or newer; Flight Deck writes the hostfile without that program",
         "NameError: name 'log_warning' is not defined",
-        Source("ml-explore/mlx#2944", Provenance.REPORTED),
+        Citation("ml-explore/mlx#2944", Provenance.REPORTED),
     ),
     Signature(
         "config.domain_uuid",
@@ -169,7 +164,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "an older mlx.distributed_config takes a display or dock at a Thunderbolt port for a Mac",
         "install mlx 0.32.1 or newer, or unplug the display; Flight Deck reads the ports itself",
         "KeyError: 'domain_uuid_key'",
-        Source("ml-explore/mlx#2538", Provenance.REPORTED),
+        Citation("ml-explore/mlx#2538", Provenance.REPORTED),
     ),
     Signature(
         "config.rdma_off",
@@ -177,7 +172,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "a Mac has RDMA switched off, or no Thunderbolt 5",
         "start that Mac in Recovery, run `rdma_ctl enable` in its Terminal and restart; or use the ring",
         "[WARN] studio-2 does not seem to have RDMA enabled",
-        Source(_CONFIG, Provenance.SOURCE),
+        Citation(_CONFIG, Provenance.SOURCE),
     ),
     Signature(
         "config.mesh",
@@ -185,7 +180,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "no Thunderbolt cable joins {a} and {b}, and jaccl's mesh needs one between every two Macs",
         "add the cable, or choose jaccl-ring or ring",
         "[ERROR] Incomplete mesh, studio-1 is not connected to studio-3",
-        Source(_CONFIG, Provenance.SOURCE),
+        Citation(_CONFIG, Provenance.SOURCE),
     ),
     # MLX's ring.
     Signature(
@@ -194,7 +189,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the ring could not listen on its port: {errno}",
         "end what holds the port (an earlier run's rank?), or correct the node's address",
         "RuntimeError: [ring] Couldn't bind socket (error: 48)",
-        Source(f"{_RING_SOURCE}, ml-explore/mlx#1903", Provenance.REPRODUCED),
+        Citation(f"{_RING_SOURCE}, ml-explore/mlx#1903", Provenance.REPRODUCED),
         reason=Reason.LAUNCH_FAILED,
     ),
     Signature(
@@ -203,7 +198,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the peer does not listen yet",
         "nothing, while it happens once or twice; from the fourth time on see whether that rank has started",
         "[ring] Attempt 1 waiting 2000 ms (error: 61 )",
-        Source(_RING_SOURCE, Provenance.REPRODUCED),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED),
         SignatureKind.NOISE,
     ),
     Signature(
@@ -213,7 +208,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "see whether that peer's rank has started; if it has, check the node's address, the firewall and, on macOS, "
         "Local Network privacy (ping may work all the same)",
         "RuntimeError: [ring] Couldn't connect (error: 111)",
-        Source("ml-explore/mlx#3755, ml-explore/mlx#1903, exo-explore/exo#2309", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3755, ml-explore/mlx#1903, exo-explore/exo#2309", Provenance.REPORTED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -222,7 +217,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the connection to a peer was lost",
         "find the rank or the link that went first",
         "RuntimeError: [ring] connection to a peer was lost",
-        Source("ml-explore/mlx#4060, mlx 0.32.1 and newer", Provenance.REPRODUCED),
+        Citation("ml-explore/mlx#4060, mlx 0.32.1 and newer", Provenance.REPRODUCED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -231,7 +226,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "a neighbouring rank went away",
         "find the rank that went first",
         "[ring] Socket 5 was closed by the peer",
-        Source(_RING_SOURCE, Provenance.REPRODUCED),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -240,7 +235,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "receiving from a neighbouring rank failed: {errno}",
         "find the rank that went first, and install mlx 0.32.1 or newer: older ones hang after this",
         "[ring] Receiving from socket 7 failed with errno 104",
-        Source("ml-explore/mlx#3862, ml-explore/mlx#4276", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3862, ml-explore/mlx#4276", Provenance.REPORTED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -249,7 +244,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the ring gave up after its connections failed",
         "find the rank or the link that went first",
         "[ring] Too many send/recv errors. Failing pending tasks...",
-        Source("ml-explore/mlx#3862", Provenance.REPRODUCED),
+        Citation("ml-explore/mlx#3862", Provenance.REPRODUCED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -258,7 +253,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "sending to a neighbouring rank failed: {errno}",
         "find the rank that went first",
         "[ring] Sending to socket 4 failed with errno 32",
-        Source(_RING_SOURCE, Provenance.SOURCE),
+        Citation(_RING_SOURCE, Provenance.SOURCE),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -267,7 +262,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "one message of 2 GiB or more does not go through a macOS socket",
         "install mlx 0.32.1 or newer on every node, or send smaller arrays",
         "[ring] Sending to socket 6 failed with errno 22",
-        Source("ml-explore/mlx#4280, ml-explore/mlx#4281", Provenance.REPORTED),
+        Citation("ml-explore/mlx#4280, ml-explore/mlx#4281", Provenance.REPORTED),
     ),
     Signature(
         "ring.neighbor",
@@ -275,7 +270,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the program exchanges data with a rank that is not its neighbour in the ring",
         "order the ranks so that it is one, or use jaccl's mesh",
         "[ring] Recv only supported from direct neighbors but tried to recv from 0 to 2",
-        Source(_RING_SOURCE, Provenance.REPRODUCED),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED),
     ),
     Signature(
         "any.no_split",
@@ -283,7 +278,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the program divides the ranks into smaller groups, and {backend} has only the one of all",
         "use one kind of parallelism at a time",
         "RuntimeError: [jaccl] Group split not supported.",
-        Source("mlx/distributed", Provenance.REPRODUCED),
+        Citation("mlx/distributed", Provenance.REPRODUCED),
     ),
     Signature(
         "ring.no_sum_scatter",
@@ -291,7 +286,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the ring has no sum_scatter, which mlx's own fully_shard needs",
         'use strategy = "sharded", which does without it, or jaccl',
         "RuntimeError: [ring] sum_scatter not supported.",
-        Source(_RING_SOURCE, Provenance.REPRODUCED),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED),
     ),
     Signature(
         "dist.unavailable",
@@ -299,7 +294,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "this MLX cannot use the {backend} backend on this host",
         "check the installed mlx and, for jaccl, macOS 26.2 and RDMA; or use the ring",
         "RuntimeError: Cannot initialize nccl distributed backend.",
-        Source("mlx/distributed", Provenance.REPRODUCED),
+        Citation("mlx/distributed", Provenance.REPRODUCED),
     ),
     # MLX's RDMA over Thunderbolt; like Metal's, these cannot be reproduced without such Macs.
     Signature(
@@ -308,7 +303,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "RDMA cannot address a Thunderbolt port: it has no IPv4 address of its own, often because a bridge has it",
         "take the port out of the bridge and give it an IPv4 address of its own (`networksetup -setmanual`)",
         "RuntimeError: [jaccl] Changing queue pair to RTR failed with errno 22",
-        Source("ml-explore/mlx#3467, ml-explore/mlx#4191, exo-explore/exo#1390", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3467, ml-explore/mlx#4191, exo-explore/exo#1390", Provenance.REPORTED),
     ),
     Signature(
         "jaccl.gid",
@@ -316,7 +311,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "RDMA cannot address a Thunderbolt port: it publishes no address made from an IPv4 one",
         "take the port out of the bridge and give it an IPv4 address of its own (`networksetup -setmanual`)",
         "RuntimeError: [jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish one once",
-        Source("ml-explore/mlx#4191, mlx 0.32.1 and newer", Provenance.SOURCE),
+        Citation("ml-explore/mlx#4191, mlx 0.32.1 and newer", Provenance.SOURCE),
     ),
     Signature(
         "jaccl.rtr60",
@@ -324,7 +319,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the RDMA port at the other end does not answer: the hostfile pairs the wrong ports, or that one is down",
         "compare the hostfile's devices with the cables; trying again without a change makes it worse",
         "RuntimeError: [jaccl] Changing queue pair to RTR failed with errno 60",
-        Source("ml-explore/mlx#3910, exo-explore/exo#1847", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3910, exo-explore/exo#1847", Provenance.REPORTED),
     ),
     Signature(
         "jaccl.qp16",
@@ -333,7 +328,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the RDMA device has no queue pair left: another program uses it, or an earlier one has not given them back",
         "end the other programs that use RDMA on that Mac; if there are none, restart it",
         "RuntimeError: [jaccl] Changing queue pair to INIT failed with errno 16",
-        Source("ml-explore/mlx#3162, ml-explore/mlx#3207, ml-explore/mlx#4209", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3162, ml-explore/mlx#3207, ml-explore/mlx#4209", Provenance.REPORTED),
     ),
     Signature(
         "jaccl.pd",
@@ -341,7 +336,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "an RDMA device could not be opened for use: its port is down, or it was opened too often since a restart",
         "name a device whose port `ibv_devinfo` calls PORT_ACTIVE; if it is one already, restart that Mac",
         "RuntimeError: [jaccl] Couldn't allocate protection domain",
-        Source("ml-explore/mlx#3910, ml-explore/mlx#3207", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3910, ml-explore/mlx#3207", Provenance.REPORTED),
     ),
     Signature(
         "jaccl.nodev",
@@ -349,7 +344,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "this Mac has no RDMA device {device} now",
         "read the devices anew with `flightdeck nodes`: their names change with restarts and cables",
         "RuntimeError: [jaccl] Could not find device rdma_en4 (2 available)",
-        Source("ml-explore/mlx#4180", Provenance.SOURCE),
+        Citation("ml-explore/mlx#4180", Provenance.SOURCE),
     ),
     Signature(
         "jaccl.recv2",
@@ -357,7 +352,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "rank 0, through which the ranks find each other, went away",
         "find the rank that went first",
         "RuntimeError: [jaccl] Recv failed with errno=2",
-        Source("ml-explore/mlx#3910, exo-explore/exo#1847", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3910, exo-explore/exo#1847", Provenance.REPORTED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -366,7 +361,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "rank 0, through which the ranks find each other over TCP, could not be reached: {errno}",
         "see whether rank 0 has started; if it has, make its first address and port reachable from every node",
         "RuntimeError: [jaccl] Couldn't connect (error: 60)",
-        Source("ml-explore/mlx#3755", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3755", Provenance.REPORTED),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -375,7 +370,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "an RDMA transfer was not completed (code {code}; 12 is no answer after all repetitions)",
         "find the rank or the cable that went first",
         "RuntimeError: [jaccl] Recv failed with error code 12",
-        Source(_JACCL_SOURCE, Provenance.SOURCE),
+        Citation(_JACCL_SOURCE, Provenance.SOURCE),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -384,7 +379,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "RDMA could not take another piece of memory: a device takes about a hundred in all",
         "end the other programs that use RDMA on that Mac; if there are none, restart it",
         "RuntimeError: [jaccl] Register memory region failed",
-        Source("ml-explore/mlx#3162", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3162", Provenance.REPORTED),
     ),
     Signature(
         "jaccl.topology",
@@ -392,7 +387,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the hostfile's RDMA devices join the Macs neither each with each nor one after the other round",
         "complete the devices in the hostfile, or use the ring",
         "RuntimeError: [jaccl] The configuration should define a valid mesh or a valid ring.",
-        Source(_JACCL_SOURCE, Provenance.SOURCE),
+        Citation(_JACCL_SOURCE, Provenance.SOURCE),
     ),
     # Metal, and macOS around the GPU.
     Signature(
@@ -402,7 +397,9 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "find a rank that went first or is much slower, and give that one a smaller share; a program of your own "
         "must evaluate first and communicate on the CPU stream",
         f"{_METAL_FAILED}Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
-        Source("ml-explore/mlx-examples#1185, ml-explore/mlx-examples#1200, exo-explore/exo#1620", Provenance.REPORTED),
+        Citation(
+            "ml-explore/mlx-examples#1185, ml-explore/mlx-examples#1200, exo-explore/exo#1620", Provenance.REPORTED
+        ),
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
@@ -411,7 +408,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "macOS stopped the GPU's work because it held up the display",
         "use a smaller batch or shorter sequences, and let that Mac's display sleep",
         f"{_METAL_FAILED}Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
-        Source("ml-explore/mlx#3267", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3267", Provenance.REPORTED),
     ),
     Signature(
         "metal.internal",
@@ -419,7 +416,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the GPU's driver failed inside itself",
         "use a smaller batch or shorter sequences; if it comes back, restart that Mac",
         f"{_METAL_FAILED}Internal Error (0000000e:Internal Error)",
-        Source("ml-explore/mlx#1226, ml-explore/mlx#1231", Provenance.REPORTED),
+        Citation("ml-explore/mlx#1226, ml-explore/mlx#1231", Provenance.REPORTED),
     ),
     Signature(
         "metal.oom",
@@ -428,7 +425,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "use a smaller batch or shorter sequences, grad_checkpoint, or fewer layers; "
         "`iogpu.wired_limit_mb` sets how much of the memory the GPU may have",
         f"{_METAL_FAILED}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
-        Source("ml-explore/mlx-lm#236", Provenance.REPORTED),
+        Citation("ml-explore/mlx-lm#236", Provenance.REPORTED),
         reason=Reason.OUT_OF_MEMORY,
     ),
     Signature(
@@ -437,7 +434,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "one array was larger than Metal gives out at once, or there were too many of them",
         "use shorter sequences or a smaller batch",
         "RuntimeError: [metal::malloc] Resource limit (499000) exceeded.",
-        Source("mlx/backend/metal/allocator.cpp", Provenance.SOURCE),
+        Citation("mlx/backend/metal/allocator.cpp", Provenance.SOURCE),
         reason=Reason.OUT_OF_MEMORY,
     ),
     Signature(
@@ -446,7 +443,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "macOS restarted the Mac: long work on the GPU left its watchdog without a sign of life",
         "use a smaller batch or shorter sequences, and let that Mac's display sleep",
         "panic: watchdog timeout: no checkins from WindowServer in 120 seconds",
-        Source("ml-explore/mlx#3267", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3267", Provenance.REPORTED),
     ),
     Signature(
         "os.iogpu_panic",
@@ -454,7 +451,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "macOS stopped with a fault in its GPU driver, as happens when memory is nearly used up",
         "bring macOS up to date, and leave more memory free: a smaller batch, no other large programs",
         "panic: IOGPUMemory::completeMemory() prepare count underflow",
-        Source("ml-explore/mlx#3186", Provenance.REPORTED),
+        Citation("ml-explore/mlx#3186", Provenance.REPORTED),
     ),
     # mlx-lm and Python's imports.
     Signature(
@@ -463,7 +460,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the global batch does not divide by the number of ranks",
         "choose a batch_size that does",
         "ValueError: The batch size must be divisible by the number of workers",
-        Source("mlx_lm/tuner/trainer.py", Provenance.REPRODUCED),
+        Citation("mlx_lm/tuner/trainer.py", Provenance.REPRODUCED),
     ),
     Signature(
         "lora.dataset_small",
@@ -471,7 +468,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the data set has {examples} examples, fewer than the batch of {batch}",
         "use a smaller batch_size, or more data",
         "ValueError: Dataset must have at least batch_size=32 examples but only has 20.",
-        Source("mlx_lm/tuner/trainer.py", Provenance.REPRODUCED),
+        Citation("mlx_lm/tuner/trainer.py", Provenance.REPRODUCED),
     ),
     Signature(
         "lora.layers",
@@ -479,7 +476,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "num_layers is {wanted}, and the model has {layers} layers",
         "set num_layers to -1 (all) or at most {layers}; unset it is 16",
         "ValueError: Requested to train 16 layers but the model only has 6 layers.",
-        Source("mlx_lm/lora.py", Provenance.REPRODUCED),
+        Citation("mlx_lm/lora.py", Provenance.REPRODUCED),
     ),
     Signature(
         "lora.no_train",
@@ -487,7 +484,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "no training data was found on this host",
         "check `data`: it needs a train.jsonl on every node",
         "ValueError: Training set not found or empty. Must provide training set for fine-tuning.",
-        Source("mlx_lm/tuner/datasets.py", Provenance.REPRODUCED),
+        Citation("mlx_lm/tuner/datasets.py", Provenance.REPRODUCED),
     ),
     Signature(
         "hf.offline",
@@ -495,7 +492,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the model is not on this host, and runs do not download",
         "copy the model there and name it by its path",
         "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache",
-        Source("huggingface_hub", Provenance.REPRODUCED),
+        Citation("huggingface_hub", Provenance.REPRODUCED),
     ),
     Signature(
         "hf.repoid",
@@ -503,7 +500,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the model's directory does not exist on this host, so its path was taken for a name on the Hugging Face Hub",
         "copy the model there, or correct `model`",
         "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name'",
-        Source("huggingface_hub", Provenance.REPRODUCED),
+        Citation("huggingface_hub", Provenance.REPRODUCED),
     ),
     Signature(
         "import.mlx",
@@ -511,7 +508,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "{module} is not installed in this host's environment: it is another one than on the other hosts",
         "install the same mlx and mlx-lm on every node, from the same lock file",
         "ModuleNotFoundError: No module named 'mlx.core'",
-        Source("Python", Provenance.ASSUMED),
+        Citation("Python", Provenance.ASSUMED),
     ),
     Signature(
         "import.other",
@@ -519,7 +516,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the Python module {module} is missing on this host",
         "install it in that node's environment",
         "ModuleNotFoundError: No module named 'datasets'",
-        Source("Python", Provenance.REPRODUCED),
+        Citation("Python", Provenance.REPRODUCED),
     ),
     # ssh and the operating system.
     Signature(
@@ -528,7 +525,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "there was not enough memory",
         "use a smaller batch or shorter sequences, or grad_checkpoint",
         "numpy.core._exceptions._ArrayMemoryError: MemoryError: Unable to allocate 7.45 GiB",
-        Source("Python, C++, errno(3)", Provenance.REPRODUCED),
+        Citation("Python, C++, errno(3)", Provenance.REPRODUCED),
         reason=Reason.OUT_OF_MEMORY,
     ),
     Signature(
@@ -537,7 +534,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the operating system killed the rank for want of memory",
         "use a smaller batch or shorter sequences, grad_checkpoint, or end other programs on that node",
         "Out of memory: Killed process 4711 (python3) total-vm:68719476kB",
-        Source("Linux", Provenance.SOURCE),
+        Citation("Linux", Provenance.SOURCE),
         reason=Reason.OUT_OF_MEMORY,
     ),
     Signature(
@@ -546,7 +543,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the disk was full",
         "make room where the checkpoints and logs lie, then launch again",
         "OSError: [Errno 28] No space left on device: 'adapters/0000100_adapters.safetensors'",
-        Source("errno(3)", Provenance.REPRODUCED),
+        Citation("errno(3)", Provenance.REPRODUCED),
         reason=Reason.DISK_FULL,
     ),
     Signature(
@@ -555,7 +552,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the file system cannot be written to",
         "write to another place, or mount it writable",
         "OSError: [Errno 30] Read-only file system: '/Volumes/models/adapters'",
-        Source("errno(3)", Provenance.ASSUMED),
+        Citation("errno(3)", Provenance.ASSUMED),
     ),
     Signature(
         "ssh.refused",
@@ -563,7 +560,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "{host} does not take ssh on port {port}: {why}",
         "switch Remote Login on there, or correct the node's `ssh` address",
         "ssh: connect to host mini-3.local port 22: Operation timed out",
-        Source("ssh; mlx.launch hides it by LogLevel=QUIET", Provenance.SOURCE),
+        Citation("ssh; mlx.launch hides it by LogLevel=QUIET", Provenance.SOURCE),
     ),
     Signature(
         "ssh.denied",
@@ -571,7 +568,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the node refused our ssh key",
         "add this machine's key to the node's authorized_keys",
         "trainer@mini-3: Permission denied (publickey,password,keyboard-interactive).",
-        Source("ssh", Provenance.REPRODUCED),
+        Citation("ssh", Provenance.REPRODUCED),
     ),
     Signature(
         "ssh.host_key",
@@ -579,7 +576,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the node's host key is not the known one",
         "find out why before you trust it",
         "Host key verification failed.",
-        Source("ssh", Provenance.REPRODUCED),
+        Citation("ssh", Provenance.REPRODUCED),
     ),
 )
 """No text is known by two of them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.security.paths import state_home as state_home  # noqa: PLC0414  (re-exported: its readers look here)
-
 LAUNCHER_SOURCE = 0xFFFF
 """Source number of the launcher's own output in log indices; ranks are their own number."""
 
@@ -27,7 +25,7 @@ class RunDir:
         self.home = path.parent.parent
         """The state directory that the run lies in, whatever FLIGHTDECK_HOME is by now."""
         self.plan = path / "plan.json"
-        """What was launched: resolved config and ranks (written before anything starts)."""
+        """The run as launched: resolved config and ranks; written before anything starts."""
         self.whole_plan = path / "plan.whole.json"
         """The first plan.json, where preflight has excluded nodes since."""
         self.training_plan = path / "training_plan.json"

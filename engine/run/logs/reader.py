@@ -30,8 +30,6 @@ _LONGEST_LINE: Final = 64 << 20
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line as it can be shown."""
-
     number: int
     source: int
     """The rank, or LAUNCHER_SOURCE."""
@@ -53,7 +51,7 @@ class LogReader:
         self.run_dir = run_dir
         self.source = source
         self._index = LogIndex(run_dir.merged_index if source is None else run_dir.index(source))
-        self._sources: dict[int, LogIndex] = {} if source is None else {source: self._index}
+        self._sources: dict[int, LogIndex] = {}
         self._logs: dict[int, GrowingFile] = {}
 
     @property
@@ -75,8 +73,7 @@ class LogReader:
         """Read what has arrived. True when line numbers begin anew (an index was repaired after a crash)."""
         replaced = self._index.refresh()
         for index in self._sources.values():
-            if index is not self._index:
-                index.refresh()
+            index.refresh()
         for log in self._logs.values():
             log.refresh()
         return replaced
@@ -256,12 +253,17 @@ class LogReader:
         block = log.read(starts[0], starts[-1] - starts[0]) if whole else b""
         raws = []
         for start, end in pairwise(starts):
-            raw = block[start - starts[0] : end - starts[0]] if whole else _beginning(log, start, end)
-            newline = raw.endswith(b"\n") if whole or end - start <= SHOWN_BYTES else log.read(end - 1, 1) == b"\n"
+            if end - start > SHOWN_BYTES:
+                raw, newline = _shown_part(log, start, end), log.read(end - 1, 1) == b"\n"
+            else:
+                raw = block[start - starts[0] : end - starts[0]] if whole else log.read(start, end - start)
+                newline = raw.endswith(b"\n")
             raws.append((raw, end - start, not newline and end == starts[-1] and end >= log.size()))
         return raws
 
     def _index_of(self, source: int) -> LogIndex:
+        if source == self.source:
+            return self._index
         if source not in self._sources:
             self._sources[source] = LogIndex(self.run_dir.index(source))
         return self._sources[source]
@@ -272,20 +274,13 @@ class LogReader:
         return self._logs[source]
 
 
-def _beginning(log: GrowingFile, start: int, end: int) -> bytes:
-    """The bytes that a line is shown from: its beginning, or for a progress bar of any length its current state."""
-    if end - start <= SHOWN_BYTES:
-        return log.read(start, end - start)
+def _shown_part(log: GrowingFile, start: int, end: int) -> bytes:
+    """The part of a long line that is shown: its beginning, or of a progress bar its current state."""
     tail = log.read(end - SHOWN_BYTES, SHOWN_BYTES)
-    if b"\r" in tail.rstrip(b"\r\n"):
-        return tail
-    return log.read(start, SHOWN_BYTES)
+    return tail if b"\r" in tail.rstrip(b"\r\n") else log.read(start, SHOWN_BYTES)
 
 
 def _shown(raw: bytes, size: int) -> str:
-    if len(raw) > SHOWN_BYTES:
-        tail = raw[-SHOWN_BYTES:]
-        raw = tail if b"\r" in tail.rstrip(b"\r\n") else raw[:SHOWN_BYTES]
     text = sanitise(raw, SHOWN_BYTES)
     return text if size <= SHOWN_BYTES else f"{text}… {size:,} bytes in all"
 
@@ -315,7 +310,6 @@ class LogFilter:
         """They are the lines that do not match."""
         self.numbers: array[int] = array("Q")
         self.scanned = 0
-        """Lines scanned."""
         self._reader = reader
         self._growing: list[int] = []
 
