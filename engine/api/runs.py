@@ -13,9 +13,9 @@ from typing import Any
 from engine.api.session import Session
 from engine.errors import LaunchError, RunNotFound, StateError
 from engine.models import RunRecord
-from engine.run.diagnosis import diagnose
 from engine.run.events import ABORT
-from engine.run.json_lines import JsonLinesTail
+from engine.run.failure_cause import diagnose
+from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
 from engine.run.requests import place_request
 from engine.run.supervisor_process import adopt_orphans, start_supervisor
@@ -71,7 +71,7 @@ class RunsApi:
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """mlx-lm's report dicts in order."""
-        rows = JsonLinesTail(self.find(run).metrics).objects()
+        rows = LineTail(self.find(run).metrics).objects()
         return [{key: value for key, value in row.items() if key not in _REPORT_ONLY} for row in rows]
 
     def watch(self, run: str) -> RunWatch:

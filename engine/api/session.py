@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.config.models import Config
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 from engine.store.store import Store
 
 if TYPE_CHECKING:

@@ -33,13 +33,12 @@ from engine.run.events import (
     Verdict,
 )
 from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
-from engine.run.first_failure import is_consequence
-from engine.run.logs.mirror import Gap, LogMirrors
+from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
 from engine.run.ranks import AttemptContext, Rank, Ranks, record_rank_changes
 from engine.run.requests import TICK_S, AbortSource
 from engine.run.shutdown import CleanupProof, EmergencyCheckpointWait, GracePeriods, Shutdown, StopPlan
-from engine.run.verdict import verdict_on, with_diagnosis
+from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.run.watchdog import Hang, Resumed, Watchdog
 from engine.security.audit import audit_log
 
@@ -79,7 +78,7 @@ class AttemptMonitor:
         )
         self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
         self._evidence = EvidenceCollector(context, self._health, origin)
-        self._mirrors = LogMirrors(context, self._note_gap)
+        self._mirror = Mirror.of_attempt(context, self._note_gap)
         nodes = {rank.rank: rank.node for rank in context.plan.ranks}
         consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
@@ -129,11 +128,11 @@ class AttemptMonitor:
         while not await self._in_thread(self._tick, abort):
             await asyncio.sleep(TICK_S)
         proved = [proof.connection for proof in self.proofs if proof.found]
-        await self._in_thread(self._mirrors.await_the_rest, proved)
-        if missing := await self._in_thread(self._mirrors.settle):
+        await self._in_thread(self._mirror.await_the_rest, proved)
+        if missing := await self._in_thread(self._mirror.settle):
             lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
             self._recorder.append(Note(message=lacking))
-            self._unsent = [connection for connection in proved if self._mirrors.incomplete(connection)]
+            self._unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
         self.intake.poll()
         return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._hang)
 
@@ -152,7 +151,7 @@ class AttemptMonitor:
         mirrors."""
         environment = {**os.environ, **self._context.plan.config.job.env}
         verdict = verdict_on(evidence)
-        return with_diagnosis(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
+        return with_cause(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
 
     def prove_again(self, nodes: Sequence[str]) -> None:
         """In place of `run`, before `confirm`: the attempt has ended, and on `nodes` that is not proved yet."""
@@ -166,7 +165,7 @@ class AttemptMonitor:
         self._thread.shutdown(wait=False)
 
     def _close_files(self) -> None:
-        self._mirrors.close()
+        self._mirror.close()
         self.intake.close()
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -196,7 +195,7 @@ class AttemptMonitor:
         launcher_alive = self._launcher is not None and self._launcher.alive(thorough=check_pids)
         lost = self._health.poll()
         changed = self._ranks.poll(check_pids=check_pids) + self._poll_launcher() + self._ranks.lose(lost)
-        self._mirrors.pump()
+        self._mirror.pump()
         self.intake.poll()
         self._record_changes(changed)
         self._record_resumption()
@@ -334,8 +333,8 @@ class AttemptMonitor:
         now = time.monotonic()
         self._health.poll()
         self._ranks.poll(check_pids=False)
-        self._mirrors.pump()
-        for connection in [each for each in self._unsent if not self._mirrors.incomplete(each)]:
+        self._mirror.pump()
+        for connection in [each for each in self._unsent if not self._mirror.incomplete(each)]:
             self._unsent.remove(connection)
             self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
         for proof in self.proofs:
@@ -345,7 +344,7 @@ class AttemptMonitor:
             proof.seek(now)
             if not proof.found:
                 continue
-            self._mirrors.await_the_rest([proof.connection])
+            self._mirror.await_the_rest([proof.connection])
             # One that goes away again in the middle of its log is waited for once more.
             proof.found = proof.connection.state.answering
             if proof.found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from engine.config.models import ConsistencyConfig
@@ -98,12 +98,12 @@ class ConsistencyWatch:
         limits = self._config
         metrics = validate(list(states.values()), limits.staleness, limits.kl, limits.wasserstein)
         for issue in (KL, WASSERSTEIN, BYZANTINE):
-            self._check_issue(issue, issue in metrics.consistency_issues, metrics, iteration, states)
+            self._check_issue(issue, metrics, iteration, states)
         return metrics
 
     def _check_staleness(self, newest: Mapping[int, Mapping[str, Any]], now: float) -> None:
         """Raise an alarm for ranks that stay silent while others go on."""
-        reported = {rank: version for rank, event in newest.items() if (version := _version(event)) is not None}
+        reported = {rank: update for rank, event in newest.items() if (update := _integer(event, "update")) >= 0}
         if not reported:
             return
         for rank in self._nodes:
@@ -120,17 +120,13 @@ class ConsistencyWatch:
             last = min(self._newest[rank] for rank in stale)
             silence = f"no update after {last}" if last else "no update yet"
             limit = f"over {self._config.staleness} apart"
-            iteration = max(_iteration(event) for event in newest.values())
+            iteration = max(_integer(event, "iteration") for event in newest.values())
             self._alarm(STALENESS, stale, iteration, f"{who}: {silence}, while others are at {latest}, {limit}")
 
     def _check_issue(
-        self,
-        issue: str,
-        found: bool,
-        metrics: ConsistencyMetrics,
-        iteration: int,
-        states: Mapping[int, WorkerState],
+        self, issue: str, metrics: ConsistencyMetrics, iteration: int, states: Mapping[int, WorkerState]
     ) -> None:
+        found = issue in metrics.consistency_issues
         self._lasting[issue] = self._lasting.get(issue, 0) + 1 if found else 0
         if not found:
             self._standing.discard(issue)
@@ -166,16 +162,16 @@ class ConsistencyWatch:
         of each."""
         if len(newest) < len(self._lines):
             return None, {}
-        common = min(_iteration(event) for event in newest.values())
+        common = min(_integer(event, "iteration") for event in newest.values())
         states = {}
         for rank, event in newest.items():
-            at = next((each for each in self._backwards(rank, event) if _iteration(each) <= common), None)
-            state = self._state(rank, at) if at is not None and _iteration(at) == common else None
+            at = next((each for each in self._backwards(rank, event) if _integer(each, "iteration") <= common), None)
+            state = self._state(rank, at) if at is not None and _integer(at, "iteration") == common else None
             if state is not None:
                 states[rank] = state
         return common, states
 
-    def _backwards(self, rank: int, newest: dict[str, Any]) -> Any:
+    def _backwards(self, rank: int, newest: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield newest
         for line in list(self._lines[rank])[-2::-1]:
             yield _parsed(line)
@@ -199,14 +195,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return parse_json_line(line) or {}
 
 
-def _iteration(event: Mapping[str, Any]) -> int:
-    iteration = event.get("iteration")
-    return iteration if isinstance(iteration, int) else -1
-
-
-def _version(event: Mapping[str, Any]) -> int | None:
-    version = event.get("update")
-    return version if isinstance(version, int) else None
+def _integer(event: Mapping[str, Any], name: str) -> int:
+    """-1 where it is missing."""
+    value = event.get(name)
+    return value if isinstance(value, int) else -1
 
 
 def _whole(value: object) -> tuple[int, ...]:

@@ -1,6 +1,4 @@
-"""The evidence of an attempt's end: exit records, exit output, the launcher and its ssh, the nodes themselves; and the
-parts of a rank's output that a verdict reads or quotes.
-"""
+"""The evidence of an attempt's end: exit records, exit output, the launcher and its ssh, the nodes themselves."""
 
 from __future__ import annotations
 
@@ -20,19 +18,20 @@ from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
 from engine.protocol.exit_codes import TrainerExit
 from engine.run.decide import Trigger
-from engine.run.diagnosis import Finding, findings
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
 from engine.run.signatures import BY_ID
 from engine.run.watchdog import Hang
 from engine.security.redact import redact, redact_document
-from engine.security.sanitise import sanitise
+
+_FINAL_LINES = 15
+_SSH_FAILED = 255
+"""ssh's own exit code; all others are the command's."""
+_CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence of one rank's end."""
-
     rank: int
     node: str
     python: str
@@ -72,11 +71,35 @@ class RankEvidence:
     memory_killed: bool = False
     """Its system has killed processes for lack of memory since the attempt began."""
 
+    @property
+    def ssh_failed(self) -> bool:
+        """Its start over ssh failed in ssh itself."""
+        return self.remote and self.launcher_code == _SSH_FAILED
+
+    @property
+    def error_type(self) -> str | None:
+        """The type of the exception that its trainer reported."""
+        return self.failure.get("error_type") if self.failure is not None else None
+
+    @property
+    def exception(self) -> str:
+        """The exception that its trainer reported; "" without one."""
+        return f"{self.error_type}: {self.failure.get('message')}" if self.failure is not None else ""
+
+    @property
+    def final_lines(self) -> str:
+        """The lines of its log that may report the end: what was logged long before is no part of it."""
+        return "\n".join(self.tail.splitlines()[-_FINAL_LINES:])
+
+    @property
+    def bind_error(self) -> str | None:
+        """The error number with which the ring could not bind its port."""
+        found = _CANNOT_BIND.search(f"{self.final_lines}\n{self.exception}")
+        return found["errno"] if found is not None else None
+
 
 @dataclass(frozen=True)
 class FailureEvidence:
-    """The evidence of an attempt's end."""
-
     ranks: Sequence[RankEvidence]
     trigger: Trigger
     trainer: bool
@@ -86,47 +109,6 @@ class FailureEvidence:
     rebooted: bool = False
     """This machine was restarted since."""
     hang: Hang | None = None
-
-
-_CAUSE_LIMIT = 300
-_FINAL_LINES = 15
-
-
-def final_lines(text: str) -> str:
-    """The lines that may report the end: what was logged long before is no part of it."""
-    return "\n".join(text.splitlines()[-_FINAL_LINES:])
-
-
-def sanitised_lines(text: str) -> list[str]:
-    return [sanitise(line.encode(errors="replace")) for line in text.splitlines()]
-
-
-def known_failures(text: str) -> list[Finding]:
-    return findings(sanitised_lines(text))
-
-
-def reported_exception(rank: RankEvidence) -> str:
-    """The exception that its trainer reported; "" without one."""
-    return f"{rank.failure.get('error_type')}: {rank.failure.get('message')}" if rank.failure is not None else ""
-
-
-def last_line(text: str) -> str:
-    """The last line that is not blank, sanitised; "" without one."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return sanitise(lines[-1].strip().encode(errors="replace"), _CAUSE_LIMIT) if lines else ""
-
-
-def one_line(text: str) -> str:
-    """`text` as one line, no longer than a cause may be."""
-    line = " ".join(text.split())
-    return line if len(line) <= _CAUSE_LIMIT else line[: _CAUSE_LIMIT - 1] + "…"
-
-
-CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
-
-
-def final_output(rank: RankEvidence) -> str:
-    return final_lines(rank.tail) + "\n" + reported_exception(rank)
 
 
 @dataclass(frozen=True)
@@ -218,13 +200,11 @@ class EvidenceCollector:
         return dict(redact_document(event, self._environment)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
-        """The output of ssh, or of whatever else was to start the rank."""
         _, message = self._origin.start_failures.get(rank, (0, ""))
         launching = self._context.run_dir.attempt(self._context.attempt.number)
         return message or tail(ssh_log_path(launching, rank))
 
     def _memory_killed(self, rank: Rank) -> bool:
-        """Its node has killed processes for lack of memory since the attempt began."""
         connection = self._connection(rank.number)
         if connection.local:
             return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)
@@ -233,7 +213,7 @@ class EvidenceCollector:
         return before is not None and now is not None and now > before
 
     def _with_port(self, rank: RankEvidence) -> RankEvidence:
-        if CANNOT_BIND.search(final_output(rank)) is None:
+        if rank.bind_error is None:
             return rank
         ports = ports_of(rank.rank, self._context.attempt.network, self._context.attempt.starting_port)
         held = self._port_holders(self._connection(rank.rank), ports)

@@ -5,11 +5,12 @@ and readers that follow a growing file and read each line once.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from engine.security.sanitise import json_or_none
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -97,8 +98,11 @@ class LineTail:
 
     def lines(self) -> Iterator[bytes]:
         """New complete lines without their ends, to the end of the file; none while it is missing."""
-        for block in self.blocks():
-            yield from block.split(b"\n")
+        return (line for block in self.blocks() for line in block.split(b"\n"))
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """The objects in the new lines; a line that is no JSON object is passed over."""
+        return (entry for line in self.lines() if (entry := parse_json_line(line)) is not None)
 
     def blocks(self) -> Iterator[bytes]:
         """The same, several lines at a time; the last newline of a block is left out."""
@@ -125,26 +129,7 @@ class LineTail:
                     self.offset += len(block)
 
 
-class JsonLinesTail:
-    """The objects of a JSON lines file as they come; a line that is no JSON object is counted and passed over."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = LineTail(path)
-        self.unreadable = 0
-
-    def objects(self) -> Iterator[dict[str, Any]]:
-        for line in self._tail.lines():
-            entry = parse_json_line(line)
-            if entry is not None:
-                yield entry
-            elif line.strip():
-                self.unreadable += 1
-
-
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
     """The object in one line; None when there is none."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    entry = json_or_none(line)
     return entry if isinstance(entry, dict) else None

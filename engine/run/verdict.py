@@ -1,44 +1,65 @@
-"""From the evidence of an attempt's end to one verdict: its reason, the first failure, the cause and its fix.
+"""The verdict on an attempt's end: which rank failed first, for which reason, and the cause in words.
 
 The launcher's exit code is never used: it is 0 whatever the ranks did. A rank that lost its peers, or was ended by us
-or by the launcher, is a consequence; the cause is the first rank that ended by itself.
+or by the launcher, is a consequence; the cause is the first rank that ended by itself. The part of its output that
+explains the end is found by engine.run.failure_cause.
 """
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from engine.models import Reason, RunState
+from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
-from engine.run.diagnosis import first_cause
 from engine.run.events import Verdict
-from engine.run.failure_evidence import (
-    FailureEvidence,
-    RankEvidence,
-    last_line,
-    one_line,
-    reported_exception,
-    sanitised_lines,
-)
-from engine.run.first_failure import Fault, Weight, faults_of, lost_its_peers, reason_and_cause, succeeded
+from engine.run.failure_cause import CAUSE_CHARACTERS, Finding, findings, first_cause
+from engine.run.failure_evidence import FailureEvidence, RankEvidence
+from engine.run.signatures import SignatureKind
 from engine.run.watchdog import Hang
+from engine.security.redact import redact
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir
 
-_CORRUPTED_FIX = (
-    "test the memory of the node that is named, then launch again; where the nodes' chips differ and it comes back in "
-    'many parameters at once, set [consistency] on_corruption = "warn"'
-)
+
+class Weight(Enum):
+    """How much a rank's end explains, the most first."""
+
+    OWN = 0
+    EARLY = 1
+    LOST = 2
+    """Its node is gone. Like a lease, before the next two: the others lose their peer or the launcher ends them."""
+    LEASE = 3
+    OUTSIDE = 4
+    CONSEQUENCE = 5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The end of one rank that was not meant to end so."""
+
+    weight: Weight
+    at: float
+    """By the head's wall clock, s; -inf where it is not known."""
+    evidence: RankEvidence
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The fault that explains the end sorts first."""
+        return self.weight.value, self.at, self.evidence.rank
 
 
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
-    if all(succeeded(rank, evidence.trainer) for rank in evidence.ranks):
+    if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
-    faults = sorted(faults_of(evidence), key=lambda fault: fault.order)
+    faults = sorted(_faults_of(evidence), key=lambda fault: fault.order)
     if not evidence.trainer and not any(fault.weight is Weight.CONSEQUENCE for fault in faults):
         # A command that ends with 0 has done its part, unless another rank was lost because of it.
         faults = [fault for fault in faults if fault.weight is not Weight.EARLY]
@@ -49,6 +70,216 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     if of_attempt is None and first is not None:
         return _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)
+
+
+def is_consequence(rank: RankEvidence) -> bool:
+    """The rank's end follows from another's: it lost its peers, or was ended from outside."""
+    if rank.record is not None and rank.record.stopped_by is not None:
+        return True
+    return _lost_its_peers(rank) or _left_together(rank)
+
+
+def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
+    if fault.weight is Weight.LOST:
+        # A node that is away while the launch fails may not be the cause.
+        return fault.evidence.started or trigger in (Trigger.RANK, Trigger.ENDED)
+    return fault.weight in (Weight.OWN, Weight.EARLY)
+
+
+def _faults_of(evidence: FailureEvidence) -> list[Fault]:
+    faults = []
+    for rank in evidence.ranks:
+        weight = _weight(rank, evidence.trainer, evidence.rebooted)
+        if weight is not None:
+            at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
+            faults.append(Fault(weight, at, rank))
+    return faults
+
+
+def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
+    record = rank.record
+    if record is None:
+        return _weight_without_record(rank, rebooted)
+    if record.stopped_by is not None:
+        return _weight_of_stopped(rank, record.stopped_by)
+    if _lost_its_peers(rank) or _left_together(rank):
+        return Weight.CONSEQUENCE
+    if record.code == 0:
+        return None if _succeeded(rank, trainer) and trainer else Weight.EARLY
+    return Weight.OWN
+
+
+def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
+    if rank.launcher_code is not None and not rank.started:
+        if rank.ssh_failed and not (rank.launcher_output or rank.keeper_tail):
+            # That is how ssh ends when the launcher ends it, because another rank did not start.
+            return Weight.CONSEQUENCE
+        # The launcher ends with TERM the ranks that have not failed; -15 is a consequence.
+        return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
+    if rank.restarted or rank.unreachable_s is not None:
+        return Weight.LOST
+    return Weight.OWN if rank.vanished and not rebooted else None
+
+
+def _weight_of_stopped(rank: RankEvidence, stopped_by: str) -> Weight | None:
+    if rank.failure is not None and not _lost_its_peers(rank):
+        # It had failed by itself before it was ended.
+        return Weight.OWN
+    if stopped_by == "lease":
+        return Weight.LEASE
+    return Weight.OUTSIDE if stopped_by.startswith("signal") else None
+
+
+def _succeeded(rank: RankEvidence, trainer: bool) -> bool:
+    """The rank completed its work; our `trainer` reports that itself."""
+    if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
+        return False
+    return not trainer or (rank.end is not None and rank.end.get("completed") is True)
+
+
+def _left_together(rank: RankEvidence) -> bool:
+    """The trainer stopped because another rank received a stop."""
+    return rank.end is not None and rank.end.get("stopped") is True
+
+
+_OF_MLX = ("ring.", "jaccl.", "metal.")
+
+
+def _lost_its_peers(rank: RankEvidence) -> bool:
+    """The rank ended because a connection to another rank was gone."""
+    if rank.left_for_peers or rank.error_type == "PeerLost":
+        return True
+    known = _known_failures(rank.final_lines if rank.failure is None else str(rank.failure.get("message", "")))
+    # After its own failures too MLX reports that a connection is gone; whether other failures mattered is not known.
+    own = any(
+        found.kind is SignatureKind.CAUSE and found.signature is not None and found.signature.id.startswith(_OF_MLX)
+        for found in known
+    )
+    return not own and any(found.kind is SignatureKind.CONSEQUENCE for found in known)
+
+
+def _failed(reason: Reason, cause: str, rank: RankEvidence | None = None) -> Verdict:
+    number, node = (rank.rank, rank.node) if rank is not None else (None, None)
+    line = " ".join(cause.split())
+    line = line if len(line) <= CAUSE_CHARACTERS else line[: CAUSE_CHARACTERS - 1] + "…"
+    return Verdict(RunState.FAILED, reason, line, number, node)
+
+
+_CORRUPTED_FIX = (
+    "test the memory of the node that is named, then launch again; where the nodes' chips differ and it comes back in "
+    'many parameters at once, set [consistency] on_corruption = "warn"'
+)
+
+
+def _of_rank(fault: Fault, evidence: FailureEvidence) -> Verdict:
+    rank = fault.evidence
+    record = rank.record
+    if rank.failure is not None and rank.error_type == "Corrupted":
+        cause = sanitise(str(rank.failure.get("message")).encode(errors="replace"))
+        # A rank is named only when it is certain.
+        verdict = _failed(Reason.CORRUPTED, cause, rank if rank.failure.get("certain") is True else None)
+        return replace(verdict, exit_code=record.code if record is not None else None, fix=_CORRUPTED_FIX)
+    verdict = _failed(*_reason_and_cause(fault, evidence), rank)
+    if record is None:
+        return replace(verdict, exit_code=rank.launcher_code)
+    return replace(verdict, exit_code=record.code, signal=record.signal)
+
+
+_LEASE_MARGIN_S = 2.0
+"""A silence is counted from the last answer, a lease from the last heartbeat."""
+
+
+def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, str]:
+    """The reason and cause of the fault that began the attempt's end; the cause quotes output and may be long."""
+    rank, record = fault.evidence, fault.evidence.record
+    if record is None:
+        return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
+    if fault.weight is Weight.LEASE:
+        if rank.cut_off_s <= rank.lease_s - _LEASE_MARGIN_S:
+            return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
+        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s{_lease_over(rank)}"
+    if fault.weight is Weight.OUTSIDE:
+        return Reason.RANK_KILLED, f"its keeper was stopped from outside ({record.stopped_by})"
+    if record.error is not None or rank.bind_error is not None:
+        return Reason.LAUNCH_FAILED, record.error or _no_port(rank)
+    return _ended_by_itself(rank, record, evidence.trainer)
+
+
+def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> tuple[Reason, str]:
+    # A command that ends well may have printed anything; only what fails is quoted, and its last line has the reason.
+    last = _last_line(rank.exception if rank.failure is not None else rank.tail)
+    if rank.error_type == "Diverged":
+        return Reason.DIVERGED, last
+    if record.code == 0:
+        return Reason.RANK_FAILED, _left_early(rank, trainer)
+    ended = _how_ended(record)
+    known = _known_failures(f"{rank.final_lines}\n{rank.exception}")
+    reasons = {found.signature.reason for found in known if found.signature is not None}
+    if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
+        return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
+    if Reason.DISK_FULL in reasons:
+        return Reason.DISK_FULL, f"disk full: {last or ended}"
+    if record.signal is not None:
+        return Reason.RANK_KILLED, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
+    output = f"{': ' if _LIKE_AN_ERROR.search(last) else '; its last output: '}{last}" if last else " without output"
+    return Reason.RANK_FAILED, ended + output
+
+
+_LIKE_AN_ERROR = re.compile(r"[Ee]rror|[Ee]xception|[Ff]atal|[Aa]bort|[Aa]ssert|[Ii]nterrupt|[Ff]ail|^(?!warning)\w+: ")
+
+
+def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
+    if rank.started or rank.launcher_code is None:
+        return Reason.RANK_KILLED, "its keeper was killed and left no exit record"
+    output = _last_line(rank.keeper_tail)
+    if rank.ssh_failed and not output:
+        output = _last_line(rank.launcher_output) or "ssh reported nothing"
+        return Reason.LAUNCH_FAILED, f"{rank.node} could not be reached: {output}"
+    output = output or _last_line(rank.launcher_output)
+    if rank.launcher_code == 127:
+        return Reason.LAUNCH_FAILED, f"the interpreter {rank.python} is missing on {rank.node}"
+    detail = f": {output}" if output else ""
+    return Reason.LAUNCH_FAILED, f"{rank.python} did not start the rank (exit code {rank.launcher_code}){detail}"
+
+
+def _node_lost(rank: RankEvidence) -> tuple[Reason, str]:
+    if rank.restarted:
+        return Reason.NODE_LOST, f"{rank.node} was restarted while its rank was running"
+    silent_s = rank.unreachable_s or 0.0
+    why = f" ({rank.unreachable_why})" if rank.unreachable_why else ""
+    over = _lease_over(rank) if silent_s > rank.lease_s else ""
+    return Reason.NODE_LOST, f"{rank.node} has not answered for {silent_s:.0f} s{why}{over}"
+
+
+def _lease_over(rank: RankEvidence) -> str:
+    return f"; its lease of {rank.lease_s:g} s has ended its rank"
+
+
+_NOT_OUR_ADDRESS = frozenset({"49", "99"})
+
+
+def _no_port(rank: RankEvidence) -> str:
+    if rank.bind_error in _NOT_OUR_ADDRESS:
+        return f"its ring address is not one of {rank.node} (error {rank.bind_error})"
+    return rank.port or f"a ring port is in use (error {rank.bind_error})"
+
+
+def _left_early(rank: RankEvidence, trainer: bool) -> str:
+    if rank.end is not None and rank.end.get("stopped") is True:
+        return f"stopped at iteration {rank.end.get('iteration')} though that was not requested"
+    if trainer:
+        return "left with exit code 0 before its training was complete"
+    return "left early with exit code 0 while others still needed it"
+
+
+def _how_ended(record: ExitRecord) -> str:
+    if record.signal is None:
+        return f"exited with code {record.code}"
+    try:
+        name = signal.Signals(record.signal).name
+    except ValueError:
+        name = "a signal"
+    return f"killed by {name} (signal {record.signal})"
 
 
 def _of_attempt(evidence: FailureEvidence) -> Verdict | None:
@@ -70,66 +301,23 @@ def _unexplained(evidence: FailureEvidence) -> Verdict:
     return _of_launcher(evidence, "no rank has reported how it ended")
 
 
-def _of_rank(fault: Fault, evidence: FailureEvidence) -> Verdict:
-    rank = fault.evidence
-    if rank.failure is not None and rank.failure.get("error_type") == "Corrupted":
-        return _corrupted(rank)
-    reason, cause = reason_and_cause(fault, evidence)
-    record = rank.record
-    return Verdict(
-        RunState.FAILED,
-        reason,
-        one_line(cause),
-        rank.rank,
-        rank.node,
-        record.code if record is not None else rank.launcher_code,
-        record.signal if record is not None else None,
-    )
-
-
-def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
-    if fault.weight is Weight.LOST:
-        # A node that is away while the launch fails may not be the cause.
-        return fault.evidence.started or trigger in (Trigger.RANK, Trigger.ENDED)
-    return fault.weight in (Weight.OWN, Weight.EARLY)
-
-
-def _corrupted(rank: RankEvidence) -> Verdict:
-    """A rank is named only when it is certain."""
-    failure, record = rank.failure or {}, rank.record
-    certain = failure.get("certain") is True
-    return Verdict(
-        RunState.FAILED,
-        Reason.CORRUPTED,
-        one_line(sanitise(str(failure.get("message")).encode(errors="replace"))),
-        rank.rank if certain else None,
-        rank.node if certain else None,
-        record.code if record is not None else None,
-        fix=_CORRUPTED_FIX,
-    )
-
-
 def _not_started(evidence: FailureEvidence) -> Verdict:
-    missing = [rank for rank in evidence.ranks if not rank.started]
-    output = last_line(evidence.launcher_tail)
-    cause = f"rank {missing[0].rank} did not start in time" if missing else "the ranks did not start in time"
-    cause += f"; mlx.launch reported: {output}" if output else "; mlx.launch reported nothing"
-    rank, node = (missing[0].rank, missing[0].node) if missing else (None, None)
-    return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, one_line(cause), rank, node)
+    missing = next((rank for rank in evidence.ranks if not rank.started), None)
+    who = f"rank {missing.rank}" if missing is not None else "the ranks"
+    output = _last_line(evidence.launcher_tail)
+    reported = f"mlx.launch reported: {output}" if output else "mlx.launch reported nothing"
+    return _failed(Reason.LAUNCH_FAILED, f"{who} did not start in time; {reported}", missing)
 
 
 def _of_launcher(evidence: FailureEvidence, cause: str) -> Verdict:
-    output = last_line(evidence.launcher_tail)
-    cause = one_line(f"{cause}; its last output: {output}" if output else cause)
-    return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, cause)
+    output = _last_line(evidence.launcher_tail)
+    return _failed(Reason.LAUNCH_FAILED, f"{cause}; its last output: {output}" if output else cause)
 
 
 def _hung(evidence: FailureEvidence, hang: Hang) -> Verdict:
     rank, how = _stalled_rank(evidence, hang)
     limit = f"no step for {hang.silent_s:.0f} s, over the limit of {hang.limit_s:.0f} s for {hang.doing}"
-    cause = f"{limit}; {how}" if how else limit
-    named = (rank.rank, rank.node) if rank is not None else (None, None)
-    return Verdict(RunState.FAILED, Reason.HUNG, one_line(cause), *named)
+    return _failed(Reason.HUNG, f"{limit}; {how}", rank)
 
 
 def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence | None, str]:
@@ -137,21 +325,19 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
-    unresponsive = [rank for rank in evidence.ranks if rank.record is None or not lost_its_peers(rank)]
+    unresponsive = [rank for rank in evidence.ranks if rank.record is None or not _lost_its_peers(rank)]
     if len(unresponsive) == 1 and len(evidence.ranks) > 1:
-        return unresponsive[
-            0
-        ], f"rank {unresponsive[0].rank} on {unresponsive[0].node} did not answer when the others left"
+        (rank,) = unresponsive
+        return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"
 
 
 def _lost(evidence: FailureEvidence, cause: str) -> Verdict:
     unknown = next((rank for rank in evidence.ranks if rank.record is None), None)
-    rank, node = (unknown.rank, unknown.node) if unknown else (None, None)
-    return Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, rank, node)
+    return replace(_failed(Reason.SUPERVISOR_LOST, cause, unknown), state=RunState.LOST)
 
 
-def with_diagnosis(
+def with_cause(
     verdict: Verdict,
     evidence: FailureEvidence,
     run_dir: RunDir,
@@ -162,25 +348,30 @@ def with_diagnosis(
     `environment`. Reads the mirrors from `log_bases` on, and the evidence where they lack something."""
     if verdict.state is not RunState.FAILED:
         return verdict
-    output, reported = _exit_output(verdict, evidence), _reported_exceptions(verdict, evidence)
-    found = first_cause(run_dir, verdict, log_bases, exit_output=output, reported=reported, environment=environment)
-    return verdict if found is None else replace(verdict, cause=found.cause, fix=found.fix, signature=found.signature)
+    blamed = next((rank for rank in evidence.ranks if rank.rank == verdict.rank), None)
+    output, reported = [evidence.launcher_tail], []
+    if blamed is not None:
+        output = [blamed.keeper_tail, blamed.launcher_output, blamed.tail]
+    if blamed is not None and blamed.failure is not None:
+        output.append(str(blamed.failure.get("message", "")))
+        if blamed.error_type != "PeerLost":
+            # That another rank has gone is no cause.
+            reported = [str(blamed.failure.get("traceback") or ""), blamed.exception]
+    found = first_cause(run_dir, verdict, log_bases, exit_output=_lines(*output), reported=_lines(*reported))
+    if found is None:
+        return verdict
+    return replace(verdict, cause=redact(found.cause, environment), fix=found.fix, signature=found.signature)
 
 
-def _exit_output(verdict: Verdict, evidence: FailureEvidence) -> list[str]:
-    blamed = [rank for rank in evidence.ranks if rank.rank == verdict.rank]
-    texts = [text for rank in blamed for text in (rank.keeper_tail, rank.launcher_output, rank.tail)]
-    texts += [str(rank.failure.get("message", "")) for rank in blamed if rank.failure is not None]
-    texts += [evidence.launcher_tail] if not blamed else []
-    return [line for text in texts for line in sanitised_lines(text)]
+def _lines(*texts: str) -> list[str]:
+    return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]
 
 
-def _reported_exceptions(verdict: Verdict, evidence: FailureEvidence) -> list[str]:
-    """The exception that the trainer of the verdict's rank reported; that another rank has gone is no cause."""
-    return [
-        line
-        for rank in evidence.ranks
-        if rank.rank == verdict.rank and rank.failure is not None and rank.failure.get("error_type") != "PeerLost"
-        for text in (str(rank.failure.get("traceback") or ""), reported_exception(rank))
-        for line in sanitised_lines(text)
-    ]
+def _known_failures(text: str) -> list[Finding]:
+    return findings(_lines(text))
+
+
+def _last_line(text: str) -> str:
+    """The last line that is not blank, sanitised; "" without one."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return sanitise(lines[-1].strip().encode(errors="replace"), CAUSE_CHARACTERS) if lines else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
@@ -18,25 +19,32 @@ _ENDS: Final = 5
 """Reports at each end of the loss curve that are averaged: one alone goes up and down."""
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The values that a run's plan promises."""
+
+    backend: str
+    compared_every: int | None
+    """Updates between comparisons of the replicas, 0 when there are none; None where every rank has a part of its
+    own."""
+    tokens_per_second: float | None = None
+    """None when it was not calibrated."""
+
+
 def verify(
     ranks: Sequence[RankReport],
-    *,
-    backend: str,
-    compared_every: int | None,
+    expected: Expected,
     losses: Sequence[tuple[int, float]],
     tokens_per_second: float | None,
     checkpoint: int | None,
-    predicted_tokens_per_second: float | None = None,
 ) -> tuple[Verification, ...]:
-    """`ranks`: the news of the current attempt, in rank order; `backend`: the planned one; `compared_every`: updates
-    between comparisons of the replicas, 0 when there are none, None where every rank has a part of its own;
-    `checkpoint`: iteration of the newest one."""
+    """`ranks`: the reports of the current attempt, in rank order; `checkpoint`: iteration of the newest one."""
     return (
-        _backend(ranks, backend),
-        _throughput(tokens_per_second, predicted_tokens_per_second),
+        _backend(ranks, expected.backend),
+        _throughput(tokens_per_second, expected.tokens_per_second),
         _gpu(ranks),
         _loss(losses),
-        _replicas(ranks, compared_every),
+        _replicas(ranks, expected.compared_every),
         _checkpoint(ranks, checkpoint),
     )
 

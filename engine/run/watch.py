@@ -14,11 +14,11 @@ from engine.node.processes import alive, boot_id
 from engine.run.events import RunPlanned
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import JournalTail, describe_damage
-from engine.run.json_lines import JsonLinesTail
+from engine.run.json_lines import LineTail
 from engine.run.metrics import SeriesBuilder
 from engine.run.rank_events import RankEvents, RankReport
 from engine.run.run_plan import RunPlan, read_plan
-from engine.run.verification import verify
+from engine.run.verification import Expected, verify
 from engine.snapshots import ChunkProgress, Diagnosis, RankStatus, RunSnapshot, Verification
 from engine.store.layout import RunDir
 
@@ -53,7 +53,7 @@ class RunWatch:
         self._started = False
         self._exclusions = 0
         self._members: tuple[str, ...] = ()
-        self._metrics = JsonLinesTail(rundir.metrics)
+        self._metrics = LineTail(rundir.metrics)
         self._series = SeriesBuilder()
         self._ranks = {rank.rank: RankEvents(rundir.events(rank.rank)) for rank in self._plan.ranks}
         self._checks: tuple[CheckResult, ...] = ()
@@ -130,14 +130,13 @@ class RunWatch:
         if self._plan.config.job.command is not None or not record.attempts:
             return ()
         current = [each if each.attempt == record.attempts else RankReport() for _, each in sorted(reports.items())]
+        predicted = self._plan.division.tokens_per_s if self._plan.division is not None else None
         return verify(
             current,
-            backend=record.backend,
-            compared_every=_compared_every(self._plan.config),
-            losses=self._series.train.points,
-            tokens_per_second=self._series.tokens_per_second.last,
-            checkpoint=max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
-            predicted_tokens_per_second=self._plan.division.tokens_per_s if self._plan.division is not None else None,
+            Expected(record.backend, _compared_every(self._plan.config), predicted),
+            self._series.train.points,
+            self._series.tokens_per_second.last,
+            max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
         )
 
     def _record(self, reports: dict[int, RankReport]) -> RunRecord:

@@ -39,11 +39,10 @@ def audit_log(
     home = home or state_home()
     at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
     entry = {"at": at, "event_type": event_type, "status": status, "context": dict(context), "pid": os.getpid()}
-    line = json.dumps(redact_document(entry), default=safe_repr)
+    redacted = redact_document(entry)
+    line = json.dumps(redacted, default=safe_repr)
     if len(line) > MAX_LINE:
-        line = json.dumps(
-            entry | {"context": {"cut": safe_repr(redact_document(entry["context"]), 2000)}}, default=safe_repr
-        )
+        line = json.dumps(redacted | {"context": {"cut": safe_repr(redacted["context"], 2000)}}, default=safe_repr)
     try:
         make_home(home)
         with _locked(home / "audit.lock"):

@@ -89,9 +89,9 @@ class SshTarget:
     @property
     def openssh(self) -> str:
         """As OpenSSH's `ssh` and mlx.launch take it: `user@host`, with a port `ssh://user@host:port`."""
-        host = f"[{self.host}]" if ":" in self.host and self.port is not None else self.host
-        at = f"{self.user}@{host}" if self.user else host
-        return f"ssh://{at}:{self.port}" if self.port is not None else at
+        if self.port is not None:
+            return f"ssh://{self}"
+        return f"{self.user}@{self.host}" if self.user else self.host
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from platformdirs import user_state_path
@@ -29,20 +30,16 @@ def make_private(directory: Path) -> None:
 
 def make_home(home: Path) -> None:
     """Create the state directory, 0700. Raises StateError when it cannot be created or written, or is another's."""
+    refused = partial(StateError, where=str(home), todo="set FLIGHTDECK_HOME")
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = home.stat().st_uid
     except OSError as error:
-        raise StateError(
-            "the state directory cannot be created",
-            where=str(home),
-            why=str(error.strerror),
-            todo="set FLIGHTDECK_HOME",
-        ) from error
+        raise refused("the state directory cannot be created", why=str(error.strerror)) from error
     if owner != os.geteuid() and os.geteuid() != 0:
-        raise StateError("the state directory belongs to another user", where=str(home), todo="set FLIGHTDECK_HOME")
+        raise refused("the state directory belongs to another user")
     if not os.access(home, os.W_OK | os.X_OK):
-        raise StateError("the state directory cannot be written", where=str(home), todo="set FLIGHTDECK_HOME")
+        raise refused("the state directory cannot be written")
 
 
 MAX_PATH_LENGTH = 4096
@@ -66,7 +63,6 @@ def path_fault(text: object) -> str | None:
 
 
 def default_roots() -> tuple[Path, ...]:
-    """Home, the working directory, the state directory."""
     return Path.home(), Path.cwd(), state_home()
 
 

@@ -32,16 +32,13 @@ def is_secret(name: str) -> bool:
     return name.upper() in _SPECIAL_NAMES or SECRET_NAMES.search(name) is not None
 
 
-def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Longest first, so that a value within another leaves no remainder."""
-    found = {value for name, value in environment.items() if is_secret(name) and len(value) >= _SHORTEST}
-    return sorted(found, key=len, reverse=True)
-
-
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` without secrets: values of secret variables in `environment` (by default this process's), assignments to
     a secret's name, and tokens of known forms."""
-    for value in secret_values(os.environ if environment is None else environment):
+    known = os.environ if environment is None else environment
+    secrets = {value for name, value in known.items() if is_secret(name) and len(value) >= _SHORTEST}
+    # The longest first, so that a value within another leaves no remainder.
+    for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     text = _ASSIGNED.sub(rf"\g<name>\g<sign>{REDACTED}", text)
     return _FORMS.sub(REDACTED, text)

@@ -144,5 +144,4 @@ def json_or_none(text: object) -> Any:
 
 
 def json_objects(value: object, limit: int = 256) -> list[dict[str, Any]]:
-    """The objects in a JSON list."""
     return [row for row in value[:limit] if isinstance(row, dict)] if isinstance(value, list) else []

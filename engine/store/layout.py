@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-
-from engine.security.paths import state_home as state_home  # noqa: PLC0414  (re-exported: its readers look here)
 
 LAUNCHER_SOURCE = 0xFFFF
 """Source number of the launcher's own output in log indices; ranks are their own number."""
@@ -19,85 +16,52 @@ def node_root() -> Path:
     return Path(configured).expanduser().absolute() / "node" if configured else Path.home() / ".flightdeck"
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """The paths of one run on the head, `<home>/runs/<run id>/` (0700).
+    """The paths of one run on the head, `<home>/runs/<run id>/` (0700)."""
 
-    plan.json               what was launched: resolved config and ranks (written before anything starts)
-    plan.whole.json         the first plan.json, where preflight has excluded nodes since
-    training_plan.json      the training plan as `flightdeck plan` makes it; written while the checks run
-    journal.jsonl           the append-only record, the truth about the run's states; written by the supervisor
-    metrics.jsonl           mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`
-    preflight.json          PreflightReport as far as it has come
-    rank<k>.log             mirror of rank k's log, attempts one after the other
-    rank<k>.events.jsonl    mirror of rank k's events, attempts one after the other
-    launcher.log            what mlx.launch itself printed, both streams, attempts one after the other
-    rank<k>.idx, launcher.idx, merged.idx    line indices (engine.run.logs.line_index)
-    supervisor.json         pid, start time, boot id of the supervisor
-    supervisor.log          its stderr
-    requests/               one JSON file per request to the supervisor
-    attempts/<n>/           hostfile.json, launcher.in (FIFO)
-    """
-
-    path: Path
-
-    @property
-    def id(self) -> str:
-        return self.path.name
-
-    @property
-    def home(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+        self.home = path.parent.parent
         """The state directory that the run lies in, whatever FLIGHTDECK_HOME is by now."""
-        return self.path.parent.parent
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def whole_plan(self) -> Path:
-        return self.path / "plan.whole.json"
-
-    @property
-    def training_plan(self) -> Path:
-        return self.path / "training_plan.json"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def preflight(self) -> Path:
-        return self.path / "preflight.json"
-
-    @property
-    def supervisor(self) -> Path:
-        return self.path / "supervisor.json"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.path / "supervisor.log"
-
-    @property
-    def requests(self) -> Path:
-        return self.path / "requests"
-
-    @property
-    def merged_index(self) -> Path:
-        return self.path / "merged.idx"
+        self.plan = path / "plan.json"
+        """The run as launched: resolved config and ranks; written before anything starts."""
+        self.whole_plan = path / "plan.whole.json"
+        """The first plan.json, where preflight has excluded nodes since."""
+        self.training_plan = path / "training_plan.json"
+        """The training plan as `flightdeck plan` makes it; written while the checks run."""
+        self.journal = path / "journal.jsonl"
+        """The append-only record, the truth about the run's states; written by the supervisor."""
+        self.metrics = path / "metrics.jsonl"
+        """mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`."""
+        self.preflight = path / "preflight.json"
+        """PreflightReport as far as it has come."""
+        self.supervisor = path / "supervisor.json"
+        """The pid, start time and boot id of the supervisor."""
+        self.supervisor_log = path / "supervisor.log"
+        """Its stderr."""
+        self.requests = path / "requests"
+        """One JSON file per request to the supervisor."""
+        self.merged_index = path / "merged.idx"
+        """The line index of all logs (engine.run.logs.line_index)."""
 
     def attempt(self, number: int) -> Path:
+        """The folder of an attempt: hostfile.json, launcher.in (FIFO)."""
         return self.path / "attempts" / str(number)
 
     def log(self, source: int) -> Path:
+        """The mirror of a rank's log, or what mlx.launch itself printed; attempts one after the other."""
         return self.path / ("launcher.log" if source == LAUNCHER_SOURCE else f"rank{source}.log")
 
     def index(self, source: int) -> Path:
         return self.log(source).with_suffix(".idx")
 
     def events(self, rank: int) -> Path:
+        """The mirror of a rank's events, attempts one after the other."""
         return self.path / f"rank{rank}.events.jsonl"
+
+    def sources(self) -> list[int]:
+        """The sources that have a log here, ranks first."""
+        names = (path.stem.removeprefix("rank") for path in self.path.glob("rank*.log"))
+        ranks = sorted(int(name) for name in names if name.isdecimal())
+        return [*ranks, LAUNCHER_SOURCE] if self.log(LAUNCHER_SOURCE).exists() else ranks

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,62 +30,41 @@ WAIT_S = 10.0
 _PAUSE_S = 0.005
 
 
-class WriteLock:
-    """A context manager that waits at most `wait_s` for the lock, then raises StateError with the holder's pid."""
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        wait_s: float = WAIT_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._path = path
-        self._wait_s = wait_s
-        self._clock = clock
-        self._sleep = sleep
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> None:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise StateError("the state cannot be locked", where=str(self._path), why=why) from error
-        try:
-            self._acquire(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+@contextlib.contextmanager
+def write_lock(path: Path, wait_s: float = WAIT_S, sleep: Callable[[float], object] = time.sleep) -> Iterator[None]:
+    """Waits at most `wait_s` for the lock, then raises StateError with the holder's pid."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StateError("the state cannot be locked", where=str(path), why=why) from error
+    try:
+        _acquire(descriptor, path, wait_s, sleep)
         # A full disk has no room for the pid, which is no reason to refuse the lock.
         with contextlib.suppress(OSError):
             os.pwrite(descriptor, b"%-19d\n" % os.getpid(), 0)
-        self._descriptor = descriptor
+        yield
+    finally:
+        os.close(descriptor)
 
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
-    def _acquire(self, descriptor: int) -> None:
-        until = self._clock() + self._wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if self._clock() >= until:
-                    pid = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-                    holder = f"pid {pid}" if pid.isdecimal() else "an unknown pid"
-                    raise StateError(
-                        "the state is being written by another process",
-                        where=str(self._path),
-                        why=f"{holder} has held it for {self._wait_s:g} s or more",
-                        todo="try again, or end that process if it hangs",
-                    ) from None
-                self._sleep(_PAUSE_S)
-            else:
-                return
+def _acquire(descriptor: int, path: Path, wait_s: float, sleep: Callable[[float], object]) -> None:
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                pid = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+                holder = f"pid {pid}" if pid.isdecimal() else "an unknown pid"
+                raise StateError(
+                    "the state is being written by another process",
+                    where=str(path),
+                    why=f"{holder} has held it for {wait_s:g} s or more",
+                    todo="try again, or end that process if it hangs",
+                ) from None
+        sleep(_PAUSE_S)
 
 
 SCHEMA = 1
@@ -138,18 +117,14 @@ def _checksum(schema: int, body: bytes) -> bytes:
     return hashlib.sha256(b"%d\n" % schema + body).hexdigest().encode()
 
 
-def previous_copy(path: Path) -> Path:
-    """The state before the last change."""
-    return path.with_name(f"{path.name}.previous")
-
-
 class AtomicStorage(Storage):
     """TinyDB's storage on that file. Reading changes nothing and needs no lock; whoever writes holds the lock."""
 
     def __init__(self, path: Path, notify: Callable[[str], object], clock: Callable[[], datetime]) -> None:
         """`notify` gets one line about each damage found and what was done about it."""
         self._path = path
-        self._copy = previous_copy(path)
+        self._copy = path.with_name(f"{path.name}.previous")
+        """The state before the last change."""
         self._notify = notify
         self._clock = clock
         self._damaged: list[Path] = []

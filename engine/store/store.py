@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from tinydb import TinyDB
 from tinydb.middlewares import CachingMiddleware
 from tinydb.table import Document, Table
@@ -26,24 +26,40 @@ from engine.models import NodeFacts, RunRecord
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
 from engine.security.paths import make_home
-from engine.store.storage import WAIT_S, AtomicStorage, WriteLock
+from engine.store.storage import WAIT_S, AtomicStorage, write_lock
 
 _Answer = TypeVar("_Answer")
-_RUNS, _FACTS, _CALIBRATIONS = "runs", "facts", "calibrations"
+_Model = TypeVar("_Model", bound=BaseModel)
 FACTS_LIMIT = 128
 """Nodes whose facts are kept, the last probed ones, since every change writes the whole file."""
 CALIBRATIONS_LIMIT = 64
 """Calibrations kept, the newest ones."""
 
 
+class _Kind(NamedTuple):
+    """How one model is stored."""
+
+    table: str
+    name: str
+    """The field that names an entry."""
+    left_out: str
+    """The notice of an entry, by its name, that cannot be read."""
+    limit: int | None = None
+    age: str = ""
+    """The field by which the oldest are known."""
+
+
+_KINDS: Final[Mapping[type[BaseModel], _Kind]] = {
+    RunRecord: _Kind("runs", "id", "the record of run {} is left out"),
+    NodeFacts: _Kind("facts", "node", "facts of node {} are left out", FACTS_LIMIT, "probed_at"),
+    Calibration: _Kind("calibrations", "job", "a calibration of job {} is left out", CALIBRATIONS_LIMIT, "taken_at"),
+}
+
+
 class _Table(Table):
     """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration."""
 
     document_id_class = str  # type: ignore[assignment]
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
 
 
 class Store:
@@ -54,13 +70,14 @@ class Store:
         home: Path,
         *,
         wait_s: float = WAIT_S,
-        clock: Callable[[], datetime] = _now,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`wait_s` is how long a writer waits for another."""
         self._home = home
         self._path = home / "state.json"
-        self._lock = WriteLock(home / "state.lock", wait_s=wait_s, sleep=sleep)
+        self._wait_s = wait_s
+        self._sleep = sleep
         self._clock = clock
         self.notices: list[str] = []
         """One line about each damage found and what was done about it. What is lost then, at least the last change, is
@@ -68,14 +85,7 @@ class Store:
 
     def runs(self) -> list[RunRecord]:
         """Every record, newest first; [] when nothing was ever stored. Raises StateError."""
-        found = self._transaction(_RUNS, lambda table: table.all())
-        records = [record for document in found if (record := self._record(document)) is not None]
-        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
-
-    def get_run(self, run_id: str) -> RunRecord | None:
-        """Raises StateError."""
-        found = self._transaction(_RUNS, lambda table: table.get(doc_id=cast(int, run_id)))
-        return None if found is None else self._record(found)
+        return sorted(self._all(RunRecord), key=lambda record: (record.created_at, record.id), reverse=True)
 
     def put_run(self, record: RunRecord) -> None:
         """Insert the record, or replace the one with its id; on the disk when this returns. Raises StateError when
@@ -84,12 +94,11 @@ class Store:
 
     def rebuild(self, records: Iterable[RunRecord]) -> None:
         """Put all `records`, from the journals, in one change. Records of other runs stay. Raises StateError."""
-        self._put(_RUNS, {record.id: record.model_dump(mode="json") for record in records})
+        self._put(RunRecord, {record.id: record.model_dump(mode="json") for record in records})
 
     def last_facts(self, cluster: str) -> list[NodeFacts]:
         """The last known facts of this cluster's nodes, however old. Raises StateError."""
-        found = self._transaction(_FACTS, lambda table: table.all())
-        return [facts for document in found if (facts := self._facts(cluster, document)) is not None]
+        return self._all(NodeFacts, cluster)
 
     def put_facts(self, cluster: str, facts: Iterable[NodeFacts]) -> None:
         """Replace the stored facts of the nodes that answered; those of the others stay. Raises StateError."""
@@ -99,25 +108,37 @@ class Store:
             if fact.problem is None
         }
         if seen:
-            self._put(_FACTS, seen, limit=FACTS_LIMIT, by="probed_at")
+            self._put(NodeFacts, seen)
 
     def calibrations(self, cluster: str) -> list[Calibration]:
         """All calibrations of this cluster, whatever the job and the state of its nodes, newest first. Raises
         StateError."""
-        found = self._transaction(_CALIBRATIONS, lambda table: table.all())
-        known = [taken for document in found if (taken := self._calibration(cluster, document)) is not None]
-        return sorted(known, key=lambda taken: taken.taken_at, reverse=True)
+        return sorted(self._all(Calibration, cluster), key=lambda taken: taken.taken_at, reverse=True)
 
     def put_calibration(self, calibration: Calibration) -> None:
         """Replaces one of the same cluster and fingerprint. Raises StateError."""
         key = f"{calibration.cluster}/{calibration.fingerprint}"
         document = calibration.model_dump(mode="json", exclude_defaults=True)
-        self._put(_CALIBRATIONS, {key: document}, limit=CALIBRATIONS_LIMIT, by="taken_at")
+        self._put(Calibration, {key: document})
 
-    def _put(
-        self, table: str, documents: Mapping[str, Mapping[str, Any]], limit: int | None = None, by: str = ""
-    ) -> None:
-        """Insert or replace by id, in one change; above the limit the smallest by their field `by` are dropped."""
+    def _all(self, model: type[_Model], cluster: str | None = None) -> list[_Model]:
+        """All valid entries of a model's table, those of one cluster where it is given."""
+        kind = _KINDS[model]
+        found: list[_Model] = []
+        for document in self._transaction(kind.table, lambda table: table.all()):
+            if cluster is not None and document.get("cluster") != cluster:
+                continue
+            try:
+                found.append(model.model_validate(document))
+            except ValidationError as error:
+                why = safe_repr(str(error.errors()[0]["msg"]))
+                left_out = kind.left_out.format(safe_repr(document.get(kind.name)))
+                self.notices.append(f"{self._path}: {left_out}: {why}")
+        return found
+
+    def _put(self, model: type[BaseModel], documents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Insert or replace by id, in one change; above the kind's limit the oldest are dropped."""
+        kind = _KINDS[model]
         whole = [Document(dict(values), doc_id=name) for name, values in documents.items()]  # type: ignore[arg-type]
 
         def put(rows: Table) -> None:
@@ -125,15 +146,15 @@ class Store:
             if known := [document.doc_id for document in whole if rows.contains(doc_id=document.doc_id)]:
                 rows.remove(doc_ids=known)
             rows.insert_multiple(whole)
-            if limit is not None and len(rows) > limit:
-                oldest = sorted(rows.all(), key=lambda document: str(document.get(by)))[: len(rows) - limit]
-                rows.remove(doc_ids=[document.doc_id for document in oldest])
+            if kind.limit is not None and len(rows) > kind.limit:
+                oldest = sorted(rows.all(), key=lambda document: str(document.get(kind.age)))
+                rows.remove(doc_ids=[document.doc_id for document in oldest[: len(rows) - kind.limit]])
 
         make_home(self._home)
-        with self._lock:
+        with write_lock(self._home / "state.lock", self._wait_s, self._sleep):
             reported = len(self.notices)
             try:
-                self._transaction(table, put)
+                self._transaction(kind.table, put)
             except OSError as error:
                 todo = "make room on its disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 why = error.strerror or str(error)
@@ -147,33 +168,3 @@ class Store:
         storage = CachingMiddleware(AtomicStorage)  # type: ignore[no-untyped-call]
         with TinyDB(self._path, self.notices.append, self._clock, storage=storage) as database:
             return action(_Table(database.storage, table, cache_size=0))
-
-    def _record(self, document: Mapping[str, Any]) -> RunRecord | None:
-        try:
-            return RunRecord.model_validate(document)
-        except ValidationError as error:
-            why = safe_repr(str(error.errors()[0]["msg"]))
-            self.notices.append(f"{self._path}: the record of run {safe_repr(document.get('id'))} is left out: {why}")
-            return None
-
-    def _facts(self, cluster: str, document: Mapping[str, Any]) -> NodeFacts | None:
-        if document.get("cluster") != cluster:
-            return None
-        try:
-            return NodeFacts.model_validate(document)
-        except ValidationError as error:
-            why = safe_repr(str(error.errors()[0]["msg"]))
-            self.notices.append(f"{self._path}: facts of node {safe_repr(document.get('node'))} are left out: {why}")
-            return None
-
-    def _calibration(self, cluster: str, document: Mapping[str, Any]) -> Calibration | None:
-        if document.get("cluster") != cluster:
-            return None
-        try:
-            return Calibration.model_validate(document)
-        except ValidationError as error:
-            why = safe_repr(str(error.errors()[0]["msg"]))
-            self.notices.append(
-                f"{self._path}: a calibration of job {safe_repr(document.get('job'))} is left out: {why}"
-            )
-            return None

@@ -10,7 +10,6 @@ which agrees only with None.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Final
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.security.identifiers import safe_repr
 from engine.security.paths import validate_path
+from engine.security.sanitise import json_or_none
 
 MANIFEST: Final = "manifest.json"
 _LARGEST_MANIFEST: Final = 16_000_000
@@ -67,7 +67,7 @@ def validate_checkpoint_layer(
     allowed = None if roots is None else tuple(roots)
     resolved = {str(path): validate_path(path, "checkpoint", roots=allowed) for path in paths}
     versions: set[str | None] = set()
-    missing, corrupted, problems = [], [], {}
+    missing, problems = [], {}
     for name, file in resolved.items():
         try:
             versions.add(checkpoint_version(file))
@@ -75,17 +75,15 @@ def validate_checkpoint_layer(
             missing.append(name)
             problems[name] = "it does not exist"
         except CorruptCheckpoint as error:
-            corrupted.append(name)
             problems[name] = str(error)
         except OSError as error:
-            corrupted.append(name)
             problems[name] = f"it cannot be read: {error.strerror or error}"
     agreed = len(versions) == 1 and (expected_version is None or versions == {str(expected_version)})
     return CheckpointReport(
         version_consistency=agreed,
         integrity_checks=MappingProxyType({name: name not in problems for name in resolved}),
         missing_files=tuple(missing),
-        corrupted_files=tuple(corrupted),
+        corrupted_files=tuple(name for name in problems if name not in missing),
         problems=MappingProxyType(problems),
         is_valid=agreed and not problems,
     )
@@ -139,10 +137,7 @@ def _safetensors_version(path: Path) -> str | None:
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
+    found = json_or_none(data)
     if not isinstance(found, dict):
         raise CorruptCheckpoint(f"{what} is not a JSON object")
     return found

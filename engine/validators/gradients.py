@@ -24,8 +24,6 @@ _LARGEST: Final = 1e150
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The state of one round of gradients."""
-
     gradient_variance: float
     """Population variance of the finite norms; 0 below 1e-10."""
     outlier_workers: tuple[str, ...]

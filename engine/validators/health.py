@@ -67,8 +67,6 @@ MODES: Final = ("pre-flight", "runtime")
 
 @dataclass(frozen=True)
 class HealthReport:
-    """The state of a cluster's workers."""
-
     mode: str
     healthy_workers: tuple[str, ...]
     unhealthy_workers: tuple[str, ...]
@@ -143,8 +141,6 @@ def _without_heartbeat(name: str, worker: Mapping[str, Any], limit: float, now: 
     heartbeat = not_negative(last, f"last_heartbeat of {name}")
     if heartbeat == 0:
         return f"worker {name}: dead, it never sent a heartbeat"
-    return (
-        f"worker {name}: its last heartbeat is {now - heartbeat:.0f} s old, over {limit:g} s"
-        if now - heartbeat > limit
-        else None
-    )
+    if now - heartbeat <= limit:
+        return None
+    return f"worker {name}: its last heartbeat is {now - heartbeat:.0f} s old, over {limit:g} s"

@@ -103,14 +103,9 @@ def _workers(health: Any, updates: Any) -> list[str]:
 def _checkpoints(paths: Any) -> list[str]:
     report = validate_checkpoint_layer(paths)
     issues = [f"{path}: {problem}" for path, problem in report.problems.items()]
-    return (
-        issues
-        if report.version_consistency or len(report.problems) == len(report.integrity_checks)
-        else [
-            *issues,
-            "the checkpoints are of different versions",
-        ]
-    )
+    if not report.version_consistency and len(report.problems) < len(report.integrity_checks):
+        issues.append("the checkpoints are of different versions")
+    return issues
 
 
 def _gradients(updates: Any) -> list[str]:

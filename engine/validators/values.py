@@ -1,4 +1,4 @@
-"""Validates single values from outside; a ValueError names the wrong one."""
+"""Validates single values from outside: each function returns its value, or raises ValueError about `what`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_number(value: object) -> bool:
 
 
 def number(value: object, what: str) -> float:
-    """`value` as a float, which may be NaN or infinite. Raises ValueError about `what`."""
+    """`value` as a float, which may be NaN or infinite."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{what} = {safe_repr(value)}: must be a number")
     try:
@@ -27,7 +27,6 @@ def number(value: object, what: str) -> float:
 
 
 def finite(value: object, what: str) -> float:
-    """`value` as a finite float. Raises ValueError."""
     found = number(value, what)
     if not math.isfinite(found):
         raise ValueError(f"{what} = {safe_repr(value)}: must be finite")
@@ -35,7 +34,6 @@ def finite(value: object, what: str) -> float:
 
 
 def not_negative(value: object, what: str) -> float:
-    """`value` as a finite float, at least 0. Raises ValueError."""
     found = finite(value, what)
     if found < 0:
         raise ValueError(f"{what} = {safe_repr(value)}: must be at least 0")
@@ -43,14 +41,12 @@ def not_negative(value: object, what: str) -> float:
 
 
 def whole(value: object, what: str, least: int = 0) -> int:
-    """`value` as an integer of at least `least`. Raises ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} = {safe_repr(value)}: must be a whole number, at least {least}")
     return value
 
 
 def table(value: object, what: str) -> Mapping[str, Any]:
-    """`value` when it is a mapping. Raises ValueError."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} = {safe_repr(value)}: must be a table of names and values")
     return value

@@ -35,31 +35,19 @@ _FARTHEST: Final = 1e100
 Point = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Outliers:
-    """Which workers are outliers, and by which rule."""
-
-    indices: tuple[int, ...]
-    """Indices of the points, ascending."""
-    rule: str
-    """A description, with the limits of the rule."""
-
-
-def outliers(points: Sequence[Point]) -> Outliers:
-    """`points`: one per worker, of the same finite values (loss, gradient norm)."""
+def _outliers(points: Sequence[Point]) -> tuple[list[int], str]:
+    """Which of the workers' points are outliers, ascending, and a description of the rule, with its limits. `points`:
+    one per worker, of the same finite values (loss, gradient norm)."""
     count = len(points)
+    if count < 2:
+        return [], "one worker: nothing to compare it with"
     if count < MAD_MIN_WORKERS:
-        few = (
-            "one worker: nothing to compare it with"
-            if count < 2
-            else "two workers: either may be the one that is wrong"
-        )
-        return Outliers((), few)
+        return [], "two workers: either may be the one that is wrong"
     scaled = _scaled(points)
     if count < KRUM_MIN_WORKERS:
         # The rule is for one value at a time: a worker is an outlier when any of its values is.
         found = [index for index, point in enumerate(scaled) if max(map(abs, point), default=0.0) > OUTLIER_LIMIT]
-        return Outliers(tuple(found), f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers, there are {count}")
+        return found, f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers, there are {count}"
     tolerated = (count - 3) // 2
     scores = krum_scores(scaled, tolerated)
     # Each neighbour adds a squared distance, so the limit grows with the number of values and of neighbours.
@@ -68,7 +56,7 @@ def outliers(points: Sequence[Point]) -> Outliers:
     rule = f"Krum for up to {tolerated} of {count} workers"
     if len(found) > tolerated:
         rule += f": {len(found)} are outliers: too many to tell which workers are right"
-    return Outliers(tuple(found), rule)
+    return found, rule
 
 
 def krum_scores(points: Sequence[Point], tolerated: int) -> list[float]:
@@ -187,20 +175,18 @@ def validate_worker_consistency(
     kl = min(math.log1p(pvariance(losses)) / 10, 1.0)
     middle = fmean(norms)
     wasserstein = fmean(abs(norm - middle) for norm in norms)
-    apart = outliers(list(zip(losses, norms, strict=True)))
-    byzantine = tuple(names[index] for index in apart.indices)
-    issues = []
-    if staleness > staleness_threshold:
-        issues.append(STALENESS)
-    if kl > kl_threshold:
-        issues.append(KL)
-    if wasserstein > wasserstein_threshold:
-        issues.append(WASSERSTEIN)
-    if byzantine:
-        issues.append(BYZANTINE)
+    indices, rule = _outliers(list(zip(losses, norms, strict=True)))
+    byzantine = tuple(names[index] for index in indices)
+    exceeded = {
+        STALENESS: staleness > staleness_threshold,
+        KL: kl > kl_threshold,
+        WASSERSTEIN: wasserstein > wasserstein_threshold,
+        BYZANTINE: bool(byzantine),
+    }
+    issues = tuple(name for name, found in exceeded.items() if found)
     stale = {state.worker_id for state in states if max(versions) - state.parameter_version > staleness_threshold}
     divergent = stale | set(byzantine)
-    if len(states) == 2 and (KL in issues or WASSERSTEIN in issues):
+    if len(states) == 2 and (exceeded[KL] or exceeded[WASSERSTEIN]):
         divergent = set(names)
     return ConsistencyMetrics(
         max_staleness=staleness,
@@ -210,9 +196,9 @@ def validate_worker_consistency(
         total_workers=len(states),
         synchronized_workers=len(states) - len(divergent),
         divergent_workers=tuple(name for name in names if name in divergent),
-        consistency_issues=tuple(issues),
+        consistency_issues=issues,
         is_consistent=not issues,
-        byzantine_rule=apart.rule,
+        byzantine_rule=rule,
     )
 
 

@@ -39,7 +39,7 @@ from engine.config.models import (
 )
 from engine.measurements import Calibration, NodeMeasure
 from engine.models import RunState
-from engine.run.json_lines import JsonLinesTail
+from engine.run.json_lines import LineTail
 from tests.bench.figures import Figure, machine, report
 from tests.cluster import sshd
 from tests.cluster.cluster import Cluster
@@ -138,7 +138,7 @@ async def trained(engine: Engine, config: Config) -> float:
         await asyncio.sleep(0.5)
     if record.state is not RunState.SUCCEEDED:
         raise AssertionError(f"{record.id}: {record.cause}")
-    events = JsonLinesTail(engine.runs.find(record.id).events(0)).objects()
+    events = LineTail(engine.runs.find(record.id).events(0)).objects()
     ends = [float(event["t"]) for event in events if event.get("event") == "step"][_WARM_UP - 1 :]
     return BATCH * (len(ends) - 1) / (ends[-1] - ends[0])
 

@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.line_index import LogIndex
 from engine.run.logs.mirror import Mirror
+from engine.run.logs.pattern import LogPattern
 from engine.run.logs.reader import LogReader
 from engine.store.layout import RunDir
 from tests.bench.figures import Figure, machine, report
@@ -54,17 +56,18 @@ SUPERVISOR = """
 import resource, signal, sys, time
 from pathlib import Path
 from engine.store.layout import RunDir
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.mirror import Mirror
 run_dir, ended = RunDir(Path(sys.argv[1])), []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
 mirror = Mirror(run_dir, print)
 for rank in (0, 1):
-    mirror.follow(rank, 1, Path(sys.argv[2 + rank]), 0)
+    mirror.follow(rank, LocalFile(Path(sys.argv[2 + rank])), 0)
 begun = time.process_time()
 while not ended:
     mirror.pump()
     time.sleep(0.05)
-assert mirror.finish()
+assert mirror.close()
 print(time.process_time() - begun)
 """
 
@@ -197,7 +200,7 @@ def big(root: Path, lines: int) -> Iterator[Figure]:
     mirror = Mirror(run_dir, print, lambda: now[0])
     batch = 25_000
     for rank, node in zip(RANKS, nodes, strict=True):
-        mirror.follow(rank, 1, node, 0)
+        mirror.follow(rank, LocalFile(node), 0)
     files = [node.open("ab") for node in nodes]
     for step in range(0, lines // len(RANKS), batch):
         now[0] += 1.0
@@ -205,7 +208,7 @@ def big(root: Path, lines: int) -> Iterator[Figure]:
             file.write("".join(LINE.format(rank=rank, step=step + number) for number in range(batch)).encode())
             file.flush()
         mirror.settle()
-    mirror.finish()
+    mirror.close()
     size = sum(run_dir.log(rank).stat().st_size for rank in RANKS)
     yield Figure("the big log", f"{lines:,} lines, {size / 1e9:.2f} GB")
     for shown in ("merged", "0"):
@@ -229,13 +232,13 @@ def big(root: Path, lines: int) -> Iterator[Figure]:
         reader = LogReader(run_dir, source)
         searched = run_dir.log(0).stat().st_size if source == 0 else size
         begun = time.perf_counter()
-        assert reader.find("Not to be Found", 0) is None
+        assert reader.find(LogPattern.parse("Not to be Found"), 0) is None
         speed = searched / (time.perf_counter() - begun) / 1e9
         yield Figure(
             f"literal search, {name}", f"{speed:.2f} GB/s", f"≥ {SEARCH_GB_PER_S:.0f} GB/s", speed >= SEARCH_GB_PER_S
         )
         begun = time.perf_counter()
-        assert reader.find("not to be found", 0) is None
+        assert reader.find(LogPattern.parse("not to be found"), 0) is None
         speed = searched / (time.perf_counter() - begun) / 1e9
         yield Figure(f"literal search, {name}, capitals ignored", f"{speed:.2f} GB/s")
 

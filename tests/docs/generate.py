@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.checks.runner import CHECKS
-from engine.run.diagnosis import findings
+from engine.run.failure_cause import findings
 from engine.run.signatures import SIGNATURES, Signature, SignatureKind
 from tests.docs.configuration import configuration
 from tui import actions, cli
@@ -139,7 +139,7 @@ def _signature(signature: Signature) -> str:
         SignatureKind.CONSEQUENCE: " Something else failed first: this is a consequence.",
         SignatureKind.NOISE: " Not a cause: healthy runs print it too, or another log explains it.",
     }
-    source = _ISSUE.sub(r"[\g<0>](https://github.com/\g<repository>/issues/\g<number>)", signature.source)
+    source = _ISSUE.sub(r"[\g<0>](https://github.com/\g<repository>/issues/\g<number>)", signature.source.text)
     return "\n".join(
         [
             f"### {signature.id}",
@@ -148,7 +148,7 @@ def _signature(signature: Signature) -> str:
             "",
             f"- Cause: {found.cause}.{kinds.get(signature.kind, '')}",
             f"- Fix: {found.fix}.",
-            f"- Source: {source} ({signature.proof}).",
+            f"- Source: {source} ({signature.source.proof}).",
         ]
     )
 

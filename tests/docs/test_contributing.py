@@ -17,7 +17,7 @@ from engine.checks.runner import run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import CheckStatus
-from engine.run.signatures import SIGNATURES, Provenance, Signature
+from engine.run.signatures import SIGNATURES, Citation, Provenance, Signature
 from tests.docs.generate import ROOT
 from tui.state import DeckState
 from tui.widgets.pane import Pane
@@ -54,9 +54,8 @@ async def test_the_check_runs(tmp_path: Path) -> None:
 
 
 def test_the_failure_signature_matches_its_example_and_no_other() -> None:
-    signature = executed(f"made = {code('Add a failure signature')}", Signature=Signature, Provenance=Provenance)[
-        "made"
-    ]
+    names = {"Signature": Signature, "Citation": Citation, "Provenance": Provenance}
+    signature = executed(f"made = {code('Add a failure signature')}", **names)["made"]
     assert signature.id not in {known.id for known in SIGNATURES}
     matching = [known.id for known in (*SIGNATURES, signature) if re.search(known.pattern, signature.example)]
     assert matching == [signature.id]

@@ -521,9 +521,9 @@ def write_logs(run: RunDir, snapshot: RunSnapshot) -> None:
         both += [*((1, line) for line in TRACEBACK), (0, CONSEQUENCE)]
     mirror = Mirror(run, lambda gap: None, clock=lambda: NOW.timestamp() - 41)
     for rank in range(2):
-        mirror.follow(rank, 1, None, 0)
+        mirror.follow(rank, None, 0)
     for rank, line in both:
         with run.log(rank).open("ab") as file:
             file.write(f"{line}\n".encode())
         mirror.pump()
-    mirror.finish()
+    mirror.close()

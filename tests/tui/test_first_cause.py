@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.run.diagnosis import explain
+from engine.run.failure_cause import explain
 from engine.run.signatures import BY_ID
 from tests.tui import fake_engine as situation
 from tests.tui.conftest import opened

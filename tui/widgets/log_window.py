@@ -66,7 +66,7 @@ class LogWindow:
         self.source = source
         self._reader = None if run_dir is None else LogReader(run_dir, source)
         self._scan = None if self._reader is None else LogScan(self._reader.copy(), self._found)
-        self.sources = [] if self._reader is None else self._reader.sources()
+        self.sources = [] if self._reader is None else self._reader.run_dir.sources()
         """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
         self.following = True
         self.pattern: LogPattern | None = None
@@ -112,7 +112,7 @@ class LogWindow:
             self.current = None if current is None else self._same_line(current)
             self._seen = min(self._seen, self.line_count)
             self._settled = ()
-        self.sources = self._reader.sources()
+        self.sources = self._reader.run_dir.sources()
         if self._scan is not None:
             self._scan.wake()
         self.settle()

@@ -29,12 +29,13 @@ class IndexFile:
     def __init__(self, path: Path, began_at: float) -> None:
         """Opens or makes the file; a torn last record is dropped. Raises OSError."""
         self.path = path
-        self._waiting = bytearray()
+        self.waiting = bytearray()
+        """Records that are not written yet."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         kept = read_header(os.pread(self._descriptor, HEADER.size, 0))
         if kept is None:
             os.ftruncate(self._descriptor, 0)
-            self._waiting += HEADER.pack(MAGIC, began_at)
+            self.waiting += HEADER.pack(MAGIC, began_at)
         size = os.fstat(self._descriptor).st_size
         self.began_at = began_at if kept is None else kept
         if kept is not None and (torn := (size - HEADER.size) % RECORD.size):
@@ -51,18 +52,14 @@ class IndexFile:
         """Drop all records after the first `count`. Raises OSError."""
         os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
 
-    @property
-    def waiting_bytes(self) -> int:
-        return len(self._waiting)
-
     def append(self, records: bytes) -> None:
-        self._waiting += records
+        self.waiting += records
 
     def flush(self) -> None:
         """Write what waits. Raises OSError; what was not written goes on waiting."""
-        while self._waiting:
-            written = os.write(self._descriptor, self._waiting)
-            del self._waiting[:written]
+        while self.waiting:
+            written = os.write(self._descriptor, self.waiting)
+            del self.waiting[:written]
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

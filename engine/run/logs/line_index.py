@@ -35,13 +35,53 @@ class IndexEntry(NamedTuple):
     centiseconds: int
 
 
-class LogIndex:
-    """A reader of one index file. It changes only by `refresh`. A file that is not there yet is empty."""
+class GrowingFile:
+    """A file that another process appends to, read by offset; empty while it is not there or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
-        self._inode = 0
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Open it when it is there by now, or is another file. True when it is not the same file as before."""
+        try:
+            status = self._path.stat()
+            if self._descriptor >= 0:
+                here = os.fstat(self._descriptor)
+                if (here.st_ino, here.st_dev) == (status.st_ino, status.st_dev):
+                    return False
+            self.close()
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.close()
+        return True
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        if self._descriptor < 0 or size <= 0:
+            return b""
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LogIndex:
+    """A reader of one index file. It changes only by `refresh`. A file that is not there yet is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
         self.began_at = 0.0
         """Seconds since the epoch from which the records count."""
         self.count = 0
@@ -50,20 +90,15 @@ class LogIndex:
 
     def refresh(self) -> bool:
         """Take notice of lines that have arrived. True when the file is another one: line numbers begin anew."""
-        try:
-            status = self._path.stat()
-        except OSError:
-            return self._forget()
-        replaced = False
-        if self._descriptor < 0 or status.st_ino != self._inode or _records(status.st_size) < self.count:
-            replaced = self._forget()
-            if not self._open():
-                return replaced
-        self.count = max(0, _records(os.fstat(self._descriptor).st_size))
-        return replaced
+        another, before = self._file.refresh(), self.count
+        began_at = read_header(self._file.read(0, HEADER.size))
+        self.began_at = began_at or 0.0
+        self.count = 0 if began_at is None else (self._file.size() - HEADER.size) // RECORD.size
+        return before > 0 and (another or self.count < before)
 
     def close(self) -> None:
-        self._forget()
+        self._file.close()
+        self.count = 0
 
     def entries(self, start: int, stop: int) -> list[IndexEntry]:
         """Records `start` to `stop`, as far as there are any."""
@@ -120,38 +155,8 @@ class LogIndex:
         return low
 
     def _read(self, start: int, stop: int) -> bytes:
-        if stop <= start or self._descriptor < 0:
-            return b""
-        try:
-            block = os.pread(self._descriptor, (stop - start) * RECORD.size, HEADER.size + start * RECORD.size)
-        except OSError:
-            return b""
+        block = self._file.read(HEADER.size + start * RECORD.size, (stop - start) * RECORD.size)
         return block[: len(block) // RECORD.size * RECORD.size]
-
-    def _open(self) -> bool:
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        header = os.pread(descriptor, HEADER.size, 0)
-        began_at = read_header(header)
-        if began_at is None:
-            os.close(descriptor)
-            return False
-        self._descriptor, self._inode, self.began_at = descriptor, os.fstat(descriptor).st_ino, began_at
-        return True
-
-    def _forget(self) -> bool:
-        """Close the file; whether there were lines."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        had_lines = self.count > 0
-        self._descriptor, self._inode, self.count = -1, 0, 0
-        return had_lines
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
 
 def read_header(header: bytes) -> float | None:
@@ -160,7 +165,3 @@ def read_header(header: bytes) -> float | None:
         return None
     magic, began_at = HEADER.unpack_from(header)
     return float(began_at) if magic == MAGIC else None
-
-
-def _records(size: int) -> int:
-    return (size - HEADER.size) // RECORD.size

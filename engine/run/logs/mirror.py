@@ -2,20 +2,8 @@
 
 The node's file is the truth and the head's size is the offset to go on from, so a mirror may be killed at any moment:
 the next one copies what is missing, verifies what is there, and derives what the indices lack.
-
-For the supervisor:
-
-    mirror = Mirror(run_dir, on_gap=...)
-    mirror.follow(rank, attempt, node_files.log(rank), base)            # base: the journal's log_bases[source]
-    mirror.follow_events(rank, attempt, node_files.events(rank), base)  # base of the events file, likewise
-    mirror.follow(LAUNCHER_SOURCE, attempt, None, base)                 # launcher.log is here already: indexed in place
-    mirror.pump()      # every 50 to 100 ms, in a thread, never two at once; bytes copied and indexed, 0 when idle
-    mirror.settle()    # between attempts: all that is there now; take the next attempt's bases after it, then follow
-    mirror.behind()    # after the last rank's exit: the files of which the nodes have more, or may have
-    mirror.finish()    # at the very end: `settle`, and the files are closed; True when nothing is missing
-
-Nothing here raises for a fault of a disk or a node: it is reported once to `on_gap`, retried at each pump, and reported
-again when it is over.
+Nothing here raises for a fault of a disk or a node: it is reported once, retried at each pump, and reported again when
+it is over.
 """
 
 from __future__ import annotations
@@ -29,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from engine.cluster.host_connection import HostConnection, LocalFile, NodeFile
+from engine.cluster.host_connection import HostConnection, NodeFile
 from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
 from engine.run.ranks import AttemptContext
@@ -42,6 +30,9 @@ VERIFIED_BYTES: Final = 64 * 1024
 """The part of the mirror's tail that is compared with the node's file when a mirror goes on."""
 WAITING_BYTES: Final = 1 << 20
 """Index records that a full disk did not take: with more, the log waits as well."""
+_LATE_BYTES_S: Final = 10.0
+"""The end of a log may take as long to come, after the last byte that came."""
+_POLL_S: Final = 0.025
 
 T = TypeVar("T")
 
@@ -143,11 +134,13 @@ class FileMirror:
 
 
 class Mirror:
-    """All of a run's mirrored files and their indices. Not thread safe: one pump at a time."""
+    """The mirrored files of one attempt, and the indices of the run's logs. Not thread safe, and not for the event
+    loop: every call may wait for the head's disk."""
 
     def __init__(
         self, run_dir: RunDir, on_gap: Callable[[Gap], object], clock: Callable[[], float] = time.time
     ) -> None:
+        """`on_gap` gets what the head could not keep."""
         self._run_dir = run_dir
         self._on_gap = on_gap
         self._clock = clock
@@ -160,23 +153,28 @@ class Mirror:
         self._problems: dict[str, str] = {}
         self._try(run_dir.merged_index, self._prepare)
 
-    def follow(self, source: int, attempt: int, node: NodeFile | Path | None, base: int) -> None:
-        """Mirror this attempt's log of `source` onto the head's log from byte `base` on. None: the head's log is
-        written by another process and only indexed. The attempt before is followed no longer: `settle` first."""
-        earlier = self._logs.get(source)
-        if earlier is not None:
-            earlier.close()
-        self._logs[source] = None if node is None else FileMirror(self._run_dir.log(source), _node_file(node), base)
+    @classmethod
+    def of_attempt(cls, context: AttemptContext, on_gap: Callable[[Gap], object]) -> Mirror:
+        """Follows all that the attempt's ranks and its launcher print."""
+        attempt, mirror = context.attempt, cls(context.run_dir, on_gap)
+        for rank in (planned.rank for planned in context.plan.ranks):
+            connection, files = context.connections.to(rank), attempt.files(context.plan.run_id, rank)
+            mirror.follow(rank, connection.file(files.log(rank).name), attempt.log_bases[rank])
+            mirror.follow_events(rank, connection.file(files.events(rank).name), attempt.event_bases[rank])
+        mirror.follow(LAUNCHER_SOURCE, None, attempt.log_bases[LAUNCHER_SOURCE])
+        return mirror
+
+    def follow(self, source: int, node: NodeFile | None, base: int) -> None:
+        """Mirror the log of `source` onto the head's log from byte `base` on, where the attempt begins. None: the
+        head's log is written by another process and only indexed."""
+        self._logs[source] = None if node is None else FileMirror(self._run_dir.log(source), node, base)
         index = self._indices.get(source)
-        if index is not None and attempt > 1 and index.scanned == base:
+        if index is not None and index.scanned == base:
             index.begin_line()
 
-    def follow_events(self, rank: int, attempt: int, node: NodeFile | Path, base: int) -> None:
-        """Mirror this attempt's events of a rank, likewise; they are not indexed."""
-        earlier = self._events.get(rank)
-        if earlier is not None:
-            earlier.close()
-        self._events[rank] = FileMirror(self._run_dir.events(rank), _node_file(node), base)
+    def follow_events(self, rank: int, node: NodeFile, base: int) -> None:
+        """Mirror the events of a rank, likewise; they are not indexed."""
+        self._events[rank] = FileMirror(self._run_dir.events(rank), node, base)
 
     def pump(self) -> int:
         """Copy and index what is new, at most ROUNDS chunks per file; the number of bytes."""
@@ -190,31 +188,49 @@ class Mirror:
                 break
         return total
 
-    def settle(self) -> bool:
-        """Copy and index all that is there now. Whether nothing is missing on the head."""
+    def settle(self) -> list[str]:
+        """Copy and index all that is there now; the head's files of which bytes may be missing."""
         while self.pump():
             pass
-        return not self._problems
+        return self.behind()
 
     def behind(self) -> list[str]:
         """The head's files of which bytes may be missing."""
-        files = [*self._logs.values(), *self._events.values()]
-        return [file.path.name for file in files if file is not None and file.behind]
+        return [file.path.name for file in self._files() if file.behind]
 
-    def finish(self) -> bool:
-        """`settle`, and close the files."""
-        complete = self.settle() and not self.behind()
-        for file in (*self._logs.values(), *self._events.values()):
-            if file is not None:
-                file.close()
+    def incomplete(self, *connections: HostConnection) -> bool:
+        """These nodes have not sent all of their files yet."""
+        theirs = tuple(f"rank{rank}." for connection in connections for rank in connection.ranks)
+        return any(name.startswith(theirs) for name in self.behind())
+
+    def await_the_rest(self, connections: Sequence[HostConnection]) -> None:
+        """Copy what these nodes have not sent yet, as long as it comes."""
+        moved_at = time.monotonic()
+        while self.incomplete(*connections):
+            if self.pump():
+                moved_at = time.monotonic()
+            elif time.monotonic() - moved_at > _LATE_BYTES_S:
+                return
+            else:
+                time.sleep(_POLL_S)
+
+    def close(self) -> bool:
+        """`settle`, and follow nothing any more: the next attempt writes the same files. True when nothing is
+        missing."""
+        complete = not self.settle() and not self._problems
+        for file in self._files():
+            file.close()
         self._logs.clear()
         self._events.clear()
         self._close_indices()
         return complete
 
+    def _files(self) -> list[FileMirror]:
+        return [file for file in (*self._logs.values(), *self._events.values()) if file is not None]
+
     def _take_log(self, source: int, log: FileMirror | None) -> int:
         index = self._index(source)
-        if index is None or index.file.waiting_bytes > WAITING_BYTES:
+        if index is None or len(index.file.waiting) > WAITING_BYTES:
             return 0
         before = index.scanned
         data = self._pull(log) if log is not None else b""
@@ -265,7 +281,7 @@ class Mirror:
 
     def _prepare(self) -> None:
         """Mend all indices that are there, enter the lines that they lack, and make the merged one agree."""
-        sources = _logs_in(self._run_dir)
+        sources = self._run_dir.sources()
         for source in sources:
             if source not in self._indices:
                 self._open_index(source)
@@ -320,21 +336,10 @@ class Mirror:
             self._on_gap(gap)
 
 
-def _node_file(node: NodeFile | Path) -> NodeFile:
-    return LocalFile(node) if isinstance(node, Path) else node
-
-
 def _in_words(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk full on the head, copying waits for room"
     return error.strerror or str(error)
-
-
-def _logs_in(run_dir: RunDir) -> list[int]:
-    """Sources whose log is on the head."""
-    ranks = (path.stem.removeprefix("rank") for path in run_dir.path.glob("rank*.log"))
-    sources = sorted(int(rank) for rank in ranks if rank.isdecimal())
-    return [*sources, LAUNCHER_SOURCE] if run_dir.log(LAUNCHER_SOURCE).exists() else sources
 
 
 def _began_at(run_dir: RunDir, now: float) -> float:
@@ -348,55 +353,3 @@ def _began_at(run_dir: RunDir, now: float) -> float:
         if began_at is not None:
             return began_at
     return now
-
-
-_LATE_BYTES_S = 10.0
-"""The end of a log may take as long to come, after the last byte that came."""
-_POLL_S = 0.025
-
-
-class LogMirrors:
-    """The mirrors of one attempt's logs and events. Not for the event loop: every call may wait for the head's disk."""
-
-    def __init__(self, context: AttemptContext, on_gap: Callable[[Gap], None]) -> None:
-        """`on_gap` gets what the head could not keep."""
-        attempt, run_id = context.attempt, context.plan.run_id
-        self._mirror = Mirror(context.run_dir, on_gap=on_gap)
-        self._closed = False
-        for rank in (planned.rank for planned in context.plan.ranks):
-            connection, files = context.connections.to(rank), attempt.files(run_id, rank)
-            log, events = connection.file(files.log(rank).name), connection.file(files.events(rank).name)
-            self._mirror.follow(rank, attempt.number, log, attempt.log_bases[rank])
-            self._mirror.follow_events(rank, attempt.number, events, attempt.event_bases[rank])
-        self._mirror.follow(LAUNCHER_SOURCE, attempt.number, None, attempt.log_bases[LAUNCHER_SOURCE])
-
-    def pump(self) -> int:
-        """Copy what there is; how many bytes. 0 once they are closed: the next attempt writes the same files."""
-        return 0 if self._closed else self._mirror.pump()
-
-    def settle(self) -> list[str]:
-        """Check everything once more; the files that are not complete."""
-        self._mirror.settle()
-        return self._mirror.behind()
-
-    def incomplete(self, *connections: HostConnection) -> bool:
-        """These nodes have not sent all of their files yet."""
-        theirs = tuple(f"rank{rank}." for connection in connections for rank in connection.ranks)
-        return any(name.startswith(theirs) for name in self._mirror.behind())
-
-    def await_the_rest(self, connections: Sequence[HostConnection]) -> None:
-        """Copy what these nodes have not sent yet, as long as it comes."""
-        moved_at = time.monotonic()
-        while not self._closed and self.incomplete(*connections):
-            if self.pump():
-                moved_at = time.monotonic()
-            elif time.monotonic() - moved_at > _LATE_BYTES_S:
-                return
-            else:
-                time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        """Nothing more is copied."""
-        if not self._closed:
-            self._closed = True
-            self._mirror.finish()

@@ -7,19 +7,17 @@ as far as it has come. Imports no numpy: the console reads with this.
 
 from __future__ import annotations
 
-import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
-from engine.run.logs.line_index import IndexEntry, LogIndex
-from engine.run.logs.pattern import ERRORS, LogPattern
+from engine.run.logs.line_index import GrowingFile, IndexEntry, LogIndex
+from engine.run.logs.pattern import LogPattern
 from engine.security.sanitise import sanitise
-from engine.store.layout import LAUNCHER_SOURCE, RunDir
+from engine.store.layout import RunDir
 
 SHOWN_BYTES: Final = 64 * 1024
 """The most of one line that is made into text."""
@@ -32,8 +30,6 @@ _LONGEST_LINE: Final = 64 << 20
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line as it can be shown."""
-
     number: int
     source: int
     """The rank, or LAUNCHER_SOURCE."""
@@ -43,8 +39,6 @@ class LogLine:
     """Sanitised."""
     offset: int
     """Where it begins in its source's log, bytes."""
-    size_bytes: int
-    """Its length in the log, newline and all that is not shown included."""
     partial: bool = False
     """Its newline is not there yet."""
 
@@ -57,8 +51,8 @@ class LogReader:
         self.run_dir = run_dir
         self.source = source
         self._index = LogIndex(run_dir.merged_index if source is None else run_dir.index(source))
-        self._sources: dict[int, LogIndex] = {} if source is None else {source: self._index}
-        self._logs: dict[int, _LogFile] = {}
+        self._sources: dict[int, LogIndex] = {}
+        self._logs: dict[int, GrowingFile] = {}
 
     @property
     def line_count(self) -> int:
@@ -79,17 +73,10 @@ class LogReader:
         """Read what has arrived. True when line numbers begin anew (an index was repaired after a crash)."""
         replaced = self._index.refresh()
         for index in self._sources.values():
-            if index is not self._index:
-                index.refresh()
+            index.refresh()
         for log in self._logs.values():
             log.refresh()
         return replaced
-
-    def sources(self) -> list[int]:
-        """Sources that have a log on the head, ranks first."""
-        names = (path.stem.removeprefix("rank") for path in self.run_dir.path.glob("rank*.log"))
-        ranks = sorted(int(name) for name in names if name.isdecimal())
-        return [*ranks, LAUNCHER_SOURCE] if self.run_dir.log(LAUNCHER_SOURCE).exists() else ranks
 
     def line(self, number: int) -> LogLine:
         """Raises IndexError when there is no such line."""
@@ -111,7 +98,7 @@ class LogReader:
             for place, (raw, size, partial) in zip(own, raws, strict=False):
                 entry, text = entries[place], _shown(raw, size)
                 at = self._index.at(entry.centiseconds)
-                shown[place] = LogLine(start + place, source, at, text, entry.offset, size, partial)
+                shown[place] = LogLine(start + place, source, at, text, entry.offset, partial)
         return [line for line in shown if line is not None]
 
     def number_of(self, source: int, offset: int) -> int | None:
@@ -136,37 +123,22 @@ class LogReader:
         return self._index.first_since(max(0, int((at - self._index.began_at) * 100)))
 
     def find(
-        self,
-        pattern: str | LogPattern,
-        from_line: int,
-        forward: bool = True,
-        *,
-        wrap: bool = False,
-        stop: Callable[[], bool] = lambda: False,
+        self, pattern: LogPattern, from_line: int, forward: bool = True, *, stop: Callable[[], bool] = lambda: False
     ) -> int | None:
         """The first line from `from_line` on, itself included, that matches, None when none does or `stop` returned
-        True (called several times a second). `wrap` goes on at the other end. Raises ValueError for a pattern that is
-        none."""
-        wanted = LogPattern.parse(pattern) if isinstance(pattern, str) else pattern
+        True (called several times a second)."""
         last = self.line_count - 1
         if last < 0:
             return None
         from_line = min(max(from_line, 0), last)
-        ahead, behind = ((from_line, last), (0, from_line - 1)) if forward else ((0, from_line), (from_line + 1, last))
-        for low, high in (ahead, behind) if wrap else (ahead,):
-            for begin, end in _windows(low, high + 1, forward):
-                if stop():
-                    return None
-                found = self._find_within(wanted, begin, end, forward, stop)
-                if found is not None:
-                    return found
+        low, high = (from_line, last + 1) if forward else (0, from_line + 1)
+        for begin, end in _windows(low, high, forward):
+            if stop():
+                return None
+            found = self._find_within(pattern, begin, end, forward, stop)
+            if found is not None:
+                return found
         return None
-
-    def find_error(
-        self, from_line: int, forward: bool = True, *, stop: Callable[[], bool] = lambda: False
-    ) -> int | None:
-        """The first line from `from_line` on that reports a failure."""
-        return self.find(ERRORS, from_line, forward, stop=stop)
 
     def matching(self, pattern: LogPattern, start: int, stop: int) -> list[int]:
         """The lines of `start` to `stop` that match, in order."""
@@ -245,7 +217,7 @@ class LogReader:
             size *= 4
 
     def _sources_within(self) -> Iterable[int]:
-        return self.sources() if self.source is None else (self.source,)
+        return self.run_dir.sources() if self.source is None else (self.source,)
 
     def _range_of(self, source: int, start: int, stop: int) -> tuple[int, int]:
         """The range of a source's own lines among the lines `start` to `stop`."""
@@ -281,77 +253,34 @@ class LogReader:
         block = log.read(starts[0], starts[-1] - starts[0]) if whole else b""
         raws = []
         for start, end in pairwise(starts):
-            raw = block[start - starts[0] : end - starts[0]] if whole else _beginning(log, start, end)
-            newline = raw.endswith(b"\n") if whole or end - start <= SHOWN_BYTES else log.read(end - 1, 1) == b"\n"
+            if end - start > SHOWN_BYTES:
+                raw, newline = _shown_part(log, start, end), log.read(end - 1, 1) == b"\n"
+            else:
+                raw = block[start - starts[0] : end - starts[0]] if whole else log.read(start, end - start)
+                newline = raw.endswith(b"\n")
             raws.append((raw, end - start, not newline and end == starts[-1] and end >= log.size()))
         return raws
 
     def _index_of(self, source: int) -> LogIndex:
+        if source == self.source:
+            return self._index
         if source not in self._sources:
             self._sources[source] = LogIndex(self.run_dir.index(source))
         return self._sources[source]
 
-    def _log(self, source: int) -> _LogFile:
+    def _log(self, source: int) -> GrowingFile:
         if source not in self._logs:
-            self._logs[source] = _LogFile(self.run_dir.log(source))
+            self._logs[source] = GrowingFile(self.run_dir.log(source))
         return self._logs[source]
 
 
-class _LogFile:
-    """One log, read by offset; empty while it is not there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Open it when it is there by now, or is another file."""
-        try:
-            status = self._path.stat()
-            if self._descriptor >= 0:
-                here = os.fstat(self._descriptor)
-                if (here.st_ino, here.st_dev) == (status.st_ino, status.st_dev):
-                    return
-            self.close()
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self.close()
-
-    def size(self) -> int:
-        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
-
-    def read(self, offset: int, size: int) -> bytes:
-        if self._descriptor < 0 or size <= 0:
-            return b""
-        try:
-            return os.pread(self._descriptor, size, offset)
-        except OSError:
-            return b""
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _beginning(log: _LogFile, start: int, end: int) -> bytes:
-    """The bytes that a line is shown from: its beginning, or for a progress bar of any length its current state."""
-    if end - start <= SHOWN_BYTES:
-        return log.read(start, end - start)
+def _shown_part(log: GrowingFile, start: int, end: int) -> bytes:
+    """The part of a long line that is shown: its beginning, or of a progress bar its current state."""
     tail = log.read(end - SHOWN_BYTES, SHOWN_BYTES)
-    if b"\r" in tail.rstrip(b"\r\n"):
-        return tail
-    return log.read(start, SHOWN_BYTES)
+    return tail if b"\r" in tail.rstrip(b"\r\n") else log.read(start, SHOWN_BYTES)
 
 
 def _shown(raw: bytes, size: int) -> str:
-    if len(raw) > SHOWN_BYTES:
-        tail = raw[-SHOWN_BYTES:]
-        raw = tail if b"\r" in tail.rstrip(b"\r\n") else raw[:SHOWN_BYTES]
     text = sanitise(raw, SHOWN_BYTES)
     return text if size <= SHOWN_BYTES else f"{text}… {size:,} bytes in all"
 
@@ -381,7 +310,6 @@ class LogFilter:
         """They are the lines that do not match."""
         self.numbers: array[int] = array("Q")
         self.scanned = 0
-        """Lines scanned."""
         self._reader = reader
         self._growing: list[int] = []
 

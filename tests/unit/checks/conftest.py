@@ -16,7 +16,7 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 
 
 @pytest.fixture(autouse=True)

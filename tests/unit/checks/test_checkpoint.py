@@ -16,7 +16,7 @@ from engine.config.models import CheckpointConfig, Config
 from engine.models import CheckStatus
 from engine.node.probes import storage
 from engine.node.probes import storage as safetensors
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 from tests.unit.checks.conftest import run_check, run_fix
 
 LLAMA = {

@@ -18,7 +18,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.outcomes import Failed, Late, NoValue, Unparsable
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 
 
 class Way(LocalTransport):

@@ -14,7 +14,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config
 from engine.models import CheckStatus
 from engine.plan.network import LaunchHost, NetworkPlan
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 from tests.unit.checks.conftest import run_check
 
 

@@ -27,7 +27,7 @@ from engine.plan.context import PlanInputs
 from engine.plan.document import RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 
 GB = 10**9
 

@@ -18,7 +18,7 @@ from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 
 
 async def passes(_: CheckContext) -> CheckResult:

@@ -17,7 +17,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
-from engine.store.layout import state_home
+from engine.security.paths import state_home
 from tests.unit.checks.conftest import run_check, run_fix
 
 

@@ -132,7 +132,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
     run_dir.path.mkdir()
     gaps: list[Gap] = []
     mirror = Mirror(run_dir, gaps.append)
-    mirror.follow(0, 1, host.link.file("rank0.log"), 0)
+    mirror.follow(0, host.link.file("rank0.log"), 0)
 
     def copied() -> int:
         mirror.pump()
@@ -148,7 +148,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
     host.link.request_processes(kill=True)
     await until(lambda: host.link.processes() == [])
     await until(lambda: not mirror.behind() or mirror.pump() < 0)
-    assert mirror.finish() and gaps == []
+    assert mirror.close() and gaps == []
     assert run_dir.log(0).read_bytes() == host.kept.output()
     assert host.road.opened >= 3
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from engine.run.diagnosis import findings
+from engine.run.failure_cause import findings
 from engine.run.signatures import BY_ID, SIGNATURES, Signature, SignatureKind
 from tests.data import DATA
 
@@ -28,7 +28,7 @@ def test_an_example_is_known_by_its_signature_and_by_no_other(signature: Signatu
 @pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.id)
 def test_a_signature_has_a_cause_and_a_source(signature: Signature) -> None:
     groups = dict.fromkeys(re.compile(signature.pattern).groupindex, "x")
-    assert signature.cause.format(**groups) and signature.fix.format(**groups) and signature.source
+    assert signature.cause.format(**groups) and signature.fix.format(**groups) and signature.source.text
     assert len(signature.cause) < 200 and len(signature.fix) < 220, "it is to be read in a narrow pane"
 
 

@@ -16,8 +16,7 @@ from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
 from engine.run.events import Verdict
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
-from engine.run.first_failure import is_consequence
-from engine.run.verdict import verdict_on, with_diagnosis
+from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.run.watchdog import Hang
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.unit.run.logs.run_logs import RunLogs
@@ -382,7 +381,7 @@ def cause(tmp_path: Path, failure: dict[str, Any] | None, log: str = HANDLED) ->
     logs.write(0, log)
     rank = RankEvidence(rank=0, node="left", python="python", started=True, tail=log, failure=failure)
     heard = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
-    return with_diagnosis(VERDICT, heard, logs.run_dir, {}, {}).cause
+    return with_cause(VERDICT, heard, logs.run_dir, {}, {}).cause
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.run.rank_events import RankReport
-from engine.run.verification import gpu_line, verify
+from engine.run.verification import Expected, gpu_line, verify
 from engine.snapshots import Verification
 
 STARTED = RankReport(
@@ -18,14 +18,14 @@ FALLING = [(10 * at, 4.0 - at / 10) for at in range(1, 20)]
 
 
 def lines(*ranks: RankReport, **changed: Any) -> dict[str, Verification]:
-    told: dict[str, Any] = {
+    plan: dict[str, Any] = {
         "backend": "ring",
         "compared_every": 50,
-        "losses": FALLING,
-        "tokens_per_second": 1840.0,
-        "checkpoint": 100,
+        "tokens_per_second": changed.pop("predicted", None),
     }
-    return {line.name: line for line in verify(ranks or (STARTED, STARTED), **{**told, **changed})}
+    plan |= {name: changed.pop(name) for name in ("backend", "compared_every") if name in changed}
+    reported: dict[str, Any] = {"losses": FALLING, "tokens_per_second": 1840.0, "checkpoint": 100, **changed}
+    return {line.name: line for line in verify(ranks or (STARTED, STARTED), Expected(**plan), **reported)}
 
 
 def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
@@ -59,7 +59,7 @@ def test_one_rank_without_a_reported_backend_leaves_it_unknown() -> None:
 
 @pytest.mark.parametrize(("predicted", "good"), [(2000.0, True), (2300.0, True), (2301.0, False)])
 def test_throughput_is_held_against_the_prediction(predicted: float, good: bool) -> None:
-    line = lines(predicted_tokens_per_second=predicted)["throughput"]
+    line = lines(predicted=predicted)["throughput"]
     assert line.good is good and f"of {predicted:,.0f} predicted" in line.text
 
 

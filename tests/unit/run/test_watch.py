@@ -16,7 +16,6 @@ from engine.errors import StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity
-from engine.run.diagnosis import diagnose
 from engine.run.events import (
     AlarmRaised,
     Attempt,
@@ -37,6 +36,7 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
+from engine.run.failure_cause import diagnose
 from engine.run.journal import Journal
 from engine.run.metrics import POINT_LIMIT, SeriesBuilder
 from engine.run.run_plan import RunPlan, write_plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.mirror import Mirror
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
@@ -19,7 +20,7 @@ class RunLogs:
         self._root = root
         self._mirror = Mirror(self.run_dir, print, lambda: self.now)
         for source in sources:
-            self._mirror.follow(source, 1, None if source == LAUNCHER_SOURCE else self.node_log(source), 0)
+            self._mirror.follow(source, None if source == LAUNCHER_SOURCE else LocalFile(self.node_log(source)), 0)
 
     def node_log(self, source: int) -> Path:
         """Where the source's program writes."""

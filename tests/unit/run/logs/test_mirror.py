@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.line_index import IndexEntry, LogIndex
 from engine.run.logs.mirror import Gap, Mirror
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
@@ -54,7 +55,8 @@ def append(path: Path, data: bytes) -> None:
 def following(run_dir: RunDir, gaps: list[Gap] | None = None) -> Mirror:
     mirror = Mirror(run_dir, (gaps if gaps is not None else []).append, Ticking())
     for source in SOURCES:
-        mirror.follow(source, 1, None if source == LAUNCHER_SOURCE else node_log(run_dir.path.parent, source), 0)
+        node = None if source == LAUNCHER_SOURCE else LocalFile(node_log(run_dir.path.parent, source))
+        mirror.follow(source, node, 0)
     return mirror
 
 
@@ -98,7 +100,7 @@ def test_every_line_is_copied_and_entered_once_in_order_of_arrival(parts: list[t
         for source, data in parts:
             append(written(run_dir, source), data)
             assert mirror.pump() == len(data)
-        assert mirror.finish()
+        assert mirror.close()
         assert_true(run_dir)
         arrived = [entry.source for entry in entries(run_dir.merged_index)]
         lines: dict[int, bytes] = dict.fromkeys(SOURCES, b"")
@@ -119,7 +121,7 @@ def test_a_mirror_killed_anywhere_is_repaired_by_the_next(
         for source, part in before:
             append(written(run_dir, source), part)
             mirror.pump()
-        mirror.finish()
+        mirror.close()
         for path in sorted(run_dir.path.iterdir()):
             if path.name != "launcher.log":
                 kept = data.draw(st.integers(0, path.stat().st_size), label=path.name)
@@ -127,7 +129,7 @@ def test_a_mirror_killed_anywhere_is_repaired_by_the_next(
                     file.truncate(kept)
         for source, part in after:
             append(written(run_dir, source), part)
-        assert following(run_dir).finish()
+        assert following(run_dir).close()
         assert_true(run_dir)
 
 
@@ -138,12 +140,12 @@ def test_a_tail_that_is_not_the_nodes_is_copied_again(garbage: bytes, at: int) -
     with fresh_run() as run_dir:
         mirror = following(run_dir)
         append(node_log(run_dir.path.parent, 0), b"one\ntwo\nthree\n" * 4)
-        mirror.finish()
+        mirror.close()
         with run_dir.log(0).open("r+b") as file:
             file.seek(at)
             file.write(garbage[: 56 - at])
         append(node_log(run_dir.path.parent, 0), b"four\n" * 20)
-        following(run_dir).finish()
+        following(run_dir).close()
         assert_true(run_dir, (0,))
 
 
@@ -152,18 +154,18 @@ def test_attempts_follow_one_another_in_the_same_log(tmp_path: Path) -> None:
     run_dir.path.mkdir()
     first, second = tmp_path / "1.log", tmp_path / "2.log"
     mirror = Mirror(run_dir, print, Ticking())
-    mirror.follow(0, 1, first, 0)
+    mirror.follow(0, LocalFile(first), 0)
     append(first, b"first attempt, no newline at its end")
     mirror.settle()
     base = run_dir.log(0).stat().st_size
-    mirror.follow(0, 2, second, base)
+    mirror.follow(0, LocalFile(second), base)
     append(second, b"second attempt\n")
     mirror.pump()
     del mirror
     again = Mirror(run_dir, print, Ticking())
-    again.follow(0, 2, second, base)
+    again.follow(0, LocalFile(second), base)
     append(second, b"goes on\n")
-    assert again.finish()
+    assert again.close()
     assert run_dir.log(0).read_bytes() == first.read_bytes() + second.read_bytes()
     assert [entry.offset for entry in entries(run_dir.index(0))] == [0, base, base + 15]
 
@@ -184,7 +186,7 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert run_dir.log(0).stat().st_size == 8_192
     assert [(gap.file, gap.offset, gap.over) for gap in gaps] == [("rank0.log", 8_192, False)]
-    assert mirror.finish()
+    assert mirror.close()
     assert [(gap.file, gap.over) for gap in gaps[1:]] == [("rank0.log", True)]
     assert_true(run_dir)
 
@@ -192,18 +194,20 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path: Path) -> Non
 def test_an_index_without_room_waits_and_the_log_goes_on(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    mirror = following(run_dir)
+    gaps: list[Gap] = []
+    mirror = following(run_dir, gaps)
     append(node_log(tmp_path, 0), b"\n" * 1_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
     try:
         mirror.pump()
-        assert not mirror.settle()
+        mirror.settle()
+        assert [(gap.file, gap.over) for gap in gaps] == [("rank0.idx", False), ("merged.idx", False)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert run_dir.log(0).stat().st_size == 1_000
     assert LogIndex(run_dir.index(0)).count < 1_000
-    assert mirror.finish()
+    assert mirror.close()
     assert_true(run_dir)
 
 
@@ -232,7 +236,7 @@ def test_a_node_that_is_away_is_no_gap_and_its_tail_is_compared_when_it_is_back(
     gaps: list[Gap] = []
     mirror = Mirror(run_dir, gaps.append, Ticking())
     node = Memory(b"one\n")
-    mirror.follow(0, 1, node, 0)
+    mirror.follow(0, node, 0)
     assert mirror.pump() == 4
     assert node.compared == [], "there was nothing to compare yet"
     node.here = False
@@ -244,7 +248,7 @@ def test_a_node_that_is_away_is_no_gap_and_its_tail_is_compared_when_it_is_back(
     assert mirror.pump() == 4
     assert node.compared == [0, 0]
     assert mirror.behind() == []
-    assert mirror.finish()
+    assert mirror.close()
     assert (run_dir.log(0).read_bytes(), gaps) == (b"one\ntwo\n", [])
 
 
@@ -253,10 +257,10 @@ def test_a_node_that_came_back_with_another_file_is_copied_again(tmp_path: Path)
     gaps: list[Gap] = []
     mirror = Mirror(run_dir, gaps.append, Ticking())
     node = Memory(b"one\ntwo\n")
-    mirror.follow(0, 1, node, 0)
+    mirror.follow(0, node, 0)
     mirror.pump()
     node.generation, node.content = 1, b"one\nTWO\n"
-    assert mirror.finish()
+    assert mirror.close()
     assert run_dir.log(0).read_bytes() == b"one\nTWO\n"
     assert "copied again" in gaps[0].problem
 
@@ -274,10 +278,10 @@ def test_a_node_that_cannot_be_read_is_reported_and_tried_again(tmp_path: Path) 
     gaps: list[Gap] = []
     mirror = Mirror(run_dir, gaps.append, Ticking())
     node = Flaky(b"line\n")
-    mirror.follow(0, 1, node, 0)
+    mirror.follow(0, node, 0)
     assert mirror.pump() == mirror.pump() == 0
     node.broken = False
-    assert mirror.finish()
+    assert mirror.close()
     assert run_dir.log(0).read_bytes() == b"line\n"
     assert [(gap.problem, gap.over) for gap in gaps] == [
         ("Connection reset by peer", False),
@@ -289,10 +293,10 @@ def test_a_node_file_that_became_shorter_loses_nothing_here(tmp_path: Path) -> N
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     append(node_log(tmp_path, 0), b"all of it\n" * 10)
-    following(run_dir).finish()
+    following(run_dir).close()
     node_log(tmp_path, 0).write_bytes(b"")
     gaps: list[Gap] = []
-    assert not following(run_dir, gaps).finish()
+    assert not following(run_dir, gaps).close()
     assert run_dir.log(0).read_bytes() == b"all of it\n" * 10
     assert "shorter" in gaps[0].problem
 
@@ -306,7 +310,7 @@ def test_a_gap_that_cannot_be_reported_stops_nothing(tmp_path: Path) -> None:
             raise OSError(5, "Input/output error")
 
     mirror = Mirror(RunDir(tmp_path), full_journal)
-    mirror.follow(0, 1, Gone(b""), 0)
+    mirror.follow(0, Gone(b""), 0)
     assert mirror.pump() == 0
 
 
@@ -315,9 +319,9 @@ def test_events_are_copied_and_not_indexed(tmp_path: Path) -> None:
     run_dir.path.mkdir()
     events = tmp_path / "events.jsonl"
     mirror = Mirror(run_dir, print)
-    mirror.follow_events(1, 1, events, 0)
+    mirror.follow_events(1, LocalFile(events), 0)
     append(events, b'{"event": "start"}\n')
-    assert mirror.finish()
+    assert mirror.close()
     assert run_dir.events(1).read_bytes() == events.read_bytes()
     assert not run_dir.index(1).exists()
 
@@ -326,11 +330,12 @@ FOLLOW = """
 import sys
 from pathlib import Path
 from engine.store.layout import RunDir
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.mirror import Mirror
 run_dir = RunDir(Path(sys.argv[1]))
 mirror = Mirror(run_dir, print)
 for rank in (0, 1):
-    mirror.follow(rank, 1, run_dir.path.parent / f"node-rank{rank}.log", 0)
+    mirror.follow(rank, LocalFile(run_dir.path.parent / f"node-rank{rank}.log"), 0)
 print("ready", flush=True)
 while True:
     mirror.pump()
@@ -355,6 +360,6 @@ def test_a_supervisor_killed_while_it_mirrors_loses_and_doubles_nothing(tmp_path
             supervisor.send_signal(signal.SIGKILL)
     mirror = Mirror(run_dir, print)
     for rank in (0, 1):
-        mirror.follow(rank, 1, node_log(tmp_path, rank), 0)
-    assert mirror.finish()
+        mirror.follow(rank, LocalFile(node_log(tmp_path, rank)), 0)
+    assert mirror.close()
     assert_true(run_dir, (0, 1))

@@ -17,6 +17,7 @@ from engine.security.sanitise import sanitise
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.unit.run.logs.run_logs import RunLogs
 
+parse = LogPattern.parse
 words = st.lists(st.sampled_from(["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "x\rfoo", ""]), max_size=3)
 chatter = st.lists(
     st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
@@ -38,8 +39,8 @@ def test_a_run_without_logs_is_empty(tmp_path: Path) -> None:
     reader = LogReader(RunDir(tmp_path / "nothing"))
     assert reader.line_count == 0
     assert reader.lines(0, 10) == []
-    assert reader.find("x", 0) is None
-    assert reader.sources() == []
+    assert reader.find(parse("x"), 0) is None
+    assert reader.run_dir.sources() == []
     assert not reader.refresh()
 
 
@@ -53,7 +54,7 @@ def test_lines_come_merged_in_order_of_arrival_and_by_source(tmp_path: Path) -> 
     assert texts(merged) == ["zero a", "zero b", "launcher", "one a", "zero c"]
     assert [line.source for line in merged.lines(0, 9)] == [0, 0, LAUNCHER_SOURCE, 1, 0]
     assert merged.line(3).at - merged.line(0).at == 2.0
-    assert merged.sources() == [0, 1, LAUNCHER_SOURCE]
+    assert merged.run_dir.sources() == [0, 1, LAUNCHER_SOURCE]
     zero = LogReader(logs.run_dir, 0)
     assert texts(zero) == ["zero a", "zero b", "zero c"]
     assert [merged.number_of(0, line.offset) for line in zero.lines(0, 3)] == [0, 1, 4]
@@ -86,9 +87,9 @@ def test_a_line_of_ten_megabytes_is_shown_cut_with_its_length_and_its_neighbours
         shown = reader.line(1)
         assert len(shown.text) < SHOWN_BYTES + 100
         assert shown.text.endswith("x… 10,000,007 bytes in all")
-        assert reader.find("needle", 0) == 1
-        assert reader.find("after", 0) == 2
-        assert reader.find("before", 2, forward=False) == 0
+        assert reader.find(parse("needle"), 0) == 1
+        assert reader.find(parse("after"), 0) == 2
+        assert reader.find(parse("before"), 2, forward=False) == 0
 
 
 def test_a_progress_bar_shows_its_last_state_however_long_it_ran(logs: RunLogs) -> None:
@@ -101,7 +102,7 @@ def test_a_log_cut_short_by_somebody_is_no_error(logs: RunLogs) -> None:
     logs.run_dir.log(0).write_bytes(b"on")
     reader = LogReader(logs.run_dir)
     assert texts(reader) == ["on", "", ""]
-    assert reader.find("three", 0) is None
+    assert reader.find(parse("three"), 0) is None
 
 
 def test_an_index_that_is_another_file_starts_the_numbers_anew(logs: RunLogs) -> None:
@@ -124,9 +125,10 @@ def test_a_search_finds_what_reading_every_line_finds(
         for source, lines in parts:
             logs.write(source, "".join(f"{line}\n" for line in lines))
         reader = LogReader(logs.run_dir, None if merged else 0)
-        expression = LogPattern.parse(wanted).expression
+        pattern = parse(wanted)
+        expression = pattern.expression
         # A literal is looked for in the stored bytes: what an escape sequence tears apart is not found.
-        raw = LogPattern.parse(wanted).raw or re.compile(re.escape(wanted.encode()), expression.flags & re.IGNORECASE)
+        raw = pattern.raw or re.compile(re.escape(wanted.encode()), expression.flags & re.IGNORECASE)
         shown = reader.lines(0, reader.line_count)
         matching = [
             line.number
@@ -137,10 +139,8 @@ def test_a_search_finds_what_reading_every_line_finds(
         for start in range(len(shown)):
             after = [number for number in matching if number >= start]
             until = [number for number in matching if number <= start]
-            assert reader.find(wanted, start) == (after[0] if after else None)
-            assert reader.find(wanted, start, forward=False) == (until[-1] if until else None)
-            assert reader.find(wanted, start, wrap=True) == ((after or matching)[0] if matching else None)
-            assert reader.find(wanted, start, False, wrap=True) == ((until or matching)[-1] if matching else None)
+            assert reader.find(pattern, start) == (after[0] if after else None)
+            assert reader.find(pattern, start, forward=False) == (until[-1] if until else None)
         kept, left = LogFilter.parse(reader, wanted), LogFilter.parse(reader, "!" + wanted)
         for found in (kept, left):
             while found.advance(2):
@@ -175,7 +175,7 @@ def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> No
 
 def test_a_search_can_be_stopped(logs: RunLogs) -> None:
     logs.write(0, "line\n" * 1_000 + "needle\n")
-    assert LogReader(logs.run_dir).find("needle", 0, stop=lambda: True) is None
+    assert LogReader(logs.run_dir).find(parse("needle"), 0, stop=lambda: True) is None
 
 
 @pytest.mark.parametrize("text", ["", "re:", "re:(", "!"])
@@ -209,10 +209,10 @@ def test_errors_are_found_both_ways_across_ranks(logs: RunLogs) -> None:
     logs.write(0, "fine\nValueError: boom\n" + "fine\n" * 100)
     logs.write(1, "fine\n" * 100 + "Killed\nfine\n")
     reader = LogReader(logs.run_dir)
-    assert reader.find_error(0) == 1
-    assert reader.find_error(2) == 202
-    assert reader.find_error(203) is None
-    assert reader.find_error(201, forward=False) == 1
+    assert reader.find(ERRORS, 0) == 1
+    assert reader.find(ERRORS, 2) == 202
+    assert reader.find(ERRORS, 203) is None
+    assert reader.find(ERRORS, 201, forward=False) == 1
 
 
 def test_a_big_log_is_searched_over_many_blocks(logs: RunLogs) -> None:
@@ -225,9 +225,9 @@ def test_a_big_log_is_searched_over_many_blocks(logs: RunLogs) -> None:
     reader = LogReader(logs.run_dir)
     at = 2 * 6 * 12_000
     assert reader.line(at).text == "the Needle"
-    assert reader.find("needle", 0) == reader.find("re:Ne+dle", 0) == at
-    assert reader.find("Needle", reader.line_count, forward=False) == at
-    assert reader.find("NEEDLE", 0) is None
-    first = reader.find("rank 1", 0)
+    assert reader.find(parse("needle"), 0) == reader.find(parse("re:Ne+dle"), 0) == at
+    assert reader.find(parse("Needle"), reader.line_count, forward=False) == at
+    assert reader.find(parse("NEEDLE"), 0) is None
+    first = reader.find(parse("rank 1"), 0)
     assert first == 12_000
-    assert reader.find("rank 0", at, forward=False) == 11 * 12_000 - 1
+    assert reader.find(parse("rank 0"), at, forward=False) == 11 * 12_000 - 1

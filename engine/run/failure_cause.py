@@ -1,5 +1,5 @@
-"""Diagnoses from a run's logs what went wrong first, and what to do about it: the cause, not its consequences. Of
-each log only the head and the tail are read.
+"""Finds the cause of a failure and its fix in a run's logs: which known text, or which exception, explains the end. Of
+each log only the head and the tail are read. The texts and their wording: engine.run.signatures.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import re
 import signal as signals
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from engine.errors import StateError
-from engine.models import Reason
+from engine.models import Reason, RunRecord
+from engine.run.events import Verdict
 from engine.run.history import RunHistory, fold
 from engine.run.journal import read_journal
 from engine.run.logs.line_index import LogIndex
-from engine.run.logs.reader import LogReader
 from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES, Signature, SignatureKind
 from engine.security.redact import redact
 from engine.security.sanitise import plain, sanitise
@@ -105,23 +105,8 @@ _DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL}
 _FIXES: Final = {Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix, Reason.DISK_FULL: BY_ID["disk.full"].fix}
 
 
-class Ending(Protocol):
-    """How a run or an attempt ended: a RunRecord, or a Verdict."""
-
-    @property
-    def reason(self) -> Reason | None: ...
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def host(self) -> str | None: ...
-    @property
-    def cause(self) -> str | None: ...
-    @property
-    def fix(self) -> str | None: ...
-    @property
-    def exit_code(self) -> int | None: ...
-    @property
-    def signal(self) -> int | None: ...
+Ending = RunRecord | Verdict
+"""How a run or an attempt ended."""
 
 
 @dataclass(frozen=True)
@@ -189,53 +174,53 @@ def explain(lines: Iterable[str]) -> Finding | None:
 
 def diagnose(run_dir: RunDir) -> Diagnosis | None:
     """The first cause of this run's end, from its journal and the ends of its logs; None when it is not known."""
+    hosts: dict[int | None, str] = {}
     try:
         history = fold(read_journal(run_dir.journal).events)
     except StateError:
-        return first_cause(run_dir, None, {})
-    hosts = {rank: node for attempt in history.attempts for rank, node in attempt.hosts.items()}
-    return first_cause(run_dir, history.record, _bases(history), hosts)
+        found = first_cause(run_dir, None, {})
+    else:
+        hosts = {rank: node for attempt in history.attempts for rank, node in attempt.hosts.items()}
+        found = first_cause(run_dir, history.record, _bases(history))
+    if found is None:
+        return None
+    return replace(found, cause=redact(found.cause), host=found.host or hosts.get(found.rank))
 
 
 def first_cause(
     run_dir: RunDir,
     end: Ending | None,
     bases: Mapping[int, int],
-    hosts: Mapping[int, str] | None = None,
     *,
     exit_output: Iterable[str] = (),
     reported: Iterable[str] = (),
-    environment: Mapping[str, str] | None = None,
 ) -> Diagnosis | None:
     """The first cause of an attempt's end, from its verdict, which names the rank, and from the logs on the head,
-    from `bases` on (bytes, by source). None when it is not known.
+    from `bases` on (bytes, by source); secrets are not redacted. None when it is not known.
 
     The logs of the verdict's rank and of the launcher count; those of other ranks only when there is no
     verdict. `exit_output` (sanitised lines) is that rank's, for when the head's copy of its log lacks it; `reported`
-    are the lines of the exception that it reported, which go before its log. Secrets of `environment` (by default this
-    process's) are redacted.
+    are the lines of the exception that it reported, which go before its log.
     """
-    found = _best_finding(run_dir, end, bases) if _explained_by_logs(end) else None
-    if found is None and _explained_by_logs(end) and (known := explain(exit_output)) is not None:
+    if not _explained_by_logs(end):
+        return _from_verdict(run_dir, end, bases)
+    found = _best_finding(run_dir, end, bases)
+    if found is None and (known := explain(exit_output)) is not None:
         found = _Found(None, None, 0, known)
-    own = explain(reported) if _explained_by_logs(end) else None
-    if (
-        own is not None
-        and own.kind is SignatureKind.CAUSE
-        and not (found is not None and _is_logged(own, found.finding))
-    ):
+    own = explain(reported)
+    if own is not None and own.kind is SignatureKind.CAUSE and (found is None or not _is_logged(own, found.finding)):
         found = _Found(None, None, 0, own)
     if found is None:
         return _from_verdict(run_dir, end, bases)
-    rank = found.source if end is None or end.rank is None else end.rank
+    source, finding = found.source, found.finding
+    rank = source if end is None or end.rank is None else end.rank
     rank = None if rank == LAUNCHER_SOURCE else rank
-    cause, fix = redact(found.finding.cause, environment), found.finding.fix
+    cause, fix, host = finding.cause, finding.fix, None
     if end is not None:
+        fix, host = fix or _fix_of(end), end.host
         cause = end.cause if end.cause is not None and _has_more_detail(end, found) else cause
-        fix = fix or end.fix or _fix_of(end)
-    host = end.host if end is not None and end.host is not None else (hosts or {}).get(-1 if rank is None else rank)
-    signature = found.finding.signature
-    return Diagnosis(cause, fix, rank, host, found.source, found.offset, signature.id if signature else None)
+    signature = finding.signature.id if finding.signature is not None else None
+    return Diagnosis(cause, fix, rank, host, source, found.offset, signature)
 
 
 @dataclass(frozen=True)
@@ -253,7 +238,7 @@ class _Found:
 
 
 def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
-    sources = LogReader(run_dir).sources()
+    sources = run_dir.sources()
     if end is not None and end.rank is not None:
         sources = [source for source in sources if source in (end.rank, LAUNCHER_SOURCE)]
     everything = (_best(run_dir, source, bases.get(source, 0)) for source in sources)
@@ -265,7 +250,6 @@ def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int])
 
 
 def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
-    """The best explanation in one log."""
     log = LogEnds.of(run_dir.log(source), base)
     finding = explain(log.lines)
     if finding is None:
@@ -281,11 +265,10 @@ def _from_verdict(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int])
     """The verdict alone, with the last line of its rank."""
     if end is None or end.cause is None:
         return None
-    fix = end.fix or _fix_of(end)
     if end.rank is None:
-        return Diagnosis(end.cause, fix, None, end.host)
+        return Diagnosis(end.cause, _fix_of(end), None, end.host)
     offset = LogEnds.of(run_dir.log(end.rank), bases.get(end.rank, 0)).last_spoken
-    return Diagnosis(end.cause, fix, end.rank, end.host, None if offset is None else end.rank, offset)
+    return Diagnosis(end.cause, _fix_of(end), end.rank, end.host, None if offset is None else end.rank, offset)
 
 
 def _explained_by_logs(end: Ending | None) -> bool:
@@ -300,7 +283,6 @@ def _explained_by_logs(end: Ending | None) -> bool:
 
 
 def _has_more_detail(end: Ending, found: _Found) -> bool:
-    """The verdict's own cause has more detail than what was found."""
     if end.reason in _DETAILED_BY_JOURNAL:
         return True
     if end.reason is Reason.LAUNCH_FAILED and found.source != LAUNCHER_SOURCE:
@@ -311,7 +293,7 @@ def _has_more_detail(end: Ending, found: _Found) -> bool:
 
 
 def _fix_of(end: Ending) -> str | None:
-    return _FIXES.get(end.reason) if end.reason is not None else None
+    return end.fix or (_FIXES.get(end.reason) if end.reason is not None else None)
 
 
 def _is_logged(own: Finding, found: Finding) -> bool:
@@ -333,14 +315,8 @@ def _end(lines: list[str], tracebacks: list[tuple[int, int]], bare: int | None) 
 
 def _bare(lines: list[str]) -> int | None:
     """The last line that is an exception, if little was printed after it."""
-    after = 0
-    for place in reversed(range(len(lines))):
-        if _RAISED.match(lines[place]):
-            return place
-        after += bool(lines[place].strip())
-        if after > TRAILING_LINES:
-            break
-    return None
+    last = next((place for place in reversed(range(len(lines))) if _RAISED.match(lines[place])), None)
+    return last if last is not None and _is_last(lines, last) else None
 
 
 def _is_last(lines: list[str], place: int) -> bool:

@@ -1,4 +1,4 @@
-"""What finding the cause of a failure costs, measured: `uv run python -m tests.bench.diagnosis`.
+"""What finding the cause of a failure costs, measured: `uv run python -m tests.bench.failure_cause`.
 
 Each log is made of what the signatures look for, over and over, and read in two lengths, of which one is four times the
 other: a cost that grows with the length alone is four times as high, one that grows with its square sixteen times.
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.run.diagnosis import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, explain, findings
+from engine.run.failure_cause import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, explain, findings
 from engine.run.signatures import SIGNATURES
 
 GROWTH = 8.0

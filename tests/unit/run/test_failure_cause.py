@@ -10,7 +10,8 @@ import pytest
 
 from engine.models import Reason, RunRecord, RunState
 from engine.plan.network import NetworkPlan
-from engine.run.diagnosis import (
+from engine.run.events import Attempt, AttemptPlanned, RankExited, RunPlanned
+from engine.run.failure_cause import (
     EXIT_OUTPUT_LINES,
     HEAD_BYTES,
     LINE_BYTES,
@@ -21,7 +22,6 @@ from engine.run.diagnosis import (
     explain,
     first_cause,
 )
-from engine.run.events import Attempt, AttemptPlanned, RankExited, RunPlanned
 from engine.run.journal import Journal
 from engine.run.signatures import SIGNATURES, Signature, SignatureKind
 from engine.store.layout import LAUNCHER_SOURCE
