@@ -19,6 +19,7 @@ from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import LauncherWatch
 from engine.models import Reason, RunState
+from engine.node import processes
 from engine.protocol.attempt import END
 from engine.run.attempt import LaunchResult, Placement, launch, new_attempt, plan_for_attempt
 from engine.run.attempt_monitor import AttemptMonitor
@@ -125,13 +126,14 @@ class AttemptRunner:
             await self._fence_again(plan, attempt)
             return self._record_failure(number, _launch_failed(error))
 
-    async def adopt(self, attempt: AttemptHistory, *, rebooted: bool) -> Verdict:
+    async def adopt(self, attempt: AttemptHistory) -> Verdict:
         """Go on with the last attempt of an earlier supervisor, to its end."""
         plan = self._adopt_plan(attempt)
         connections = self._connect(plan, attempt.plan)
         if attempt.failed is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
             await self._fence_again(plan, attempt.plan)
             return self._run.history.failures[-1].verdict
+        rebooted = any(boot_id != processes.boot_id() for boot_id in attempt.boot_ids)
         # After a restart of the machine its old pids may be anybody's.
         launcher = None if rebooted else find_launcher(self._run.run_dir, self._recorder, attempt)
         if launcher is None and not rebooted and not await any_rank_started(connections):

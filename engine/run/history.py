@@ -51,6 +51,8 @@ class AttemptHistory:
     planned_at: datetime
     why: str | None = None
     """Why there is another attempt; None for the first."""
+    boot_ids: tuple[str, ...] = ()
+    """The head's, one for each supervisor that had the attempt in charge."""
     launcher: LauncherStarted | None = None
     started: Mapping[int, RankLaunched] = field(default_factory=dict)
     ended: Mapping[int, RankExited] = field(default_factory=dict)
@@ -123,8 +125,8 @@ class RunHistory:
     """In this life."""
     reached: int = 0
     """The furthest iteration that the run is known to have reached; 0 for none."""
-    supervisor: SupervisorStarted | None = None
-    """The newest in this life."""
+    boot_id: str | None = None
+    """The head's, when the newest supervisor started."""
     abort: RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
     stop: StopProgress | None = None
@@ -185,6 +187,7 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
 
 def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     attempt = event.attempt
+    boot_ids = (history.boot_id,) if history.boot_id is not None else ()
     changes = {
         "attempts": attempt.number,
         "backend": attempt.network.backend,
@@ -193,7 +196,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     return replace(
         history,
         record=history.record.model_copy(update=changes),
-        attempts=(*history.attempts, AttemptHistory(attempt, event.at, why=history.next_why)),
+        attempts=(*history.attempts, AttemptHistory(attempt, event.at, history.next_why, boot_ids)),
         launched=True,
         stop=None,
         restart_pending=None,
@@ -213,7 +216,6 @@ def _reopen(history: RunHistory) -> RunHistory:
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
         launched=False,
         failures=(),
-        supervisor=None,
         abort=None,
         stop=None,
         restart_refused=None,
@@ -258,6 +260,8 @@ def _attempt_of(history: RunHistory, event: Event) -> int:
 def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
     changes: dict[str, Any] = {}
     match event:
+        case SupervisorStarted():
+            changes = {"boot_ids": (*attempt.boot_ids, event.boot_id)}
         case LauncherStarted():
             changes = {"launcher": event}
         case RankLaunched():
@@ -286,7 +290,7 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
         case AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case SupervisorStarted():
-            changes = {"supervisor": event}
+            changes = {"boot_id": event.boot_id}
         case RequestReceived() if event.request == ABORT and (history.abort is None or event.now):
             changes = {"abort": event}
         case StopStageReached(purpose="abort"):

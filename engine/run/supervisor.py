@@ -83,8 +83,6 @@ class Supervisor:
             recorder.append(RunPlanned(run=plan.record(), nonce=os.urandom(16).hex()))
             if plan.division is not None:
                 recorder.append(SharesChosen(division=plan.division))
-        before = self._history.supervisor
-        self._rebooted = before is not None and before.boot_id != processes.boot_id()
 
     @property
     def _history(self) -> RunHistory:
@@ -154,7 +152,7 @@ class Supervisor:
             # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
             return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_EARLY)
         runner = self._new_runner()
-        verdict = await runner.adopt(attempt, rebooted=self._rebooted)
+        verdict = await runner.adopt(attempt)
         return await self._restart_after(verdict, runner)
 
     async def _restart_after(self, verdict: Verdict, runner: AttemptRunner) -> Verdict:
@@ -198,7 +196,6 @@ class Supervisor:
 
     async def _restart(self, restart: Restart, runner: AttemptRunner) -> Verdict:
         """The next attempt, to its end. Raises Aborted before anything of it has started."""
-        self._rebooted = False
         planned = RestartPlanned(
             attempt=self._history.record.attempts + 1,
             after=self._history.failures[-1].attempt,
