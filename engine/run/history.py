@@ -21,6 +21,8 @@ from engine.run.events import (
     AttemptResumed,
     CleanupConfirmed,
     Event,
+    Figures,
+    Hang,
     HangDetected,
     LauncherStarted,
     NodeConditionChanged,
@@ -37,7 +39,6 @@ from engine.run.events import (
     StopStageReached,
     SupervisorStarted,
 )
-from engine.run.watchdog import Hang
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
 
 ALARMS_SHOWN = 20
@@ -45,8 +46,6 @@ ALARMS_SHOWN = 20
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """One attempt as far as it has come."""
-
     plan: Attempt
     planned_at: datetime
     why: str | None = None
@@ -89,16 +88,8 @@ class AttemptHistory:
     def status(self) -> AttemptStatus:
         status = AttemptStatus(self.number, self.plan.members, self.planned_at, why=self.why)
         if (failed := self.failed) is not None:
-            verdict = failed.verdict
-            status = replace(
-                status,
-                ended_at=failed.at,
-                reason=verdict.reason,
-                rank=verdict.rank,
-                host=verdict.host,
-                cause=verdict.cause,
-                reached=failed.reached,
-            )
+            how: dict[str, Any] = {name: getattr(failed.verdict, name) for name in ("reason", "rank", "host", "cause")}
+            status = replace(status, ended_at=failed.at, reached=failed.reached, **how)
         if (event := self.resumed) is not None:
             status = replace(
                 status,
@@ -149,11 +140,9 @@ class RunHistory:
         """The iteration that the run goes on from at best; 0 for none."""
         return self.failures[-1].reached if self.failures else self.reached
 
-    def attempt(self, number: int) -> AttemptHistory | None:
-        return next((attempt for attempt in reversed(self.attempts) if attempt.number == number), None)
-
-    def last_attempt_on(self, node: str) -> AttemptHistory | None:
-        return next((attempt for attempt in reversed(self.attempts) if node in attempt.plan.nodes), None)
+    def attempt(self, number: int) -> AttemptHistory:
+        """The attempt of this number, which was planned."""
+        return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)
 
 
 def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHistory:
@@ -206,11 +195,10 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
 
 
 _CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "ended_at")
-_FIGURES = ("iteration", "train_loss", "val_loss", "tokens_per_second")
 
 
 def _reopen(history: RunHistory) -> RunHistory:
-    cleared: dict[str, Any] = dict.fromkeys((*_CLEARED, *_FIGURES))
+    cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(Figures())}
     return replace(
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
@@ -282,7 +270,6 @@ def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
 
 
 def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
-    """The fields that `event` changes, apart from the record and the attempts."""
     changes: dict[str, Any] = {}
     match event:
         case StateChanged():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from engine.models import Reason, RunState
 from engine.run.decide import Trigger
 from engine.run.diagnosis import first_cause
-from engine.run.events import Verdict
+from engine.run.events import Hang, Verdict
 from engine.run.failure_evidence import (
     FailureEvidence,
     RankEvidence,
@@ -22,7 +22,6 @@ from engine.run.failure_evidence import (
     sanitised_lines,
 )
 from engine.run.first_failure import Fault, Weight, faults_of, lost_its_peers, reason_and_cause, succeeded
-from engine.run.watchdog import Hang
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir
 

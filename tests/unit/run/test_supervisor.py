@@ -12,8 +12,7 @@ from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, Run
 from engine.node.processes import boot_id
 from engine.run import supervisor
 from engine.run.events import SupervisorStarted
-from engine.run.journal import read_journal
-from engine.run.recorder import RunRecorder
+from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
 from tests.unit.run.run_maker import MadeRun
@@ -33,23 +32,22 @@ async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
     job = run.plan.config.job.model_copy(update={"strategy": "sharded"})
     plan = run.plan.model_copy(update={"config": run.plan.config.model_copy(update={"job": job})})
     write_plan(run.directory.plan, plan)
-    recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    recorder = RunRecorder(run.directory.journal, plan, lambda _record: None)
     supervisor.reopen(recorder)
     await Supervisor(run.directory, plan, recorder, tmp_path / "node").supervise(adopt=False)
-    record = recorder.record
+    record = recorder.history.record
     recorder.close()
-    assert record is not None and (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
     assert record.cause is not None and "cannot go on without a node" in record.cause and "node1" in record.cause
     assert read_plan(run.directory.plan) == plan
 
 
 async def adopted(run: MadeRun) -> RunRecord:
     """The run after a supervisor has adopted it."""
-    recorder = RunRecorder(run.close().directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    recorder = RunRecorder(run.close().directory.journal, run.plan, lambda _record: None)
     await Supervisor(run.directory, run.plan, recorder, run.home / "node").supervise(adopt=True)
     recorder.close()
-    assert recorder.record is not None
-    return recorder.record
+    return recorder.history.record
 
 
 @pytest.mark.parametrize("state", ["launching", "recovering"])
