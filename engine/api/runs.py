@@ -17,8 +17,7 @@ from engine.run.events import ABORT
 from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
-from engine.run.requests import place_request
-from engine.run.supervisor_process import adopt_orphans, start_supervisor
+from engine.run.supervisor_process import adopt_orphans, place_request, start_supervisor
 from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-
-from pydantic import BaseModel, ValidationError
 
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
@@ -40,16 +39,6 @@ from engine.run.history import RunHistory
 from engine.run.run_plan import PlannedRank, RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
-_MOST_BYTES = 16 * 2**20
-
-
-class _Strategy(BaseModel):
-    layer_split: str | None = None
-
-
-class _Document(BaseModel):
-    strategy: _Strategy = _Strategy()
-
 
 def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
     """The layers of each rank, "0-8,8-36". None where the job names its own, for another strategy, and where no plan is
@@ -57,11 +46,10 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
     job = plan.config.job
     if job.strategy != "pipeline" or job.layer_split is not None:
         return None
-    with contextlib.suppress(OSError, ValidationError, ValueError):
-        with run_dir.training_plan.open("rb") as file:
-            written = _Document.model_validate_json(file.read(_MOST_BYTES)).strategy.layer_split
-        if written is not None and len(parse_split(written)) == len(plan.ranks):
-            return written
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        split = json.loads(run_dir.training_plan.read_bytes())["strategy"]["layer_split"]
+        if split is not None and len(parse_split(split)) == len(plan.ranks):
+            return str(split)
     return None
 
 
@@ -71,8 +59,6 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """The outcome of a launch."""
-
     launcher: mlx_launch.Launcher | None
     """mlx.launch's process; None when the ranks were started over our own connections."""
     failures: tuple[direct_launch.StartFailure, ...] = ()
@@ -105,14 +91,6 @@ def new_attempt(run_dir: RunDir, plan: RunPlan, placement: Placement, history: R
         resume=number > 1,
         reached=history.newest_reached,
     )
-
-
-def plan_for_attempt(attempt: Attempt, plan: RunPlan, whole: RunPlan) -> RunPlan:
-    """The plan of an earlier attempt's own nodes. `plan` is the run's current one, `whole` the one before preflight
-    excluded nodes."""
-    members = set(attempt.nodes)
-    known = members <= {node.name for node in plan.config.nodes}
-    return (plan if known else whole).among(members)
 
 
 async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: TransportProvider) -> LaunchResult:

@@ -16,18 +16,18 @@ from typing import Final, Literal, ParamSpec, TypeVar
 
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
-from engine.node.processes import Process
 from engine.protocol.attempt import END
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import Continue, RankState, RunningAttempt, Trigger, decide
-from engine.run.event_intake import EventIntake
 from engine.run.events import (
     AlarmRaised,
     AttemptResumed,
     CleanupConfirmed,
+    Hang,
     HangDetected,
     Note,
     RequestReceived,
+    Resumed,
     StopStage,
     StopStageReached,
     Verdict,
@@ -35,13 +35,13 @@ from engine.run.events import (
 from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
+from engine.run.progress import EventIntake, Watchdog
 from engine.run.ranks import AttemptContext, Rank, Ranks, record_rank_changes
-from engine.run.requests import TICK_S, AbortSource
-from engine.run.shutdown import CleanupProof, EmergencyCheckpointWait, GracePeriods, Shutdown, StopPlan
+from engine.run.shutdown import CleanupProof, Shutdown, StopPlan
 from engine.run.verdict import is_consequence, verdict_on, with_cause
-from engine.run.watchdog import Hang, Resumed, Watchdog
 from engine.security.audit import audit_log
 
+TICK_S = 0.1
 _CHECK_PIDS_S = 1.0
 """Between two checks that the processes are alive, which cost more than the others."""
 _UNSOUND: Final = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
@@ -49,6 +49,8 @@ _UNSOUND: Final = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
 from, whether the run restarts by itself or not."""
 _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
+AbortSource = Callable[[], RequestReceived | None]
+"""The requested abort, if any."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -60,7 +62,7 @@ class AttemptMonitor:
         self,
         context: AttemptContext,
         origin: AttemptOrigin,
-        may_restart: Callable[[Verdict, int], bool] = lambda _verdict, _reached: False,
+        may_restart: Callable[[Verdict, int], bool],
     ) -> None:
         """`may_restart`: another attempt may follow such an end, at that iteration."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt")
@@ -69,7 +71,6 @@ class AttemptMonitor:
         self._recovery = context.plan.config.recovery
         self._trainer = context.plan.config.job.command is None
         self._launcher = origin.launcher
-        self._launched = origin.launcher is not None
         self._may_restart = may_restart
         history = context.history
         self._ranks = Ranks(context.connections, context.plan.ranks)
@@ -85,36 +86,24 @@ class AttemptMonitor:
         self._watchdog = Watchdog(
             self.intake.progress, list(nodes), self._recovery.hang_s, self._recovery.stall_s, time.monotonic()
         )
-        self._hang = history.hang
         self._began = time.monotonic()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
         self._launcher_noted = False
         self._failing_since: float | None = None
-        self._resumption_recorded = not context.attempt.resume or history.resumed is not None
         self._shutdown: Shutdown | None = None
         self._trigger = Trigger.ENDED
-        self._failed_at: datetime | None = None
-        self._recovering = False
+        self.failed_at: datetime | None = None
+        """When the failure was noticed, on the head."""
         self.aborted_in_recovery = False
         """An abort was requested while the attempt was being ended for a restart."""
         self._unsent: list[HostConnection] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
     @property
-    def unconfirmed(self) -> list[str]:
-        """Nodes on which the stop could not be proved."""
-        return [name for proof in self.proofs if not proof.found for name in proof.connection.names]
-
-    @property
     def proofs(self) -> Sequence[CleanupProof]:
         """One for every host of the attempt, once it is being ended."""
         return self._shutdown.proofs if self._shutdown is not None else ()
-
-    @property
-    def failed_at(self) -> datetime:
-        """When the failure was noticed."""
-        return self._failed_at or datetime.now(UTC)
 
     @property
     def has_unsent_logs(self) -> bool:
@@ -134,7 +123,7 @@ class AttemptMonitor:
             self._recorder.append(Note(message=lacking))
             self._unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
         self.intake.poll()
-        return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._hang)
+        return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._context.history.hang)
 
     async def confirm(self) -> None:
         """After `run`: poll the nodes on which the end could not be proved, or that have unsent logs."""
@@ -155,7 +144,8 @@ class AttemptMonitor:
 
     def prove_again(self, nodes: Sequence[str]) -> None:
         """In place of `run`, before `confirm`: the attempt has ended, and on `nodes` that is not proved yet."""
-        self._shutdown = self._new_shutdown()
+        plan = StopPlan(self._recovery, self.intake.progress)
+        self._shutdown = Shutdown(self._ranks, self._launcher, plan, self._record_stage)
         for proof in self.proofs:
             proof.found = not set(nodes) & set(proof.connection.names)
 
@@ -211,7 +201,7 @@ class AttemptMonitor:
             return
         self._trigger = decision.trigger
         if abort is not None and decision.trigger is Trigger.ABORT:
-            self._record_stage(StopStage.ASKED, ())
+            self._record_stage(StopStage.ASKED)
             self._begin_shutdown(RunState.FINISHING, cooperative=not abort.now)
         else:
             self._end()
@@ -226,7 +216,7 @@ class AttemptMonitor:
             ranks=ranks,
             age_s=now - self._began,
             failing_s=now - self._failing_since if self._failing_since is not None else 0.0,
-            launched=self._launched,
+            launched=self._launcher is not None,
             launcher_gone_s=now - self._launcher_gone_at if self._launcher_gone_at is not None else None,
             abort=abort,
         )
@@ -256,11 +246,10 @@ class AttemptMonitor:
             return None
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
         hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
-        if self._hang is None and hang is not None:
-            self._hang = hang
+        if hang is not None and self._context.history.hang is None:
             node = next((rank.planned.node for rank in ranks if rank.number == hang.rank), None)
             self._recorder.append(HangDetected(hang=hang, node=node))
-        return self._hang
+        return self._context.history.hang
 
     def _note_missing_launcher(self, state: RunningAttempt) -> None:
         """It has done its part when all ranks have started; its end is worth no more than a note."""
@@ -272,50 +261,38 @@ class AttemptMonitor:
     def _abort_shutdown(self, abort: RequestReceived) -> None:
         """Whatever ends the attempt, it has to be ended: an abort can only speed that up."""
         assert self._shutdown is not None
-        if self._recovering and not self.aborted_in_recovery:
+        if self._recorder.state is RunState.RECOVERING and not self.aborted_in_recovery:
             # From here on it is the user's stop, and recorded as such.
             self.aborted_in_recovery = True
-            self._record_stage(StopStage.ASKED, self._shutdown.proofs)
+            self._record_stage(StopStage.ASKED)
         if abort.now:
             # Otherwise what the ranks are writing, perhaps the only newest state, is still of use.
             self._shutdown.skip_grace()
 
     def _end(self) -> None:
         if self._trigger is Trigger.HUNG:
-            self._failed_at = datetime.now(UTC)
-        so_far = self.verdict(self._evidence.collect(self._ranks.all, self._trigger, self._hang, over=False))
-        finishing = self._recorder.state is RunState.FINISHING
-        self._recovering = not finishing and self._may_restart(so_far, self.intake.progress.furthest)
-        checkpoint = self._emergency_checkpoint(so_far.rank) if so_far.reason not in _UNSOUND else None
-        state = RunState.RECOVERING if self._recovering else RunState.FINISHING
-        self._begin_shutdown(state, checkpoint=checkpoint)
-
-    def _emergency_checkpoint(self, first_failure: int | None) -> EmergencyCheckpointWait | None:
-        """The surviving ranks may save their state: of replicas each has all of it."""
-        progress = self.intake.progress
-        if not self._trainer or self._context.plan.config.job.strategy != "data" or not progress.steps:
-            return None
-        start_limit_s = max(self._recovery.stop_grace_s, 2 * (progress.long_step_s() or 0.0))
-        return EmergencyCheckpointWait(
-            first_failure, progress.checkpoint_phases, start_limit_s, progress.checkpoint_bytes
+            self.failed_at = datetime.now(UTC)
+        so_far = self.verdict(
+            self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=False)
         )
+        progress = self.intake.progress
+        finishing = self._recorder.state is RunState.FINISHING
+        recovering = not finishing and self._may_restart(so_far, progress.furthest)
+        # The surviving ranks may save their state: of replicas each has all of it.
+        replicas = self._trainer and self._context.plan.config.job.strategy == "data"
+        saves = replicas and progress.steps > 0 and so_far.reason not in _UNSOUND
+        state = RunState.RECOVERING if recovering else RunState.FINISHING
+        self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
     def _begin_shutdown(
-        self, state: RunState, *, cooperative: bool = False, checkpoint: EmergencyCheckpointWait | None = None
+        self, state: RunState, *, cooperative: bool = False, save_state: bool = False, first_failure: int | None = None
     ) -> None:
         if self._recorder.state not in (state, RunState.FINISHING):
             self._recorder.change(state)
-        self._shutdown = self._new_shutdown(cooperative=cooperative, checkpoint=checkpoint)
+        plan = StopPlan(self._recovery, self.intake.progress, cooperative, save_state, first_failure)
+        self._shutdown = Shutdown(self._ranks, self._launcher, plan, self._record_stage)
 
-    def _new_shutdown(
-        self, *, cooperative: bool = False, checkpoint: EmergencyCheckpointWait | None = None
-    ) -> Shutdown:
-        recovery = self._recovery
-        graces = GracePeriods(recovery.stop_grace_s, recovery.save_grace_s, recovery.term_grace_s)
-        plan = StopPlan(graces, cooperative, checkpoint, saving=lambda: self.intake.saving)
-        return Shutdown(self._ranks, self._context.connections, self._launcher, plan, self._record_stage)
-
-    def _record_stage(self, stage: StopStage, proofs: Sequence[CleanupProof]) -> None:
+    def _record_stage(self, stage: StopStage) -> None:
         if stage is StopStage.VERIFYING:
             for connection in self._context.connections:
                 # The exit output of a rank without an exit record has not been sent yet.
@@ -324,12 +301,14 @@ class AttemptMonitor:
         purpose = _PURPOSES.get(trigger, "fence")
         acknowledged = tuple(rank.number for rank in self._ranks.all if rank.record is not None)
         left = tuple(
-            _process_line(proof.connection, process) for proof in proofs if not proof.found for process in proof.left
+            f"{proof.connection.names[0]} {process.pid} {process.command[:200]}"
+            for proof in self.proofs
+            if not proof.found
+            for process in proof.left
         )
         self._recorder.append(StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left))
 
     def _try_to_confirm(self) -> None:
-        """Poll the nodes that are not confirmed yet."""
         now = time.monotonic()
         self._health.poll()
         self._ranks.poll(check_pids=False)
@@ -361,9 +340,9 @@ class AttemptMonitor:
             self._recorder.append(CleanupConfirmed(node=name))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
-        record_rank_changes(self._recorder, self._context.attempt.number, changed)
-        if self._failed_at is None and any(rank.ended and self._failed(rank) for rank in changed):
-            self._failed_at = datetime.now(UTC)
+        record_rank_changes(self._context, changed)
+        if self.failed_at is None and any(rank.ended and self._failed(rank) for rank in changed):
+            self.failed_at = datetime.now(UTC)
         if changed and all(rank.started for rank in self._ranks.all):
             if self._recorder.state is RunState.LAUNCHING:
                 self._recorder.change(RunState.RUNNING)
@@ -373,11 +352,10 @@ class AttemptMonitor:
     def _record_resumption(self) -> None:
         """Once, with the first step of an attempt that goes on from an earlier one."""
         progress = self.intake.progress
-        if self._resumption_recorded or not progress.steps:
+        if not (self._context.attempt.resume and progress.steps) or self._context.history.resumed is not None:
             return
-        self._resumption_recorded = True
         resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
-        failures = self._recorder.history.failures if self._recorder.history is not None else ()
+        failures = self._recorder.history.failures
         if failures:
             repeated = max(0, failures[-1].reached - resumed.iteration)
             seconds = round((datetime.now(UTC) - failures[-1].failed_at).total_seconds(), 2)
@@ -394,12 +372,7 @@ class AttemptMonitor:
         self._recorder.append(Note(message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}"))
 
     def _raise_alarm(self, alarm: AlarmRaised) -> None:
-        """Into the journal and the audit log."""
         self._recorder.append(alarm)
         run_dir = self._context.run_dir
         fields = alarm.model_dump(mode="json", exclude={"event", "at"})
         audit_log("worker_consistency", "alarm", {"run": run_dir.id, **fields}, home=run_dir.home)
-
-
-def _process_line(connection: HostConnection, process: Process) -> str:
-    return f"{connection.names[0]} {process.pid} {process.command[:200]}"

@@ -1,17 +1,19 @@
 """Runs the attempts of one run, one at a time: each is planned, launched or adopted, monitored to its end and fenced.
 
 Never two at once: the next is planned when nothing of the last is left on any node that answers, and when the lease of
-every node that does not answer has expired. Nodes that a run goes on without stay in PendingCleanup.
+every node that does not answer has expired. The proof is still sought on nodes that a run goes on without.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
 from engine.cluster.transport.fleet import Fleet
@@ -19,14 +21,16 @@ from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import LauncherWatch
 from engine.models import Reason, RunState
+from engine.node import processes
 from engine.protocol.attempt import END
-from engine.run.attempt import LaunchResult, Placement, launch, new_attempt, plan_for_attempt
-from engine.run.attempt_monitor import AttemptMonitor
-from engine.run.decide import Failure, NodePresence, failed_run, refusal
+from engine.run.attempt import LaunchResult, Placement, launch, new_attempt
+from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
+from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
 from engine.run.events import (
     Attempt,
     AttemptFailed,
     AttemptPlanned,
+    CleanupConfirmed,
     Figures,
     LauncherStarted,
     StopStage,
@@ -35,12 +39,10 @@ from engine.run.events import (
 )
 from engine.run.failure_evidence import AttemptOrigin
 from engine.run.history import AttemptHistory, RunHistory
-from engine.run.ranks import AttemptContext, HostConnections, host_connections
-from engine.run.recorder import RunRecorder
-from engine.run.requests import TICK_S, Aborted, AbortSource, until_abort
+from engine.run.journal import RunRecorder
+from engine.run.ranks import AttemptContext, HostConnections, any_rank_started, host_connections
 from engine.run.run_plan import RunPlan
-from engine.run.shutdown import SILENT_S, CleanupProof, PendingCleanup
-from engine.run.takeover import any_rank_started, find_launcher
+from engine.run.shutdown import SILENT_S, CleanupProof
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _PROOF_LIMIT_S = 30.0
@@ -50,15 +52,32 @@ _PROGRAM_FAILED = frozenset({Reason.RANK_KILLED, Reason.RANK_FAILED, Reason.HUNG
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
 _START_FAILED = 255
 """The exit code of a rank whose start failed without one."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+class Aborted(Exception):
+    """An abort was requested while something was awaited; that has been cancelled."""
+
+
+async def until_abort(work: Coroutine[Any, Any, T], abort: AbortSource) -> T:
+    """The result of `work`. Raises Aborted when an abort is requested; `work` has then been cancelled."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if abort() is not None:
+            task.cancel()
+            await asyncio.wait({task})
+            raise Aborted
+        await asyncio.wait({task}, timeout=TICK_S)
+    return task.result()
+
+
+@dataclass
 class RunContext:
     """The run that all attempts belong to."""
 
     run_dir: RunDir
     plan: RunPlan
-    """Every node that the run may use."""
+    """Every node that the run may use: preflight may exclude some."""
     whole_plan: RunPlan
     """Also the nodes that preflight has excluded."""
     recorder: RunRecorder
@@ -68,8 +87,12 @@ class RunContext:
 
     @property
     def history(self) -> RunHistory:
-        assert self.recorder.history is not None
         return self.recorder.history
+
+    def plan_of(self, attempt: Attempt) -> RunPlan:
+        """The plan of the attempt's own nodes, which preflight may have excluded since."""
+        known = set(attempt.nodes) <= {node.name for node in self.plan.config.nodes}
+        return (self.plan if known else self.whole_plan).among(attempt.nodes)
 
 
 class AttemptRunner:
@@ -81,15 +104,21 @@ class AttemptRunner:
         self._abort = abort
         self._last: Attempt | None = None
         """The last one that this supervisor planned."""
-        self._connections: HostConnections | None = None
+        self._context: AttemptContext | None = None
+        """The attempt whose hosts are connected."""
         self._monitor: AttemptMonitor | None = None
-        self._pending = PendingCleanup(run.recorder.append)
+        self._left_behind: list[CleanupProof] = []
+        """On nodes that the run goes on without, each with a connection of its own."""
         self.figures = Figures()
 
     @property
     def unconfirmed(self) -> list[str]:
         """Nodes on which it is not proved that nothing of the run is left."""
-        return [*(self._monitor.unconfirmed if self._monitor is not None else ()), *self._pending.unconfirmed]
+        return [name for proof in self._proofs if not proof.found for name in proof.connection.names]
+
+    @property
+    def _proofs(self) -> list[CleanupProof]:
+        return [*(self._monitor.proofs if self._monitor is not None else ()), *self._left_behind]
 
     async def launch_first(self, checks: CheckContext) -> Verdict:
         """The first attempt since the run was launched or reopened, to its end. Raises Aborted before anything of it
@@ -100,8 +129,7 @@ class AttemptRunner:
                 await until_abort(self._prove_last_attempt(), self._abort)
             self._recorder.change(RunState.LAUNCHING)
             attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
-            await self._release([node.name for node in plan.config.nodes])
-            return await self._launch(plan, attempt)
+            return await self._launch(await self._connect_next(plan, attempt))
         except (LaunchError, NodeUnreachable) as error:
             return _launch_failed(error)
 
@@ -115,51 +143,57 @@ class AttemptRunner:
         except FlightDeckError as error:
             # The nodes and connections of the last attempt are what there still is.
             self._recorder.change(RunState.RECOVERING)
-            return self._record_failure(number, _launch_failed(error))
+            return self._record_failure(self._failure(number, _launch_failed(error)))
         finally:
             await checks.close()
-        await self._release([node.name for node in plan.config.nodes])
+        context = await self._connect_next(plan, attempt)
         try:
-            return await self._launch(plan, attempt)
+            return await self._launch(context)
         except (LaunchError, NodeUnreachable) as error:
-            await self._fence_again(plan, attempt)
-            return self._record_failure(number, _launch_failed(error))
+            await self._fence_again(context)
+            return self._record_failure(self._failure(number, _launch_failed(error)))
 
-    async def adopt(self, attempt: AttemptHistory, *, rebooted: bool) -> Verdict:
+    async def adopt(self, attempt: AttemptHistory) -> Verdict:
         """Go on with the last attempt of an earlier supervisor, to its end."""
-        plan = self._adopt_plan(attempt)
-        connections = self._connect(plan, attempt.plan)
+        context = self._connect_adopted(attempt)
         if attempt.failed is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
-            await self._fence_again(plan, attempt.plan)
+            await self._fence_again(context)
             return self._run.history.failures[-1].verdict
+        rebooted = any(boot_id != processes.boot_id() for boot_id in attempt.boot_ids)
         # After a restart of the machine its old pids may be anybody's.
-        launcher = None if rebooted else find_launcher(self._run.run_dir, self._recorder, attempt)
-        if launcher is None and not rebooted and not await any_rank_started(connections):
+        launcher = None if rebooted else find_launcher(self._run, attempt)
+        if launcher is None and not rebooted and not await any_rank_started(context.connections):
             if not self._run.history.failures:
                 return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH)
             # It had been running before: it goes on.
-            await self._fence_again(plan, attempt.plan)
+            await self._fence_again(context)
             lost = Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _LOST_IN_LAUNCH)
-            return self._record_failure(attempt.number, lost)
-        return await self._observe(plan, attempt.plan, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
+            return self._record_failure(self._failure(attempt.number, lost))
+        return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
     async def prove_ended(self, attempt: AttemptHistory, unconfirmed: Sequence[str]) -> None:
         """In place of an attempt: the run has ended, and on `unconfirmed` that is not proved yet. Follow with
         `confirm_all`."""
-        plan = self._adopt_plan(attempt)
-        self._connect(plan, attempt.plan)
-        self._monitor = await self._new_monitor(plan, attempt.plan, AttemptOrigin(adopted=True))
-        self._monitor.prove_again(unconfirmed)
+        await self._prove_again(self._connect_adopted(attempt), unconfirmed)
 
     async def confirm(self) -> None:
         """Poll once the nodes on which it is not proved that nothing is left, or that have unsent logs."""
         if self._monitor is not None:
             await self._monitor.confirm()
-        self._pending.poll(time.monotonic())
+        for proof in self._left_behind:
+            if not proof.found and proof.connection.state.answering:
+                proof.seek(time.monotonic())
+                if proof.found:
+                    for name in proof.connection.names:
+                        self._recorder.append(CleanupConfirmed(node=name))
 
     async def confirm_all(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it is not proved, and for their logs."""
-        await self._confirm_while(lambda: bool(self.unconfirmed) or self._has_unsent_logs(), limit_s)
+
+        def waits() -> bool:
+            return bool(self.unconfirmed) or (self._monitor is not None and self._monitor.has_unsent_logs)
+
+        await self._confirm_while(waits, limit_s)
 
     async def abort_recovery(self) -> Verdict:
         """There is nothing to stop but what was fenced, and that is proved, except for nodes that do not answer."""
@@ -170,26 +204,26 @@ class AttemptRunner:
 
     def presence(self) -> tuple[NodePresence, ...]:
         """Every node of the run, as it answers now."""
-        proofs = list(self._monitor.proofs) if self._monitor is not None else []
-        head_proved = all(proof.found for proof in proofs if proof.connection.local)
+        head_proved = all(proof.found for proof in self._proofs if proof.connection.local)
         nodes = []
         for node in self._run.plan.config.nodes:
-            own = next((proof for proof in proofs if node.name in proof.connection.names), None)
-            proof = own or self._pending.proof(node.name)
-            state = proof.connection.state if proof is not None else None
-            proved = proof is None or (proof.found and proof.connection.state.answering)
-            silent_s = state.silent_s if state is not None else 0.0
-            nodes.append(NodePresence(node.name, proved and head_proved, silent_s))
+            proof = next((proof for proof in self._proofs if node.name in proof.connection.names), None)
+            if proof is None:
+                nodes.append(NodePresence(node.name, head_proved))
+                continue
+            state = proof.connection.state
+            nodes.append(NodePresence(node.name, proof.found and state.answering and head_proved, state.silent_s))
         return tuple(nodes)
 
     async def close(self) -> None:
         if self._monitor is not None:
             await asyncio.to_thread(self._monitor.close)
             self._monitor = None
-        if self._connections is not None:
-            await self._connections.close()
-            self._connections = None
-        await self._pending.close()
+        if self._context is not None:
+            await self._context.connections.close()
+            self._context = None
+        left, self._left_behind = self._left_behind, []
+        await asyncio.gather(*(proof.connection.close() for proof in left))
 
     async def _prove_last_attempt(self) -> None:
         """Nothing of a run that is taken up again may be left anywhere. Raises LaunchError."""
@@ -227,36 +261,34 @@ class AttemptRunner:
             return None
         return self._last if list(self._last.nodes) == [rank.node for rank in plan.ranks] else None
 
-    async def _release(self, members: Sequence[str]) -> None:
-        """Let go of the last attempt, except for what is still to be proved of nodes that the next one leaves out."""
-        monitor, connections = self._monitor, self._connections
-        self._monitor = self._connections = None
-        left: list[CleanupProof] = []
-        if monitor is not None:
-            remote = (proof for proof in monitor.proofs if not proof.connection.local)
-            left = [proof for proof in remote if not set(proof.connection.names) & set(members)]
-            await asyncio.to_thread(monitor.close)
-        kept = {id(proof.connection) for proof in left}
-        if connections is not None:
-            await asyncio.gather(*(each.close() for each in connections if id(each) not in kept))
-        await self._pending.release(members)
-        self._pending.keep(left)
+    async def _connect_next(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
+        """Connect the hosts of the next attempt, and let go of the last one, except for what is still to be proved on
+        nodes that the next one leaves out."""
+        remote = [proof for proof in self._proofs if not proof.connection.local]
+        connections = [*(self._context.connections if self._context is not None else ())]
+        connections += [proof.connection for proof in self._left_behind]
+        self._left_behind = [proof for proof in remote if not set(proof.connection.names) & set(attempt.nodes)]
+        if self._monitor is not None:
+            await asyncio.to_thread(self._monitor.close)
+        self._monitor = self._context = None
+        kept = {id(proof.connection) for proof in self._left_behind}
+        await asyncio.gather(*(each.close() for each in connections if id(each) not in kept))
+        return self._connect(plan, attempt)
 
-    async def _launch(self, plan: RunPlan, attempt: Attempt) -> Verdict:
-        """Start the ranks and monitor them to their end. When an abort comes in between, the monitor ends whatever has
-        started by then."""
-        # The hosts are connected while the ranks start.
-        self._connect(plan, attempt)
+    async def _launch(self, context: AttemptContext) -> Verdict:
+        """Start the ranks, while their hosts are being connected, and monitor them to their end. When an abort comes in
+        between, the monitor ends whatever has started by then."""
+        starting = launch(context.run_dir, context.plan, context.attempt, self._run.fleet)
         try:
-            launched = await until_abort(launch(self._run.run_dir, plan, attempt, self._run.fleet), self._abort)
+            launched = await until_abort(starting, self._abort)
         except Aborted:
             launched = LaunchResult(None)
         # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
-        launcher = await asyncio.to_thread(self._record_launcher, launched, attempt)
+        launcher = await asyncio.to_thread(self._record_launcher, launched, context.attempt)
         failures = {
             each.rank: (_START_FAILED if each.code is None else each.code, each.words) for each in launched.failures
         }
-        return await self._observe(plan, attempt, AttemptOrigin(launcher, failures))
+        return await self._observe(context, AttemptOrigin(launcher, failures))
 
     def _record_launcher(self, launched: LaunchResult, attempt: Attempt) -> LauncherWatch | None:
         if launched.launcher is None:
@@ -266,73 +298,65 @@ class AttemptRunner:
         self._recorder.append(LauncherStarted(pid=launcher.pid, start=launcher.start))
         return launcher
 
-    async def _observe(self, plan: RunPlan, attempt: Attempt, origin: AttemptOrigin) -> Verdict:
+    async def _observe(self, context: AttemptContext, origin: AttemptOrigin) -> Verdict:
         """Monitor the attempt to its end, which the journal has when it is a failure."""
-        self._monitor = monitor = await self._new_monitor(plan, attempt, origin)
+        self._monitor = monitor = await self._new_monitor(context, origin)
         evidence = await monitor.run(self._abort)
         self.figures = monitor.intake.latest
         verdict = await asyncio.to_thread(monitor.verdict, evidence)
         if verdict.state is not RunState.FAILED:
             return verdict
-        self._record_failure(attempt.number, verdict, monitor.intake.progress.furthest, monitor.failed_at)
+        reached = monitor.intake.progress.furthest
+        self._recorder.append(self._failure(context.attempt.number, verdict, reached, monitor.failed_at))
         return self._aborted() if monitor.aborted_in_recovery else verdict
 
-    async def _fence_again(self, plan: RunPlan, attempt: Attempt) -> None:
+    async def _fence_again(self, context: AttemptContext) -> None:
         """Prove once more that nothing is left of an attempt that was ended, or never got going."""
-        assert self._connections is not None
-        names = [name for connection in self._connections for name in connection.names]
-        self._monitor = await self._new_monitor(plan, attempt, AttemptOrigin(adopted=True))
-        self._monitor.prove_again(names)
+        await self._prove_again(context, [name for each in context.connections for name in each.names])
         if self._recorder.state is not RunState.RECOVERING:
             self._recorder.change(RunState.RECOVERING)
 
-    async def _new_monitor(self, plan: RunPlan, attempt: Attempt, origin: AttemptOrigin) -> AttemptMonitor:
-        assert self._connections is not None
-        context = AttemptContext(self._run.run_dir, plan, attempt, self._connections, self._recorder)
+    async def _prove_again(self, context: AttemptContext, nodes: Sequence[str]) -> None:
+        self._monitor = await self._new_monitor(context, AttemptOrigin(adopted=True))
+        self._monitor.prove_again(nodes)
 
+    async def _new_monitor(self, context: AttemptContext, origin: AttemptOrigin) -> AttemptMonitor:
         def may_restart(verdict: Verdict, reached: int) -> bool:
-            failure = self._failure(attempt.number, verdict, reached, datetime.now(UTC))
-            return verdict.state is RunState.FAILED and self._refusal(failure) is None
+            failure = self._failure(context.attempt.number, verdict, reached)
+            state = failed_run(self._run.plan, self._run.history, failure)
+            return verdict.state is RunState.FAILED and refusal(state) is None
 
         # Not on the loop: the indices of a week of logs may have to be repaired, and the ranks want their heartbeats.
         return await asyncio.to_thread(AttemptMonitor, context, origin, may_restart)
 
-    def _refusal(self, failure: AttemptFailed) -> object:
-        return refusal(failed_run(self._run.plan, self._run.history, failure))
-
-    def _connect(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
-        self._connections = self._new_connections(plan, attempt)
-        self._connections.start()
-        return self._connections
+    def _connect(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
+        connections = self._new_connections(plan, attempt)
+        connections.start()
+        self._context = AttemptContext(self._run.run_dir, plan, attempt, connections, self._recorder)
+        return self._context
 
     def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
-        history = self._recorder.attempt(attempt.number)
-        known = history.identities if history is not None else {}
+        known = self._run.history.attempt(attempt.number).identities
         return host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
 
-    def _adopt_plan(self, attempt: AttemptHistory) -> RunPlan:
-        """The plan of an earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought
-        anew."""
-        plan = plan_for_attempt(attempt.plan, self._run.plan, self._run.whole_plan)
+    def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:
+        """An earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought anew."""
+        plan = self._run.plan_of(attempt.plan)
         members = {node.name for node in plan.config.nodes}
         for name in (node.name for node in self._run.plan.config.nodes):
-            if name not in members and self._pending.proof(name) is None:
-                earlier = self._run.history.last_attempt_on(name)
-                if earlier is not None:
-                    self._keep_connection(earlier.plan, name)
-        return plan
+            earlier = next((each for each in reversed(self._run.history.attempts) if name in each.plan.nodes), None)
+            sought = any(name in proof.connection.names for proof in self._left_behind)
+            if name not in members and not sought and earlier is not None:
+                self._keep_connection(earlier.plan, name)
+        return self._connect(plan, attempt.plan)
 
     def _keep_connection(self, attempt: Attempt, node: str) -> None:
-        plan = plan_for_attempt(attempt, self._run.plan, self._run.whole_plan)
-        for connection in self._new_connections(plan, attempt):
+        for connection in self._new_connections(self._run.plan_of(attempt), attempt):
             if node in connection.names and not connection.local:
                 connection.start()
                 for rank in connection.ranks:
                     connection.send_command(rank, END)
-                self._pending.keep([CleanupProof(connection)])
-
-    def _has_unsent_logs(self) -> bool:
-        return self._monitor is not None and self._monitor.has_unsent_logs
+                self._left_behind.append(CleanupProof(connection))
 
     async def _confirm_while(self, condition: Callable[[], bool], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -340,24 +364,54 @@ class AttemptRunner:
             await self.confirm()
             await asyncio.sleep(TICK_S)
 
-    def _failure(self, number: int, verdict: Verdict, reached: int, failed_at: datetime) -> AttemptFailed:
+    def _failure(
+        self, number: int, verdict: Verdict, reached: int = 0, failed_at: datetime | None = None
+    ) -> AttemptFailed:
         """An attempt that never got going (`reached` 0) leaves the run where it was."""
         failures = self._run.history.failures
-        reached = reached or (failures[-1].reached if failures else 0)
         return AttemptFailed(
-            attempt=number, verdict=verdict, reached=reached, failed_at=failed_at, unconfirmed=tuple(self.unconfirmed)
+            attempt=number,
+            verdict=verdict,
+            reached=reached or (failures[-1].reached if failures else 0),
+            failed_at=failed_at or datetime.now(UTC),
+            unconfirmed=tuple(self.unconfirmed),
         )
 
-    def _record_failure(
-        self, number: int, verdict: Verdict, reached: int = 0, failed_at: datetime | None = None
-    ) -> Verdict:
-        self._recorder.append(self._failure(number, verdict, reached, failed_at or datetime.now(UTC)))
-        return verdict
+    def _record_failure(self, failure: AttemptFailed) -> Verdict:
+        self._recorder.append(failure)
+        return failure.verdict
 
     def _aborted(self) -> Verdict:
-        failure = Failure.of(self._run.history.failures[-1])
+        failure = describe_failure(self._run.history.failures[-1])
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, f"stopped as requested, while it recovered from {failure}")
 
 
 def _launch_failed(error: FlightDeckError) -> Verdict:
     return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
+
+
+def find_launcher(run: RunContext, attempt: AttemptHistory) -> LauncherWatch | None:
+    """The mlx.launch of an earlier supervisor's attempt; one that was never recorded is found by its nonce, and
+    recorded."""
+    launcher = attempt.launcher
+    if launcher is None:
+        found = [each.pid for each in processes.with_nonce(attempt.plan.nonce) if "mlx.launch" in each.command]
+        leader = next((pid for pid in found if _leads_its_group(pid)), None)
+        if leader is None:
+            return None
+        launcher = LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
+        run.recorder.append(launcher)
+    return LauncherWatch(
+        launcher.pid,
+        launcher.start,
+        run.run_dir.attempt(attempt.number) / "launcher.in",
+        run.run_dir.log(LAUNCHER_SOURCE),
+        attempt.plan.log_bases[LAUNCHER_SOURCE],
+    )
+
+
+def _leads_its_group(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False

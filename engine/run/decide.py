@@ -17,17 +17,14 @@ from typing import Final, overload
 
 from engine.config.models import needs_all_nodes
 from engine.models import Reason
-from engine.run.events import AttemptFailed
+from engine.run.events import AttemptFailed, Hang
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
 from engine.run.run_plan import RunPlan
 from engine.run.signatures import BY_ID, SignatureKind
-from engine.run.watchdog import Hang
 
 
 class Trigger(Enum):
-    """Why an attempt is stopped."""
-
     ABORT = auto()
     ENDED = auto()
     """Every rank has ended by itself."""
@@ -65,8 +62,6 @@ class Restart:
 
 @dataclass(frozen=True)
 class Finish:
-    """No other attempt follows."""
-
     why: str
 
 
@@ -189,55 +184,6 @@ class RestartPolicy:
     """Why this job is never restarted."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One attempt that failed."""
-
-    attempt: int
-    reason: Reason
-    host: str | None = None
-    """Name of the node that failed first."""
-    exit_code: int | None = None
-    signal: int | None = None
-    signature: str | None = None
-    """Id of the failure signature that explains it."""
-    reached: int = 0
-    """The last iteration that any rank finished, or that the attempt went on from; 0 for none."""
-    rank: int | None = None
-    refused_by_trainer: bool = False
-    """The trainer refused its job, or the state that it was to go on from."""
-
-    @classmethod
-    def of(cls, event: AttemptFailed) -> Failure:
-        verdict = event.verdict
-        return cls(
-            attempt=event.attempt,
-            reason=verdict.reason,
-            host=verdict.host,
-            exit_code=verdict.exit_code,
-            signal=verdict.signal,
-            signature=verdict.signature,
-            reached=event.reached,
-            rank=verdict.rank,
-            refused_by_trainer=_REFUSED_BY_TRAINER.search(verdict.cause or "") is not None,
-        )
-
-    def repeats(self, other: Failure) -> bool:
-        """The same failure at the same iteration."""
-        return self._kind == other._kind and self.reached == other.reached
-
-    @property
-    def _kind(self) -> tuple[object, ...]:
-        return self.reason, self.host, self.exit_code, self.signal, self.signature
-
-    def __str__(self) -> str:
-        """ "rank 1's death at iteration 37"."""
-        who = f"rank {self.rank}'s" if self.rank is not None else "the"
-        if self.reason is Reason.NODE_LOST:
-            who = f"{self.host}'s" if self.host else "a node's"
-        return f"{who} {_FAILURES.get(self.reason, 'failure')} {_place(self.reached)}"
-
-
 _FAILURES = {
     Reason.RANK_KILLED: "death",
     Reason.NODE_LOST: "loss",
@@ -247,10 +193,22 @@ _FAILURES = {
 }
 
 
+def describe_failure(failed: AttemptFailed) -> str:
+    """ "rank 1's death at iteration 37"."""
+    verdict = failed.verdict
+    who = f"rank {verdict.rank}'s" if verdict.rank is not None else "the"
+    if verdict.reason is Reason.NODE_LOST:
+        who = f"{verdict.host}'s" if verdict.host else "a node's"
+    return f"{who} {_FAILURES.get(verdict.reason, 'failure')} {_place(failed.reached)}"
+
+
+def _kind(failed: AttemptFailed) -> tuple[object, ...]:
+    verdict = failed.verdict
+    return verdict.reason, verdict.host, verdict.exit_code, verdict.signal, verdict.signature, failed.reached
+
+
 @dataclass(frozen=True)
 class NodePresence:
-    """One node of the run, after an attempt was stopped."""
-
     node: str
     proved: bool
     """It answers, and nothing of any attempt is left there."""
@@ -262,7 +220,7 @@ class FailedRun:
     """A run whose last attempt has failed and was stopped."""
 
     policy: RestartPolicy
-    failures: tuple[Failure, ...]
+    failures: tuple[AttemptFailed, ...]
     """Since the run was launched or reopened, oldest first; at least one."""
     nodes: tuple[NodePresence, ...] = ()
     """All nodes of the run."""
@@ -272,11 +230,11 @@ class FailedRun:
     """0.5 to 1: the part of the back-off that is waited."""
 
     @property
-    def last(self) -> Failure:
+    def last(self) -> AttemptFailed:
         return self.failures[-1]
 
     @property
-    def earlier(self) -> tuple[Failure, ...]:
+    def earlier(self) -> tuple[AttemptFailed, ...]:
         return self.failures[:-1]
 
     @cached_property
@@ -286,7 +244,7 @@ class FailedRun:
 
 
 def _known_cause(run: FailedRun) -> bool:
-    signature = BY_ID.get(run.last.signature or "")
+    signature = BY_ID.get(run.last.verdict.signature or "")
     return signature is not None and signature.kind is SignatureKind.CAUSE and signature.id not in TRANSIENT
 
 
@@ -294,15 +252,18 @@ def _never_stepped(run: FailedRun) -> bool:
     last = run.last
     if run.earlier or last.reached:
         return False
-    return last.reason not in _FROM_OUTSIDE and last.signature not in TRANSIENT
+    return last.verdict.reason not in _FROM_OUTSIDE and last.verdict.signature not in TRANSIENT
 
 
 def _repeated(run: FailedRun) -> bool:
-    return run.last.reached <= run.furthest_before and any(map(run.last.repeats, run.earlier))
+    """The same failure at the same iteration."""
+    return run.last.reached <= run.furthest_before and _kind(run.last) in map(_kind, run.earlier)
 
 
 def _refused(run: FailedRun) -> bool:
-    return run.last.refused_by_trainer and run.last.reached <= max(0, run.furthest_before)
+    """The trainer refused its job, or the state that it was to go on from."""
+    refused = _REFUSED_BY_TRAINER.search(run.last.verdict.cause or "") is not None
+    return refused and run.last.reached <= max(0, run.furthest_before)
 
 
 def _restarted(run: FailedRun) -> str:
@@ -313,7 +274,7 @@ def _restarted(run: FailedRun) -> str:
 
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
     (lambda run: run.policy.why_never, lambda run: run.policy.why_never),
-    (lambda run: run.last.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.reason]),
+    (lambda run: run.last.verdict.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.verdict.reason]),
     (_refused, lambda _: "a restart does not fix what a trainer refuses"),
     (_known_cause, lambda _: "a restart does not fix that"),
     (_never_stepped, lambda _: "it never made a step: what was launched has to be fixed first"),
@@ -353,7 +314,7 @@ def _restart_or_wait(run: FailedRun) -> Continue | Restart | Finish:
             why = f"{names} has not come back within {policy.node_wait_s:g} s, and {policy.needed} nodes are needed"
             return Finish(why)
         return Continue(f"waits for {names}")
-    why = f"recovers from {run.last}" + (f", without {names}" if missing else "")
+    why = f"recovers from {describe_failure(run.last)}" + (f", without {names}" if missing else "")
     return Restart(members, left_out, backoff_s(run), why)
 
 
@@ -369,7 +330,7 @@ def backoff_s(run: FailedRun) -> float:
     return min(longest, _LONGEST_BACKOFF_S) * run.jitter
 
 
-def stalled(failures: Sequence[Failure]) -> int:
+def stalled(failures: Sequence[AttemptFailed]) -> int:
     """How many attempts at the end of `failures` brought the run no further than it had been."""
     furthest, in_vain = 0, 0
     for failure in failures:
@@ -378,7 +339,7 @@ def stalled(failures: Sequence[Failure]) -> int:
     return in_vain
 
 
-def original_failure(failures: Sequence[Failure]) -> int:
+def original_failure(failures: Sequence[AttemptFailed]) -> int:
     """The place of the failure that began the last ones: those after it, in attempts without a step, follow from it."""
     return max(0, len(failures) - 1 - stalled(failures))
 
@@ -411,4 +372,4 @@ def restart_policy(plan: RunPlan, *, stepped: bool = True) -> RestartPolicy:
 def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> FailedRun:
     """The state to decide on after the failures of `history` and `more`."""
     policy = restart_policy(plan, stepped=history.newest_reached > 0)
-    return FailedRun(policy, tuple(map(Failure.of, (*history.failures, *more))))
+    return FailedRun(policy, (*history.failures, *more))

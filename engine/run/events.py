@@ -19,7 +19,6 @@ from engine.measurements import Division
 from engine.models import Reason, RunRecord, RunState
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
-from engine.run.watchdog import Hang, Resumed
 
 JOURNAL_VERSION = 1
 ABORT: Final = "abort"
@@ -81,8 +80,6 @@ class Attempt(BaseModel):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt, or the run, ended."""
-
     state: RunState
     reason: Reason
     cause: str | None = None
@@ -98,12 +95,34 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures that were reported last."""
-
     iteration: int | None = None
     train_loss: float | None = None
     val_loss: float | None = None
     tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The state that an attempt went on from, as its trainers reported."""
+
+    source: str
+    """ "emergency", "checkpoint", "adapter" or "none"."""
+    iteration: int = 0
+    update: int | None = None
+    from_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Hang:
+    """No progress for too long, and which rank stalled first where that is known."""
+
+    silent_s: float
+    limit_s: float
+    doing: str
+    """ "training", or the slow phase that it is in."""
+    iteration: int
+    """The last one that any rank finished."""
+    rank: int | None = None
 
 
 class Event(BaseModel):

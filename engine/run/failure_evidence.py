@@ -18,10 +18,10 @@ from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
 from engine.protocol.exit_codes import TrainerExit
 from engine.run.decide import Trigger
+from engine.run.events import Hang
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
 from engine.run.signatures import BY_ID
-from engine.run.watchdog import Hang
 from engine.security.redact import redact, redact_document
 
 _FINAL_LINES = 15

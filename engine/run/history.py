@@ -21,6 +21,8 @@ from engine.run.events import (
     AttemptResumed,
     CleanupConfirmed,
     Event,
+    Figures,
+    Hang,
     HangDetected,
     LauncherStarted,
     NodeConditionChanged,
@@ -37,7 +39,6 @@ from engine.run.events import (
     StopStageReached,
     SupervisorStarted,
 )
-from engine.run.watchdog import Hang
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
 
 ALARMS_SHOWN = 20
@@ -45,12 +46,12 @@ ALARMS_SHOWN = 20
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """One attempt as far as it has come."""
-
     plan: Attempt
     planned_at: datetime
     why: str | None = None
     """Why there is another attempt; None for the first."""
+    boot_ids: tuple[str, ...] = ()
+    """The head's, one for each supervisor that had the attempt in charge."""
     launcher: LauncherStarted | None = None
     started: Mapping[int, RankLaunched] = field(default_factory=dict)
     ended: Mapping[int, RankExited] = field(default_factory=dict)
@@ -87,16 +88,8 @@ class AttemptHistory:
     def status(self) -> AttemptStatus:
         status = AttemptStatus(self.number, self.plan.members, self.planned_at, why=self.why)
         if (failed := self.failed) is not None:
-            verdict = failed.verdict
-            status = replace(
-                status,
-                ended_at=failed.at,
-                reason=verdict.reason,
-                rank=verdict.rank,
-                host=verdict.host,
-                cause=verdict.cause,
-                reached=failed.reached,
-            )
+            how: dict[str, Any] = {name: getattr(failed.verdict, name) for name in ("reason", "rank", "host", "cause")}
+            status = replace(status, ended_at=failed.at, reached=failed.reached, **how)
         if (event := self.resumed) is not None:
             status = replace(
                 status,
@@ -123,8 +116,8 @@ class RunHistory:
     """In this life."""
     reached: int = 0
     """The furthest iteration that the run is known to have reached; 0 for none."""
-    supervisor: SupervisorStarted | None = None
-    """The newest in this life."""
+    boot_id: str | None = None
+    """The head's, when the newest supervisor started."""
     abort: RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
     stop: StopProgress | None = None
@@ -147,11 +140,9 @@ class RunHistory:
         """The iteration that the run goes on from at best; 0 for none."""
         return self.failures[-1].reached if self.failures else self.reached
 
-    def attempt(self, number: int) -> AttemptHistory | None:
-        return next((attempt for attempt in reversed(self.attempts) if attempt.number == number), None)
-
-    def last_attempt_on(self, node: str) -> AttemptHistory | None:
-        return next((attempt for attempt in reversed(self.attempts) if node in attempt.plan.nodes), None)
+    def attempt(self, number: int) -> AttemptHistory:
+        """The attempt of this number, which was planned."""
+        return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)
 
 
 def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHistory:
@@ -185,6 +176,7 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
 
 def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     attempt = event.attempt
+    boot_ids = (history.boot_id,) if history.boot_id is not None else ()
     changes = {
         "attempts": attempt.number,
         "backend": attempt.network.backend,
@@ -193,7 +185,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     return replace(
         history,
         record=history.record.model_copy(update=changes),
-        attempts=(*history.attempts, AttemptHistory(attempt, event.at, why=history.next_why)),
+        attempts=(*history.attempts, AttemptHistory(attempt, event.at, history.next_why, boot_ids)),
         launched=True,
         stop=None,
         restart_pending=None,
@@ -203,17 +195,15 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
 
 
 _CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "ended_at")
-_FIGURES = ("iteration", "train_loss", "val_loss", "tokens_per_second")
 
 
 def _reopen(history: RunHistory) -> RunHistory:
-    cleared: dict[str, Any] = dict.fromkeys((*_CLEARED, *_FIGURES))
+    cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(Figures())}
     return replace(
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
         launched=False,
         failures=(),
-        supervisor=None,
         abort=None,
         stop=None,
         restart_refused=None,
@@ -258,6 +248,8 @@ def _attempt_of(history: RunHistory, event: Event) -> int:
 def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
     changes: dict[str, Any] = {}
     match event:
+        case SupervisorStarted():
+            changes = {"boot_ids": (*attempt.boot_ids, event.boot_id)}
         case LauncherStarted():
             changes = {"launcher": event}
         case RankLaunched():
@@ -278,7 +270,6 @@ def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
 
 
 def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
-    """The fields that `event` changes, apart from the record and the attempts."""
     changes: dict[str, Any] = {}
     match event:
         case StateChanged():
@@ -286,7 +277,7 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
         case AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case SupervisorStarted():
-            changes = {"supervisor": event}
+            changes = {"boot_id": event.boot_id}
         case RequestReceived() if event.request == ABORT and (history.abort is None or event.now):
             changes = {"abort": event}
         case StopStageReached(purpose="abort"):

@@ -1,9 +1,16 @@
-"""The journal of a run: append-only JSON lines, the truth about its states, written by its supervisor alone."""
+"""The journal of a run: append-only JSON lines, the truth about its states, written by its supervisor alone; and the
+recorder, which also keeps the history and the store's record of the run up to date, and knows which state may follow
+which.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,17 +19,35 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from engine.errors import StateError
-from engine.run.events import EVENTS, JOURNAL_VERSION, Event
+from engine.models import ENDED, RunRecord, RunState
+from engine.run.events import (
+    EVENTS,
+    JOURNAL_VERSION,
+    Event,
+    Figures,
+    Note,
+    RunPlanned,
+    SharesChosen,
+    StateChanged,
+    Verdict,
+)
+from engine.run.history import fold
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
+from engine.run.run_plan import RunPlan
 
 E = TypeVar("E", bound=Event)
+Clock = Callable[[], datetime]
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 class Journal:
     """The writing side. One per run at a time: the supervisor's lock sees to that."""
 
-    def __init__(self, path: Path, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-        """Opens `path` for appending; a line that a killed writer left incomplete is cut off."""
+    def __init__(self, path: Path, clock: Clock = _now) -> None:
+        """A line that a killed writer left incomplete is cut off."""
         self._clock = clock
         self._file = LineFile(path)
 
@@ -90,7 +115,7 @@ class JournalTail:
 
 
 def read_journal(path: Path) -> JournalContents:
-    """All whole events in order; empty when there is no journal. Raises StateError for a newer format."""
+    """Empty when there is no journal. Raises StateError for a newer format."""
     tail = JournalTail(path)
     events = tuple(tail.events())
     return JournalContents(events, tuple(tail.damaged))
@@ -105,7 +130,6 @@ def read_journal_end(path: Path, size: int) -> list[Event]:
 
 
 def describe_damage(lines: Sequence[int]) -> str | None:
-    """One line about the damaged lines of a journal; None when there are none."""
     if not lines:
         return None
     numbers = ", ".join(map(str, lines[:5])) + (", …" if len(lines) > 5 else "")
@@ -121,3 +145,103 @@ def _event(fields: dict[str, Any] | None) -> Event | None:
         return kind.model_validate(fields)
     except ValidationError:
         return None
+
+
+_UNSUCCESSFUL = ENDED - {RunState.SUCCEEDED}
+
+FOLLOWERS: Mapping[RunState, frozenset[RunState]] = {
+    RunState.PLANNED: frozenset({RunState.PREFLIGHT, RunState.FINISHING}) | _UNSUCCESSFUL,
+    RunState.PREFLIGHT: frozenset({RunState.LAUNCHING, RunState.FINISHING}) | _UNSUCCESSFUL,
+    RunState.LAUNCHING: frozenset({RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING}) | _UNSUCCESSFUL,
+    RunState.RUNNING: frozenset({RunState.RECOVERING, RunState.FINISHING}),
+    RunState.RECOVERING: frozenset({RunState.LAUNCHING, RunState.FINISHING}),
+    RunState.FINISHING: ENDED,
+    **{state: frozenset() for state in ENDED},
+}
+"""Success is decided after the ranks are gone, so it follows FINISHING alone."""
+
+_RESERVE_BYTES = 32_768
+_ROOM_LIMIT_S = 600.0
+_RETRY_S = 1.0
+
+
+class RunRecorder:
+    """Enters each event once: into the journal, the history, and the run's record in the store.
+
+    The journal is the truth; a store that cannot be written is noted and does not stop a run. It is written in a thread
+    of its own: another writer's lock, or a slow disk, must not delay a heartbeat.
+    """
+
+    def __init__(self, path: Path, plan: RunPlan, put: Callable[[RunRecord], object], clock: Clock = _now) -> None:
+        """Begins the journal with `plan` when there is none. Raises StateError when it cannot be read."""
+        contents = read_journal(path)
+        self._journal = Journal(path, clock)
+        self._put = put
+        self._store = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._problems: deque[str] = deque()
+        self._reserve = path.with_name(f".{path.name}.reserve")
+        _reserve_room(self._reserve)
+        planned = RunPlanned(run=plan.record(), nonce=os.urandom(16).hex())
+        self.history = fold(contents.events or [self._journal.append(planned)])
+        """With everything that was appended so far."""
+        if not contents.events:
+            self._store.submit(self._put_newest, self.history.record)
+            if plan.division is not None:
+                self.append(SharesChosen(division=plan.division))
+        elif (damage := describe_damage(contents.damaged)) is not None:
+            self.append(Note(message=damage))
+
+    @property
+    def state(self) -> RunState:
+        return self.history.record.state
+
+    def change(
+        self,
+        state: RunState,
+        verdict: Verdict | None = None,
+        figures: Figures | None = None,
+        unconfirmed: tuple[str, ...] = (),
+    ) -> None:
+        """Go over to `state`; the other arguments describe the end. Raises ValueError when `state` may not follow."""
+        if state is not self.state and state not in FOLLOWERS[self.state]:
+            raise ValueError(f"a run that is {self.state} does not become {state}")
+        self.append(StateChanged(state=state, verdict=verdict, figures=figures or Figures(), unconfirmed=unconfirmed))
+
+    def append(self, event: Event) -> None:
+        before = self.history.record
+        self.history = fold([self._journal.append(event)], self.history)
+        if self.history.record is not before:
+            self._store.submit(self._put_newest, self.history.record)
+        self._note_problems()
+
+    def close(self) -> None:
+        """Returns when journal and store have everything. On a full disk the journal's end goes into room that was
+        reserved, since nothing else is written by now; failing that, it waits for room."""
+        self._reserve.unlink(missing_ok=True)
+        deadline = time.monotonic() + _ROOM_LIMIT_S
+        while not self._journal.flush() and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+        self._store.shutdown(wait=True)
+        self._note_problems()
+        self._journal.close()
+
+    def _put_newest(self, record: RunRecord) -> None:
+        if record is not self.history.record:
+            # A newer one follows.
+            return
+        try:
+            self._put(record)
+        except (StateError, OSError) as error:
+            self._problems.append(str(error))
+
+    def _note_problems(self) -> None:
+        while self._problems:
+            self._journal.append(Note(message=f"the store cannot be written: {self._problems.popleft()}"))
+
+
+def _reserve_room(reserve: Path) -> None:
+    try:
+        reserve.write_bytes(b" " * _RESERVE_BYTES)
+    except OSError:
+        # No room to begin with: then there is nothing to keep.
+        reserve.unlink(missing_ok=True)

@@ -135,7 +135,6 @@ def whole_plan(run_dir: RunDir, plan: RunPlan) -> RunPlan:
 
 
 def preflight_verdict(failed: CheckResult) -> Verdict:
-    """The verdict on a run whose launch a check blocks."""
     rank, node = failed.blames if failed.blames is not None else (None, None)
     cause = f"{failed.name}: {failed.summary}"
     return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, cause, rank, node, fix=failed.fix_command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b
 """Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankReport:
-    """A rank as its events leave it."""
-
     phase: str | None = None
     iteration: int | None = None
     step_s: float | None = None
@@ -38,7 +36,6 @@ class RankReport:
     attempt: int = 0
     iterations: int | None = None
     """The planned number, from the start event."""
-    ended: bool = False
     backend: str | None = None
     """From the start event, like the next two."""
     world_size: int | None = None
@@ -84,75 +81,63 @@ class RankEvents:
             self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
-        name = event.get("event")
-        at = event.get("at")
-        if isinstance(at, int | float):
-            self.report = replace(self.report, seen_at=datetime.fromtimestamp(at, UTC))
-        attempt = event.get("attempt")
+        at, attempt = event.get("at"), event.get("attempt")
         if isinstance(attempt, int) and attempt != self.report.attempt:
             # A new attempt begins with a new process: no earlier report holds for it.
             self.report = RankReport(phase="loading", attempt=attempt, seen_at=self.report.seen_at)
             self._step_times.clear()
-        if name == "start":
-            self.report = replace(
-                self.report,
-                phase="loading",
-                iterations=_integer(event.get("iterations")),
-                backend=_text(event.get("backend")),
-                world_size=_integer(event.get("world_size")),
-                device=_text(event.get("device")),
-            )
-        elif name == "replica_check":
-            agreed = event.get("agreed")
-            self.report = replace(
-                self.report,
-                compared_at=_integer(event.get("iteration")),
-                replicas_agree=agreed if isinstance(agreed, bool) else None,
-            )
-        elif name == "chunk":
-            self._take_chunk(event)
-        elif name == "phase":
-            self.report = replace(self.report, phase=str(event.get("phase")))
-        elif name == "step":
-            self._take_step(event)
-        elif name == "checkpoint":
-            self._take_checkpoint(event)
-        elif name == "failure":
-            self.report = replace(self.report, phase="ended")
-        elif name == "end":
-            self.report = replace(self.report, phase="ended", ended=True)
+        report = self.report
+        if isinstance(at, int | float):
+            report.seen_at = datetime.fromtimestamp(at, UTC)
+        match event.get("event"):
+            case "start":
+                report.phase = "loading"
+                report.iterations = _integer(event.get("iterations"))
+                report.world_size = _integer(event.get("world_size"))
+                report.backend, report.device = _text(event.get("backend")), _text(event.get("device"))
+            case "replica_check":
+                agreed = event.get("agreed")
+                report.compared_at = _integer(event.get("iteration"))
+                report.replicas_agree = agreed if isinstance(agreed, bool) else None
+            case "chunk":
+                self._take_chunk(event)
+            case "phase":
+                report.phase = str(event.get("phase"))
+            case "step":
+                self._take_step(event)
+            case "checkpoint" if event.get("phase") == "committed":
+                self._take_checkpoint(event)
+            case "failure" | "end":
+                report.phase = "ended"
 
     def _take_step(self, event: dict[str, Any]) -> None:
-        compute = _number(event.get("compute_s"))
+        report, compute = self.report, _number(event.get("compute_s"))
         if compute is not None:
             self._step_times.append(compute)
+        if report.phase in (None, "loading"):
+            report.phase = "training"
+        report.iteration = _integer(event.get("iteration"))
+        report.step_s = compute
+        report.typical_s = statistics.median(self._step_times) if self._step_times else None
+        report.exchange_s = _number(event.get("communicate_s"))
+        report.memory_bytes = _integer(event.get("peak_memory_bytes"))
         # Only the last of the iterations that make one update has its gradients' norms.
-        norm, own = _number(event.get("grad_norm")), _number(event.get("own_grad_norm"))
-        self.report = replace(
-            self.report,
-            phase="training" if self.report.phase in (None, "loading") else self.report.phase,
-            iteration=_integer(event.get("iteration")),
-            step_s=compute,
-            typical_s=statistics.median(self._step_times) if self._step_times else None,
-            exchange_s=_number(event.get("communicate_s")),
-            grad_norm=self.report.grad_norm if norm is None else norm,
-            own_grad_norm=self.report.own_grad_norm if own is None else own,
-            memory_bytes=_integer(event.get("peak_memory_bytes")),
-        )
+        if (norm := _number(event.get("grad_norm"))) is not None:
+            report.grad_norm = norm
+        if (own := _number(event.get("own_grad_norm"))) is not None:
+            report.own_grad_norm = own
 
     def _take_chunk(self, event: dict[str, Any]) -> None:
         done, of, epoch = (_integer(event.get(name)) for name in ("chunk", "num_chunks", "epoch"))
         if done is not None and of is not None and 0 < done <= of:
-            self.report = replace(self.report, chunk=ChunkProgress(done, of, (epoch or 0) + 1))
+            self.report.chunk = ChunkProgress(done, of, (epoch or 0) + 1)
 
     def _take_checkpoint(self, event: dict[str, Any]) -> None:
+        self.report.saved_bytes = _integer(event.get("bytes"))
         iteration = _integer(event.get("iteration"))
         # One that was written in the background may be reported after a newer one.
-        newest = max(self.checkpoints[-1:], default=-1)
-        if event.get("phase") == "committed" and iteration is not None and iteration > newest:
+        if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):
             self.checkpoints.append(iteration)
-        if event.get("phase") == "committed":
-            self.report = replace(self.report, saved_bytes=_integer(event.get("bytes")))
 
 
 def _kept(block: bytes) -> list[bytes]:

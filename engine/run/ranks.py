@@ -5,9 +5,9 @@ it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.cluster.agent_client import TransportProvider
@@ -16,14 +16,12 @@ from engine.cluster.host_connection import HostConnection, LocalConnection
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
 from engine.run.events import Attempt, Note, RankExited, RankLaunched
 from engine.run.history import AttemptHistory
-from engine.run.recorder import RunRecorder
+from engine.run.journal import RunRecorder
 from engine.run.run_plan import PlannedRank, RunPlan
 from engine.store.layout import RunDir
 
 
 class HostConnections:
-    """The connections to the hosts of one attempt."""
-
     def __init__(self, connections: Sequence[HostConnection]) -> None:
         self._all = tuple(connections)
         self._of_rank = {rank: connection for connection in connections for rank in connection.ranks}
@@ -66,8 +64,6 @@ def host_connections(
 
 @dataclass(frozen=True)
 class AttemptContext:
-    """One attempt with its connections and its journal."""
-
     run_dir: RunDir
     plan: RunPlan
     """With the attempt's own nodes only."""
@@ -78,9 +74,7 @@ class AttemptContext:
 
     @property
     def history(self) -> AttemptHistory:
-        """As far as the journal has it."""
-        history = self.recorder.attempt(self.attempt.number)
-        return history or AttemptHistory(self.attempt, datetime.now(UTC))
+        return self.recorder.history.attempt(self.attempt.number)
 
 
 @dataclass
@@ -118,16 +112,20 @@ class Ranks:
     """All ranks of one attempt, and the way to their keepers."""
 
     def __init__(self, connections: HostConnections, planned: Sequence[PlannedRank]) -> None:
-        self._connections = connections
+        self.connections = connections
         self.all = [Rank(rank) for rank in planned]
 
     def poll(self, *, check_pids: bool) -> list[Rank]:
         """Update all ranks; those that have changed. `check_pids`: also check that the keepers are alive, which costs a
         process per rank on macOS."""
         changed = []
-        for rank in self.all:
+        for rank in (rank for rank in self.all if rank.record is None):
             before = rank.started, rank.ended
-            self._update(rank, check_pids=check_pids)
+            seen = self.connections.to(rank.number).observe(rank.number, thorough=check_pids)
+            rank.identity = rank.identity or seen.identity
+            rank.record = seen.record
+            rank.vanished = rank.record is None and (rank.vanished or seen.vanished)
+            rank.restarted = rank.restarted or seen.restarted
             if (rank.started, rank.ended) != before:
                 changed.append(rank)
         return changed
@@ -138,7 +136,7 @@ class Ranks:
             if only not in (None, rank.number) or (but is not None and rank.number == but):
                 continue
             if rank.record is None and not rank.vanished:
-                self._connections.to(rank.number).send_command(rank.number, command)
+                self.connections.to(rank.number).send_command(rank.number, command)
 
     def fail_to_start(self, codes: Sequence[tuple[int, int]]) -> list[Rank]:
         """Take in the starts that failed (rank, exit code), for ranks without a keeper; those that have ended by it."""
@@ -157,43 +155,56 @@ class Ranks:
             rank.lost = True
         return lost
 
-    def _update(self, rank: Rank, *, check_pids: bool) -> None:
-        if rank.record is not None:
-            return
-        seen = self._connections.to(rank.number).observe(rank.number, thorough=check_pids)
-        rank.identity = rank.identity or seen.identity
-        rank.record = seen.record
-        rank.vanished = rank.record is None and (rank.vanished or seen.vanished)
-        rank.restarted = rank.restarted or seen.restarted
 
-
-def record_rank_changes(recorder: RunRecorder, number: int, changed: Sequence[Rank]) -> None:
-    """Enter the starts and ends of these ranks of attempt `number`, each once, also over supervisors."""
+def record_rank_changes(context: AttemptContext, changed: Sequence[Rank]) -> None:
+    """Enter the starts and ends of these ranks, each once, also over supervisors."""
+    record = context.recorder.append
     for rank in changed:
-        attempt = recorder.attempt(number)
-        started, ended = (attempt.started, attempt.ended) if attempt is not None else ({}, {})
-        if rank.identity is not None and rank.number not in started:
-            recorder.append(RankLaunched(rank=rank.number, node=rank.planned.node, identity=rank.identity))
-        if rank.ended and rank.number not in ended:
-            _record_end(recorder, rank)
-
-
-def _record_end(recorder: RunRecorder, rank: Rank) -> None:
-    node, record = rank.planned.node, rank.record
-    if record is None:
-        why = "its node is lost" if rank.lost else "no exit record"
-        recorder.append(RankExited(rank=rank.number, node=node, code=rank.launcher_code, error=why))
-        return
-    recorder.append(
-        RankExited(
-            rank=rank.number,
-            node=node,
-            code=record.code,
-            signal=record.signal,
-            stopped_by=record.stopped_by,
-            error=record.error,
+        number, node = rank.number, rank.planned.node
+        if rank.identity is not None and number not in context.history.started:
+            record(RankLaunched(rank=number, node=node, identity=rank.identity))
+        if not rank.ended or number in context.history.ended:
+            continue
+        if (end := rank.record) is None:
+            why = "its node is lost" if rank.lost else "no exit record"
+            record(RankExited(rank=number, node=node, code=rank.launcher_code, error=why))
+            continue
+        record(
+            RankExited(
+                rank=number,
+                node=node,
+                code=end.code,
+                signal=end.signal,
+                stopped_by=end.stopped_by,
+                error=end.error,
+            )
         )
-    )
-    if record.dropped_bytes:
-        lost = f"rank {rank.number}: {record.dropped_bytes} bytes of output were lost to a full disk"
-        recorder.append(Note(message=f"{lost} on {node}"))
+        if end.dropped_bytes:
+            lost = f"rank {number}: {end.dropped_bytes} bytes of output were lost to a full disk"
+            record(Note(message=f"{lost} on {node}"))
+
+
+_ANSWER_LIMIT_S = 20.0
+_POLL_S = 0.1
+
+
+async def any_rank_started(connections: HostConnections) -> bool:
+    """A rank of the attempt, or its end, or one that is about to start is there; a node that does not answer may have
+    one. A shell that a node was still starting is not seen at first, so that "nothing" counts only once the node is
+    fenced and nothing can start there any more."""
+    return await _anything_left(connections, fence=False) or await _anything_left(connections, fence=True)
+
+
+async def _anything_left(connections: HostConnections, *, fence: bool) -> bool:
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    for connection in connections:
+        await asyncio.to_thread(connection.request_processes, kill=fence)
+    while time.monotonic() < deadline:
+        seen = [connection.observe(rank, thorough=True) for connection in connections for rank in connection.ranks]
+        left = [connection.processes() for connection in connections]
+        if any(left) or any(each.record is not None for each in seen):
+            return True
+        if all(each is not None for each in left):
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True

@@ -18,8 +18,6 @@ PLAN_VERSION = "2.0.0"
 
 
 class PlannedRank(BaseModel):
-    """One rank and its node."""
-
     model_config = ConfigDict(frozen=True)
 
     rank: int
@@ -60,18 +58,12 @@ class RunPlan(BaseModel):
     ) -> RunPlan:
         """The plan of one run of `config`: one rank per node, in the configuration's order. The nodes' shares are those
         of `division`, without it those of the configuration."""
-        parts = division.parts if division is not None else {}
-        ranks = tuple(
-            PlannedRank(rank=number, node=node.name, host=node.ssh, share=parts.get(node.name) or node.share or 1.0)
-            for number, node in enumerate(config.nodes)
-        )
-        left_out = tuple(dict.fromkeys((*config.preflight.skip, *skip)))
         return cls(
             run_id=run_id,
             created_at=created_at,
             config=config,
-            skip=left_out,
-            ranks=ranks,
+            skip=tuple(dict.fromkeys((*config.preflight.skip, *skip))),
+            ranks=_planned_ranks(config, division),
             division=division,
             calibration=calibration,
         )
@@ -80,14 +72,9 @@ class RunPlan(BaseModel):
         """The plan of the same run without these nodes, its ranks renumbered. Raises InputError when none is left."""
         kept = [node.name for node in self.config.nodes if node.name not in nodes]
         division = self.division.without(nodes) if self.division is not None else None
-        return RunPlan.of(
-            select_nodes(self.config, kept),
-            run_id=self.run_id,
-            created_at=self.created_at,
-            skip=self.skip,
-            division=division,
-            calibration=self.calibration,
-        )
+        config = select_nodes(self.config, kept)
+        changes = {"config": config, "ranks": _planned_ranks(config, division), "division": division}
+        return self.model_copy(update=changes)
 
     def among(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
@@ -119,6 +106,14 @@ class RunPlan(BaseModel):
             backend=self.backend,
             iterations=self.iterations,
         )
+
+
+def _planned_ranks(config: Config, division: Division | None) -> tuple[PlannedRank, ...]:
+    parts = division.parts if division is not None else {}
+    return tuple(
+        PlannedRank(rank=number, node=node.name, host=node.ssh, share=parts.get(node.name) or node.share or 1.0)
+        for number, node in enumerate(config.nodes)
+    )
 
 
 def write_plan(path: Path, plan: RunPlan) -> None:

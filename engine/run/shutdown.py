@@ -18,15 +18,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.cluster.agent_client import TransportProvider
 from engine.cluster.host_connection import HostConnection
+from engine.cluster.staging import HostLayout
+from engine.config.models import NodeConfig, RecoveryConfig
+from engine.errors import FlightDeckError
 from engine.launch.mlx_launch import LauncherWatch
+from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP
-from engine.run.events import CleanupConfirmed, StopStage
-from engine.run.ranks import HostConnections, Ranks
+from engine.run.events import StopStage
+from engine.run.progress import AttemptProgress
+from engine.run.ranks import Ranks
 
 UNCONFIRMED_S = 10.0
 """After the first KILL."""
@@ -47,38 +54,17 @@ _LAUNCHER_LEAVES_S = 0.3
 
 
 @dataclass(frozen=True)
-class GracePeriods:
-    """Seconds, as in [recovery]."""
-
-    stop_s: float
-    save_s: float
-    term_s: float
-
-
-@dataclass(frozen=True)
-class EmergencyCheckpointWait:
-    """How long the surviving ranks may take to save their state."""
-
-    first_failure: int | None
-    """The rank that is ended at once; None when it is not known which."""
-    phases: Mapping[int, str]
-    """Rank → "begin" or "committed", as the trainers have reported by now."""
-    start_limit_s: float
-    """Until a trainer starts saving: it may be in the middle of a step."""
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    """Rank → bytes of the state that it writes, as the trainers have reported by now."""
-
-
-@dataclass(frozen=True)
 class StopPlan:
-    """How an attempt is to be ended."""
-
-    graces: GracePeriods
+    recovery: RecoveryConfig
+    """Its grace periods."""
+    progress: AttemptProgress
+    """Shows whether a trainer saves, as far as its events have come."""
     cooperative: bool = False
     """Begin with a cooperative stop."""
-    checkpoint: EmergencyCheckpointWait | None = None
-    saving: Callable[[], bool] = lambda: False
-    """A rank is in the middle of saving."""
+    save_state: bool = False
+    """Begin with an emergency checkpoint of the surviving ranks."""
+    first_failure: int | None = None
+    """The rank that is ended at once meanwhile; None when it is not known which."""
 
 
 @dataclass
@@ -106,69 +92,33 @@ class CleanupProof:
                 self.left, self.found = at_once, not at_once
 
 
-class PendingCleanup:
-    """The connections to nodes that a run goes on without, each with the proof of its own last attempt there."""
-
-    def __init__(self, record: Callable[[CleanupConfirmed], object]) -> None:
-        self._record = record
-        self._proofs: list[CleanupProof] = []
-
-    def keep(self, proofs: Iterable[CleanupProof]) -> None:
-        """Take over these proofs and their connections."""
-        self._proofs += proofs
-
-    def poll(self, now: float) -> None:
-        """Ask those that answer, until nothing is left there; what is left is killed."""
-        for proof in self._proofs:
-            if not proof.found and proof.connection.state.answering:
-                proof.seek(now)
-                if proof.found:
-                    for name in proof.connection.names:
-                        self._record(CleanupConfirmed(node=name))
-
-    def proof(self, node: str) -> CleanupProof | None:
-        return next((proof for proof in self._proofs if node in proof.connection.names), None)
-
-    @property
-    def unconfirmed(self) -> list[str]:
-        return [name for proof in self._proofs if not proof.found for name in proof.connection.names]
-
-    async def release(self, nodes: Iterable[str]) -> None:
-        """These are in an attempt again, which has connections of its own to them."""
-        back = [proof for proof in self._proofs if set(proof.connection.names) & set(nodes)]
-        self._proofs = [proof for proof in self._proofs if proof not in back]
-        await asyncio.gather(*(proof.connection.close() for proof in back))
-
-    async def close(self) -> None:
-        kept, self._proofs = self._proofs, []
-        await asyncio.gather(*(proof.connection.close() for proof in kept))
-
-
 class Shutdown:
     """The end of one attempt. Call `advance` at every tick until `done`; everything in it may happen twice."""
 
     def __init__(
         self,
         ranks: Ranks,
-        connections: HostConnections,
         launcher: LauncherWatch | None,
         plan: StopPlan,
-        on_stage: Callable[[StopStage, Sequence[CleanupProof]], None],
+        on_stage: Callable[[StopStage], None],
     ) -> None:
         self._ranks = ranks
-        self._connections = connections
+        self._connections = ranks.connections
         self._launcher = launcher
         self._plan = plan
+        self._recovery = plan.recovery
         self._on_stage = on_stage
         self._wanted = StopStage.STOP if plan.cooperative else StopStage.TERM
-        if not plan.cooperative and plan.checkpoint is not None:
+        if plan.save_state:
             self._wanted = StopStage.EMERGENCY_CHECKPOINT
+        # A trainer may be in the middle of a step before it starts to save.
+        self._save_start_s = max(self._recovery.stop_grace_s, 2 * (plan.progress.long_step_s() or 0.0))
         self._written_at: float | None = None
         self._killing_since: float | None = None
         self._others_proved_at: float | None = None
         self._since = self._started_at = self._last_saving = 0.0
         self.stage: StopStage | None = None
-        self.proofs = [CleanupProof(connection) for connection in connections]
+        self.proofs = [CleanupProof(connection) for connection in ranks.connections]
 
     @property
     def done(self) -> bool:
@@ -200,45 +150,39 @@ class Shutdown:
                 self._while_stopping(now)
             case StopStage.EMERGENCY_CHECKPOINT if self._checkpoint_is_over(now):
                 self._enter(StopStage.TERM, now)
-            case StopStage.TERM if now - self._since > self._plan.graces.term_s + _KEEPER_MARGIN_S:
+            case StopStage.TERM if now - self._since > self._recovery.term_grace_s + _KEEPER_MARGIN_S:
                 self._enter(StopStage.KILL, now)
             case StopStage.VERIFYING | StopStage.KILL:
                 self._while_verifying(now)
 
     def _while_stopping(self, now: float) -> None:
         """The keepers end their ranks by themselves; only one that does not has to be killed from here."""
-        if self._plan.saving():
+        if self._plan.progress.saving:
             self._last_saving = now
-        limit = self._started_at + self._plan.graces.stop_s
-        limit = max(
-            limit, min(self._last_saving + self._plan.graces.stop_s, self._started_at + self._plan.graces.save_s)
-        )
-        if now > limit + self._plan.graces.term_s + _KEEPER_MARGIN_S:
+        stop_s, save_s = self._recovery.stop_grace_s, self._recovery.save_grace_s
+        limit = max(self._started_at + stop_s, min(self._last_saving + stop_s, self._started_at + save_s))
+        if now > limit + self._recovery.term_grace_s + _KEEPER_MARGIN_S:
             # TERM and KILL were due long ago: the keepers themselves do not respond.
             self._enter(StopStage.KILL, now)
 
     def _checkpoint_is_over(self, now: float) -> bool:
         """Each rank has ended, has written its state, or has had its time."""
-        wait = self._plan.checkpoint
-        assert wait is not None
-        waited, phases = now - self._since, wait.phases
+        waited, phases = now - self._since, self._plan.progress.checkpoint_phases
+        first_failure, sizes = self._plan.first_failure, self._plan.progress.checkpoint_bytes
         awaited = [
             rank.number
             for rank in self._ranks.all
-            if not (rank.ended or rank.number == wait.first_failure or self._gone(self._connections.to(rank.number)))
+            if not (rank.ended or rank.number == first_failure or self._gone(self._connections.to(rank.number)))
         ]
         if all(phases.get(rank) == "committed" for rank in awaited):
             # What has written its state is on its way out.
             self._written_at = self._written_at or now
             return not awaited or now - self._written_at > _LEAVES_S
-        writing = any(phases.get(rank) == "begin" for rank in awaited)
-        return waited > (self._writing_limit_s(wait) if writing else min(wait.start_limit_s, self._plan.graces.save_s))
-
-    def _writing_limit_s(self, wait: EmergencyCheckpointWait) -> float:
-        """The ranks of one host share its disk."""
-        on_hosts = (sum(wait.sizes.get(rank, 0) for rank in each.ranks) for each in self._connections)
-        largest = max(on_hosts, default=0)
-        return self._plan.graces.save_s + largest / CHECKPOINT_BYTES_PER_S
+        if not any(phases.get(rank) == "begin" for rank in awaited):
+            return waited > min(self._save_start_s, self._recovery.save_grace_s)
+        # The ranks of one host share its disk.
+        largest = max(sum(sizes.get(rank, 0) for rank in each.ranks) for each in self._connections)
+        return waited > self._recovery.save_grace_s + largest / CHECKPOINT_BYTES_PER_S
 
     def _while_verifying(self, now: float) -> None:
         if self.stage is StopStage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():
@@ -271,8 +215,7 @@ class Shutdown:
             case StopStage.STOP:
                 self._ranks.send_command(STOP)
             case StopStage.EMERGENCY_CHECKPOINT:
-                assert self._plan.checkpoint is not None
-                first_failure = self._plan.checkpoint.first_failure
+                first_failure = self._plan.first_failure
                 self._ranks.send_command(EMERGENCY_CHECKPOINT, but=first_failure)
                 if first_failure is not None:
                     self._ranks.send_command(END, only=first_failure)
@@ -283,7 +226,7 @@ class Shutdown:
                 self._ranks.send_command(END)
                 for connection in self._connections:
                     connection.kill_ranks()
-        self._on_stage(stage, self.proofs)
+        self._on_stage(stage)
 
     def _all_ended(self) -> bool:
         """Every rank on a host that answers has ended."""
@@ -300,3 +243,33 @@ class Shutdown:
     def _signal_launcher(self, number: signal.Signals) -> None:
         if self._launcher is not None:
             self._launcher.signal_group(number)
+
+
+_KILL_LIMIT_S = 10.0
+
+
+async def kill_everywhere(
+    fleet: TransportProvider, nodes: Sequence[NodeConfig], layouts: Sequence[HostLayout], nonce: str
+) -> tuple[str, ...]:
+    """KILL everything that carries `nonce`: the last resort for an attempt that cannot be monitored. The names of the
+    nodes that have not done so; there the leases end it."""
+
+    async def kill(layout: HostLayout) -> tuple[str, ...]:
+        node = nodes[layout.ranks[0]]
+        argv = [layout.python, f"{layout.bundle}/engine/node/processes.py", "--kill", nonce]
+        try:
+            done = (await fleet.to(node).run(argv, timeout_s=_KILL_LIMIT_S)).code == 0
+        except (FlightDeckError, OSError):
+            done = False
+        return () if done else tuple(nodes[rank].name for rank in layout.ranks)
+
+    async def kill_here() -> tuple[str, ...]:
+        try:
+            await asyncio.to_thread(processes.kill_with_nonce, nonce)
+        except (OSError, subprocess.SubprocessError):
+            return tuple(node.name for node in nodes if node.local)
+        return ()
+
+    remote = [layout for layout in layouts if not nodes[layout.ranks[0]].local]
+    missed = await asyncio.gather(kill_here(), *map(kill, remote))
+    return tuple(name for names in missed for name in names)

@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +29,8 @@ from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
-from engine.run import supervisor_process
-from engine.run.attempt import plan_for_attempt
-from engine.run.attempt_runner import AttemptRunner, RunContext
+from engine.run.attempt_monitor import TICK_S
+from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Continue, Finish, Restart, decide, failed_run, original_failure, refusal
 from engine.run.events import (
     ABORT,
@@ -42,60 +40,47 @@ from engine.run.events import (
     RestartDelayed,
     RestartPlanned,
     RestartRefused,
-    RunPlanned,
     RunReopened,
-    SharesChosen,
     SupervisorStarted,
     Verdict,
 )
 from engine.run.history import RunHistory
+from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight, whole_plan
-from engine.run.recorder import FOLLOWERS, RunRecorder
-from engine.run.requests import TICK_S, Aborted, take_requests, until_abort
 from engine.run.run_plan import RunPlan, read_plan
-from engine.run.supervisor_process import AFTERMATH_S
-from engine.run.takeover import kill_everywhere
+from engine.run.shutdown import kill_everywhere
+from engine.run.supervisor_process import AFTERMATH_S, take_lock, take_requests
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched")
-_LOST_EARLY = "its supervisor was lost before anything was launched"
 
 
 class Supervisor:
     """The life of one run, from top to bottom."""
 
     def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
-        """`nodes` is this machine's own node root. Writes the first event when there is none."""
-        self._run_dir = run_dir
-        self._plan = plan
-        self._whole_plan = whole_plan(run_dir, plan)
+        """`nodes` is this machine's own node root."""
+        fleet = Fleet(plan.config.nodes, run_dir.home)
+        self._run = RunContext(run_dir, plan, whole_plan(run_dir, plan), recorder, fleet, nodes)
         self._recorder = recorder
-        self._node_root = nodes
         self._signals: list[RequestReceived] = []
-        self._fleet = Fleet(plan.config.nodes, run_dir.home)
-        self._checks = preflight_context(plan, self._fleet)
-        self._runner: AttemptRunner | None = None
+        self._checks = preflight_context(plan, fleet)
+        self._runner = AttemptRunner(self._run, self._requested_abort)
         self._rng = random.Random()
-        self._unconfirmed: list[str] = []
+        self._unconfirmed: tuple[str, ...] = ()
+        """Nodes on which the kill of everything has failed."""
         self._aftermath_s = AFTERMATH_S
-        if recorder.history is None:
-            recorder.append(RunPlanned(run=plan.record(), nonce=os.urandom(16).hex()))
-            if plan.division is not None:
-                recorder.append(SharesChosen(division=plan.division))
-        before = self._history.supervisor
-        self._rebooted = before is not None and before.boot_id != processes.boot_id()
 
     @property
     def _history(self) -> RunHistory:
-        assert self._recorder.history is not None
         return self._recorder.history
 
     def take_charge(self, *, adopted: bool) -> None:
         """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
         who = {"pid": os.getpid(), "start": processes.start_time(os.getpid()) or "", "boot_id": processes.boot_id()}
         self._recorder.append(SupervisorStarted.model_validate({**who, "adopted": adopted}))
-        write_atomic(self._run_dir.supervisor, json.dumps(who))
+        write_atomic(self._run.run_dir.supervisor, json.dumps(who))
 
     def abort(self, by: str) -> None:
         """Request an abort from a signal handler. It is recorded later: another thread may be at the journal now."""
@@ -104,87 +89,77 @@ class Supervisor:
     async def supervise(self, *, adopt: bool) -> None:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
         the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
-        async with self._fleet:
-            try:
-                await (self.adopt() if adopt else self.run())
-            except Exception as fault:
-                self._record_fault(fault)
+        async with self._run.fleet:
+            for adopting in (adopt, True):
                 try:
-                    await self.adopt()
-                except Exception as again:
-                    self._record_fault(again)
-                    await self._kill_everywhere()
-                    cause = f"the supervisor failed: {type(again).__name__}: {again}"
-                    if not self._recorder.state.ended:
-                        self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+                    await self._supervise(adopt=adopting)
+                    return
+                except Exception as fault:
+                    self._record_fault(fault)
+                    cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
+            await self._kill_everywhere()
+            if not self._recorder.state.ended:
+                self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
 
-    async def run(self) -> None:
-        """From the plan to the end."""
-        await self._finish(self._launch())
+    async def _supervise(self, *, adopt: bool) -> None:
+        """From the plan, or from where an earlier supervisor stopped, to the run's end and what is left to do then."""
+        try:
+            if self._recorder.state.ended:
+                await self._prove_end()
+            else:
+                self._record_end(await self._run_attempts(adopt=adopt))
+            await self._runner.confirm_all(self._aftermath_s)
+        finally:
+            await self._runner.close()
+            await self._checks.close()
 
-    async def adopt(self) -> None:
-        """Go on where an earlier supervisor has stopped."""
-        await self._finish(self._prove_end() if self._recorder.state.ended else self._adopt())
+    async def _run_attempts(self, *, adopt: bool) -> Verdict:
+        """One attempt after the other, for as long as `decide` restarts: the run's verdict."""
+        try:
+            verdict = await (self._adopt() if adopt else self._launch())
+        except Aborted:
+            return _ABORTED_EARLY
+        try:
+            # Without a recorded failure there is nothing to restart from: an adopted launch that never got going.
+            while verdict.state is RunState.FAILED and self._history.failures:
+                recovering = self._recorder.state is RunState.RECOVERING
+                decision = await self._decide() if recovering else refusal(failed_run(self._run.plan, self._history))
+                if not isinstance(decision, Restart):
+                    return self._refuse_restart(decision) if decision is not None else verdict
+                verdict = await self._restart(decision)
+            return verdict
+        except Aborted:
+            return await self._runner.abort_recovery()
 
     async def _launch(self) -> Verdict:
-        """Preflight, the first attempt, and those that follow it."""
+        """Preflight and the first attempt. Raises Aborted before anything has started."""
         if self._requested_abort() is not None:
-            return _ABORTED_EARLY
+            raise Aborted
         self._recorder.change(RunState.PREFLIGHT)
         try:
             failed = first_failure(await until_abort(self._check(), self._requested_abort))
-        except Aborted:
-            return _ABORTED_EARLY
         except FlightDeckError as error:
             return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
-        if failed is not None:
-            return preflight_verdict(failed)
-        runner = self._new_runner()
-        try:
-            verdict = await runner.launch_first(self._checks)
-        except Aborted:
-            return _ABORTED_EARLY
-        return await self._restart_after(verdict, runner)
+        return preflight_verdict(failed) if failed is not None else await self._runner.launch_first(self._checks)
 
     async def _adopt(self) -> Verdict:
-        attempt = self._history.last_attempt if self._history.launched else None
-        if attempt is None and self._requested_abort() is not None:
-            return _ABORTED_EARLY
-        if attempt is None:
-            # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
-            return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_EARLY)
-        runner = self._new_runner()
-        verdict = await runner.adopt(attempt, rebooted=self._rebooted)
-        return await self._restart_after(verdict, runner)
+        """The rest of an earlier supervisor's last attempt. Raises Aborted before anything has started."""
+        attempt = self._history.last_attempt
+        if attempt is not None and self._history.launched:
+            return await self._runner.adopt(attempt)
+        if self._requested_abort() is not None:
+            raise Aborted
+        # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
+        return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched")
 
-    async def _restart_after(self, verdict: Verdict, runner: AttemptRunner) -> Verdict:
-        """From an attempt's end to the run's: another attempt follows for as long as `decide` restarts."""
-        try:
-            # Without a recorded failure there is nothing to restart from: an adopted launch that never got going.
-            while (
-                self._recorder.state is RunState.RECOVERING
-                and verdict.state is RunState.FAILED
-                and self._history.failures
-            ):
-                decision = await self._decide(runner)
-                if isinstance(decision, Finish):
-                    return self._refuse_restart(decision)
-                verdict = await self._restart(decision, runner)
-        except Aborted:
-            return await runner.abort_recovery()
-        if verdict.state is RunState.FAILED and self._history.failures:
-            refused = refusal(failed_run(self._plan, self._history))
-            return self._refuse_restart(refused) if refused is not None else verdict
-        return verdict
-
-    async def _decide(self, runner: AttemptRunner) -> Restart | Finish:
+    async def _decide(self) -> Restart | Finish:
         """Wait until it is decided what follows a failed attempt. Raises Aborted."""
         began, reported = time.monotonic(), None
         while True:
-            await self._tick(runner)
+            await self._tick()
             state = replace(
-                failed_run(self._plan, self._history),
-                nodes=runner.presence(),
+                failed_run(self._run.plan, self._history),
+                nodes=self._runner.presence(),
                 waited_s=time.monotonic() - began,
                 jitter=self._rng.uniform(0.5, 1.0),
             )
@@ -196,9 +171,8 @@ class Supervisor:
                 self._recorder.append(RestartDelayed(after=state.last.attempt, why=reported))
             await asyncio.sleep(TICK_S)
 
-    async def _restart(self, restart: Restart, runner: AttemptRunner) -> Verdict:
+    async def _restart(self, restart: Restart) -> Verdict:
         """The next attempt, to its end. Raises Aborted before anything of it has started."""
-        self._rebooted = False
         planned = RestartPlanned(
             attempt=self._history.record.attempts + 1,
             after=self._history.failures[-1].attempt,
@@ -210,50 +184,35 @@ class Supervisor:
         self._recorder.append(planned)
         deadline = time.monotonic() + restart.delay_s
         while (left := deadline - time.monotonic()) > 0:
-            await self._tick(runner)
+            await self._tick()
             await asyncio.sleep(min(TICK_S, left))
-        return await runner.relaunch(self._plan.among(restart.members))
+        return await self._runner.relaunch(self._run.plan.among(restart.members))
 
-    async def _tick(self, runner: AttemptRunner) -> None:
+    async def _tick(self) -> None:
         """Between two attempts. Raises Aborted."""
         if self._requested_abort() is not None:
             raise Aborted
-        await runner.confirm()
+        await self._runner.confirm()
 
     def _refuse_restart(self, finish: Finish) -> Verdict:
         """The run's verdict: of the last failures the one that the others follow from."""
         failures = self._history.failures
         self._recorder.append(RestartRefused(after=failures[-1].attempt, why=finish.why))
-        return failures[original_failure(failed_run(self._plan, self._history).failures)].verdict
-
-    async def _finish(self, life: Awaitable[Verdict | None]) -> None:
-        """The run's end, and what is left to do after it."""
-        try:
-            verdict = await life
-            if verdict is not None:
-                self._record_end(verdict)
-            if self._runner is not None:
-                await self._runner.confirm_all(self._aftermath_s)
-        finally:
-            if self._runner is not None:
-                await self._runner.close()
-                self._runner = None
-            await self._checks.close()
+        return failures[original_failure(failed_run(self._run.plan, self._history).failures)].verdict
 
     def _record_end(self, verdict: Verdict) -> None:
         if verdict.state not in FOLLOWERS[self._recorder.state]:
             # Adopted while it ran, and nothing of it is left that could be monitored to its end.
             self._recorder.change(RunState.FINISHING)
-        figures = self._runner.figures if self._runner is not None else None
-        unconfirmed = self._unconfirmed or (self._runner.unconfirmed if self._runner is not None else [])
-        self._recorder.change(verdict.state, verdict, figures, tuple(unconfirmed))
+        unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
+        self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
         record, attempt = self._history.record, self._history.last_attempt
         if not record.unconfirmed or attempt is None:
             return
-        await self._new_runner().prove_ended(attempt, record.unconfirmed)
+        await self._runner.prove_ended(attempt, record.unconfirmed)
         if record.ended_at is not None:
             self._aftermath_s -= (datetime.now(UTC) - record.ended_at).total_seconds()
 
@@ -265,42 +224,38 @@ class Supervisor:
 
     async def _kill_everywhere(self) -> None:
         last = self._history.last_attempt
-        plan = plan_for_attempt(last.plan, self._plan, self._whole_plan) if last is not None else self._plan
+        plan = self._run.plan_of(last.plan) if last is not None else self._run.plan
         layouts = last.plan.layouts if last is not None else ()
-        self._unconfirmed = list(await kill_everywhere(self._fleet, plan.config.nodes, layouts, self._history.nonce))
-
-    def _new_runner(self) -> AttemptRunner:
-        context = RunContext(self._run_dir, self._plan, self._whole_plan, self._recorder, self._fleet, self._node_root)
-        self._runner = AttemptRunner(context, self._requested_abort)
-        return self._runner
+        self._unconfirmed = await kill_everywhere(self._run.fleet, plan.config.nodes, layouts, self._history.nonce)
 
     async def _check(self) -> PreflightReport:
         """The plan's preflight. Where it excludes nodes, the plan is made again for the others and checked again: their
         ring is another one."""
+        run = self._run
         while True:
-            report = await run_preflight(self._run_dir, self._plan, self._checks)
+            report = await run_preflight(run.run_dir, run.plan, self._checks)
             excluded = excluded_nodes(report)
             if not excluded:
                 return report
-            if needs_all_nodes(self._plan.config) and self._history.attempts:
-                raise _needs_all(excluded)
-            self._plan = replan(self._run_dir, self._plan, excluded)
             why = "; ".join(dict.fromkeys(excluded.values()))
-            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(self._plan.ranks)))
+            if needs_all_nodes(run.plan.config) and self._history.attempts:
+                raise LaunchError(
+                    "the run cannot go on without a node",
+                    where=", ".join(excluded),
+                    why=f"each node has a part of its state; {why}",
+                    todo="fix it there",
+                )
+            run.plan = replan(run.run_dir, run.plan, excluded)
+            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(run.plan.ranks)))
             await self._checks.close()
-            self._checks = preflight_context(self._plan, self._fleet)
+            self._checks = preflight_context(run.plan, run.fleet)
 
     def _requested_abort(self) -> RequestReceived | None:
         while self._signals:
             self._recorder.append(self._signals.pop(0))
-        for request in take_requests(self._run_dir):
+        for request in take_requests(self._run.run_dir):
             self._recorder.append(request)
         return self._history.abort
-
-
-def _needs_all(excluded: Mapping[str, str]) -> LaunchError:
-    why = f"each node has a part of its state; {'; '.join(dict.fromkeys(excluded.values()))}"
-    return LaunchError("the run cannot go on without a node", where=", ".join(excluded), why=why, todo="fix it there")
 
 
 def reopen(recorder: RunRecorder) -> None:
@@ -326,14 +281,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
-    held = options.lock if options.lock is not None else supervisor_process.take_lock(run_dir)
+    held = options.lock if options.lock is not None else take_lock(run_dir)
     if held is None:
         print("this run has another supervisor", file=sys.stderr)
         return 1
     os.set_inheritable(held, False)
     try:
         plan = read_plan(run_dir.plan)
-        recorder = RunRecorder(run_dir.journal, Store(run_dir.home).put_run, lambda: datetime.now(UTC))
+        recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if options.resume:
             reopen(recorder)
         supervisor = Supervisor(run_dir, plan, recorder, node_root())

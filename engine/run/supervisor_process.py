@@ -1,5 +1,5 @@
 """Starts a run's supervisor as a process of its own session: for a launch, for a run that is resumed, and for one
-whose supervisor is gone.
+whose supervisor is gone; and places requests for it, one JSON file each, which it takes once.
 
 One supervisor per run: it holds a lock on a file in the run's directory for life, which the kernel drops with the
 process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved.
@@ -7,6 +7,7 @@ process. A run that has ended counts as orphaned, too, while there are nodes on 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,13 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from engine.errors import InputError, LaunchError, StateError
 from engine.models import RunState
-from engine.run.events import CleanupConfirmed, RunReopened, StateChanged
+from engine.protocol.attempt import write_atomic
+from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
 from engine.run.history import fold
 from engine.run.journal import read_journal, read_journal_end
 from engine.run.watch import supervisor_alive
@@ -104,9 +109,8 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
             raise LaunchError("the supervisor ended at once", where=run_dir.id, why=_last_line(run_dir))
         if time.monotonic() > deadline:
             process.kill()
-            raise LaunchError(
-                "the supervisor did not start", where=run_dir.id, why=f"nothing after {_START_LIMIT_S:.0f} s"
-            )
+            why = f"nothing after {_START_LIMIT_S:.0f} s"
+            raise LaunchError("the supervisor did not start", where=run_dir.id, why=why)
         time.sleep(_POLL_S)
 
 
@@ -118,10 +122,7 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    try:
-        lines = run_dir.supervisor_log.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
+    lines = run_dir.supervisor_log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it printed nothing"
 
 
@@ -136,9 +137,8 @@ def resume_run(run_dir: RunDir) -> None:
     if supervisor_alive(run_dir):
         nodes = ", ".join(record.unconfirmed)
         why = f"the stop is not proved yet on {nodes}" if nodes else "it is about to leave"
-        raise LaunchError(
-            "its supervisor is still running", where=record.id, why=why, todo="try again when it has left"
-        )
+        todo = "try again when it has left"
+        raise LaunchError("its supervisor is still running", where=record.id, why=why, todo=todo)
     start_supervisor(run_dir, resume=True)
 
 
@@ -199,3 +199,26 @@ def _is_done(run_dir: RunDir) -> bool:
             age_s = (datetime.now(UTC) - event.at).total_seconds()
             return event.state.ended and not (missing and age_s < AFTERMATH_S)
     return False
+
+
+def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str = "") -> None:
+    """Put a request where the supervisor finds it within a tenth of a second."""
+    run_dir.requests.mkdir(mode=0o700, exist_ok=True)
+    at = datetime.now(UTC).isoformat()
+    path = run_dir.requests / f"{at.replace(':', '')}-{uuid.uuid4().hex[:8]}.json"
+    placed = RequestReceived(request=request, now=now, by=by, requested_at=at)
+    write_atomic(path, placed.model_dump_json(exclude={"event", "at"}))
+
+
+def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:
+    """All waiting requests, oldest first. Each one's file goes when the next is taken: a supervisor that is killed
+    before it has recorded a request leaves it for the next. A file that is no request is dropped."""
+    try:
+        names = sorted(path.name for path in run_dir.requests.iterdir() if not path.name.startswith("."))
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = run_dir.requests / name
+        with contextlib.suppress(OSError, ValidationError):
+            yield RequestReceived.model_validate_json(path.read_bytes())
+        path.unlink(missing_ok=True)

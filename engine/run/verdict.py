@@ -16,11 +16,10 @@ from enum import Enum
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
-from engine.run.events import Verdict
+from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, Finding, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import SignatureKind
-from engine.run.watchdog import Hang
 from engine.security.redact import redact
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir

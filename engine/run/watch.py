@@ -32,19 +32,12 @@ Diagnose = Callable[[RunDir], Diagnosis | None]
 class RunWatch:
     """Follows one run's directory; `poll` reads only what is new. Not thread safe; made for one reader."""
 
-    def __init__(
-        self,
-        rundir: RunDir,
-        *,
-        diagnose: Diagnose | None = None,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
+    def __init__(self, rundir: RunDir, *, diagnose: Diagnose | None = None) -> None:
         """`diagnose` is called once, when the run has ended without success. Raises StateError when the plan cannot be
         read, as `poll` does for a plan that was made again, or a journal of a newer release."""
         self._rundir = rundir
         self._plan: RunPlan = read_plan(rundir.plan)
         self._whole_plan = self._plan
-        self._clock = clock
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
@@ -62,7 +55,6 @@ class RunWatch:
         self._supervised_until = 0.0
 
     def poll(self) -> RunSnapshot:
-        """The run as it is now."""
         # Liveness first: a supervisor that leaves after this has written everything that is read below.
         supervised = self._supervisor_alive()
         self._poll_journal()
@@ -95,7 +87,7 @@ class RunWatch:
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
-            taken_at=self._clock(),
+            taken_at=datetime.now(UTC),
             attempts=tuple(each.status() for each in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
             recovery=history.restart_pending if not record.state.ended else None,

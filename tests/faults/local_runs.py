@@ -26,8 +26,8 @@ from engine.run import supervisor_process
 from engine.run.events import ABORT, Event, LauncherStarted, Note
 from engine.run.history import RunHistory, fold
 from engine.run.journal import read_journal
-from engine.run.requests import place_request
 from engine.run.run_plan import RunPlan, write_plan
+from engine.run.supervisor_process import place_request
 from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
 
 E = TypeVar("E", bound=Event)

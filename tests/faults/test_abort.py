@@ -15,7 +15,7 @@ from engine.config.models import RecoveryConfig
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.run.events import ABORT, StopStageReached
-from engine.run.requests import place_request
+from engine.run.supervisor_process import place_request
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, SHORT_GRACES, Run, ring, start_run
 
 LIMIT_S = 20.0

@@ -10,8 +10,7 @@ import pytest
 from engine.config.models import RecoveryConfig
 from engine.models import Reason, RunState
 from engine.run.events import ABORT, StopStage, StopStageReached
-from engine.run.requests import place_request
-from engine.run.supervisor_process import adopt_orphans
+from engine.run.supervisor_process import adopt_orphans, place_request
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ring_config, start_on
 from tests.faults.local_runs import SHORT_GRACES, kill_and_await, ring

@@ -23,8 +23,7 @@ from engine.protocol.attempt import write_atomic
 from engine.run import supervisor_process
 from engine.run.events import ABORT, Event, LauncherStarted, RankLaunched, RequestReceived, SupervisorStarted
 from engine.run.journal import Journal
-from engine.run.requests import place_request
-from engine.run.supervisor_process import adopt_orphans, orphans
+from engine.run.supervisor_process import adopt_orphans, orphans, place_request
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
 
 

@@ -21,9 +21,8 @@ from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
 from engine.run.events import ABORT, AttemptFailed, RequestReceived, StopStageReached, Verdict
 from engine.run.failure_evidence import AttemptOrigin
-from engine.run.journal import read_journal
+from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import AttemptContext, HostConnections
-from engine.run.recorder import RunRecorder
 from engine.run.signatures import BY_ID
 from tests.unit.run.run_maker import MadeRun
 
@@ -36,8 +35,7 @@ class MonitoredAttempt:
     def __init__(self, home: Path, *, restarts: bool, steps: bool = True) -> None:
         run = MadeRun(home).attempt().state("preflight", "launching", "running").close()
         self.directory, self.plan = run.directory, run.plan
-        self.recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
-        assert self.recorder.history is not None
+        self.recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
         attempt = self.recorder.history.attempts[-1].plan
         self.files = attempt.files(run.id, 0)
         self.files.directory.mkdir(parents=True, exist_ok=True)
@@ -170,6 +168,5 @@ async def test_a_first_launch_that_fails_for_a_transient_cause_is_restarted(
     await run
     [verdict] = attempt.verdicts
     assert verdict.signature == signature
-    assert attempt.recorder.history is not None
     failed = AttemptFailed(attempt=1, verdict=verdict, failed_at=datetime.now(UTC))
     assert refusal(failed_run(attempt.plan, attempt.recorder.history, failed)) is None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.cluster.transport.fleet import Fleet
 from engine.run.attempt_runner import AttemptRunner, RunContext
 from engine.run.events import CleanupConfirmed
-from engine.run.journal import read_journal
-from engine.run.recorder import RunRecorder
+from engine.run.journal import RunRecorder, read_journal
 from tests.unit.run.run_maker import MadeRun
 
 
 async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_to_be_gone(tmp_path: Path) -> None:
     run = MadeRun(tmp_path).attempt().state("preflight", "failed").close()
-    recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
-    assert recorder.history is not None
+    recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     async with Fleet(run.plan.config.nodes, tmp_path) as fleet:
         plan = run.plan.without(["node0"])
         context = RunContext(run.directory, plan, run.plan, recorder, fleet, tmp_path / "node")

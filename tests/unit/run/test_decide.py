@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,6 @@ from engine.run.decide import (
     TRANSIENT,
     Continue,
     FailedRun,
-    Failure,
     Finish,
     NodePresence,
     RankState,
@@ -37,16 +37,30 @@ from engine.run.decide import (
     restart_policy,
     stalled,
 )
-from engine.run.events import AttemptFailed, Verdict
+from engine.run.events import AttemptFailed, Hang, Verdict
 from engine.run.run_plan import RunPlan
 from engine.run.signatures import BY_ID
-from engine.run.watchdog import Hang
 from tests.unit.run.run_maker import START, MadeRun
 
 POLICY = RestartPolicy(max_restarts=3, needed=4, backoff_s=1.0, node_wait_s=600.0, lost_after_s=98.0)
 NODES = ("ana", "bea", "cyd", "dov")
 ALL_THERE = tuple(NodePresence(node, proved=True) for node in NODES)
-KILLED = Failure(1, Reason.RANK_KILLED, "bea", signal=9, reached=37, rank=1)
+
+
+def failure(
+    attempt: int, reason: Reason, host: str | None = None, *, reached: int = 0, **verdict: Any
+) -> AttemptFailed:
+    how = Verdict(RunState.FAILED, reason, host=host, **verdict)
+    return AttemptFailed(attempt=attempt, verdict=how, reached=reached, failed_at=START)
+
+
+def changed(failed: AttemptFailed, **fields: Any) -> AttemptFailed:
+    """`fields`: of the attempt, and of its verdict."""
+    own: dict[str, Any] = {name: fields.pop(name) for name in ("attempt", "reached") if name in fields}
+    return failed.model_copy(update={**own, "verdict": replace(failed.verdict, **fields)})
+
+
+KILLED = failure(1, Reason.RANK_KILLED, "bea", signal=9, reached=37, rank=1)
 
 RUNS, GONE = RankState(started=True), RankState(started=True, ended=True)
 MISSING = RankState()
@@ -93,18 +107,20 @@ def test_every_trigger_has_a_row() -> None:
     assert {trigger for _, trigger in STOPS} == set(Trigger)
 
 
-def run(*failures: Failure, policy: RestartPolicy = POLICY, nodes: tuple[NodePresence, ...] = ALL_THERE) -> FailedRun:
+def run(
+    *failures: AttemptFailed, policy: RestartPolicy = POLICY, nodes: tuple[NodePresence, ...] = ALL_THERE
+) -> FailedRun:
     return FailedRun(policy, failures, nodes)
 
 
-def failed(reason: Reason, **fields: object) -> Failure:
-    return replace(KILLED, reason=reason, **fields)  # type: ignore[arg-type]
+def failed(reason: Reason, **fields: Any) -> AttemptFailed:
+    return changed(KILLED, reason=reason, **fields)
 
 
 OWN_PROGRAM = replace(POLICY, why_never="a program of the user's own")
-REFUSED = Failure(2, Reason.RANK_FAILED, "bea", exit_code=3, reached=37, rank=1, refused_by_trainer=True)
-BUSY = Failure(1, Reason.LAUNCH_FAILED, "bea", exit_code=1, signature="ring.bind")
-MISTAKE = Failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
+REFUSED = failure(2, Reason.RANK_FAILED, "bea", exit_code=3, reached=37, rank=1, cause="JobError: no")
+BUSY = failure(1, Reason.LAUNCH_FAILED, "bea", exit_code=1, signature="ring.bind")
+MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +135,8 @@ MISTAKE = Failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.DISK_FULL)), "no room on a full disk"),
         (run(failed(Reason.SUPERVISOR_LOST)), "its supervisor was lost"),
         (run(KILLED, REFUSED), "what a trainer refuses"),
-        (run(KILLED, replace(REFUSED, refused_by_trainer=False)), None),
-        (run(KILLED, replace(REFUSED, reached=60)), None),
+        (run(KILLED, changed(REFUSED, cause=None)), None),
+        (run(KILLED, changed(REFUSED, reached=60)), None),
         (run(failed(Reason.RANK_FAILED, signature="lora.no_train")), "a restart does not fix that"),
         (run(failed(Reason.RANK_FAILED, signature="import.mlx")), "a restart does not fix that"),
         (run(failed(Reason.RANK_FAILED, signature="disk.full")), "a restart does not fix that"),
@@ -128,19 +144,19 @@ MISTAKE = Failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.RANK_FAILED, signature="metal.timeout")), None),
         (run(BUSY), None),
         (run(MISTAKE), "it never made a step"),
-        (run(replace(KILLED, reached=0)), None),
-        (run(KILLED, replace(MISTAKE, reached=37)), None),
+        (run(changed(KILLED, reached=0)), None),
+        (run(KILLED, changed(MISTAKE, reached=37)), None),
         (run(KILLED, policy=replace(POLICY, max_restarts=0)), "not restarted: [recovery] max_restarts"),
         (
-            run(KILLED, replace(KILLED, reached=40), policy=replace(POLICY, max_restarts=1)),
+            run(KILLED, changed(KILLED, reached=40), policy=replace(POLICY, max_restarts=1)),
             "restarted once: [recovery] max_restarts allows no more",
         ),
-        (run(KILLED, replace(KILLED, attempt=2)), "the same failure came again at iteration 37"),
-        (run(replace(KILLED, reached=0), replace(KILLED, reached=0)), "came again before the first step"),
-        (run(KILLED, replace(KILLED, attempt=2, reached=38)), None),
-        (run(KILLED, replace(KILLED, attempt=2, host="cyd", rank=2)), None),
+        (run(KILLED, changed(KILLED, attempt=2)), "the same failure came again at iteration 37"),
+        (run(changed(KILLED, reached=0), changed(KILLED, reached=0)), "came again before the first step"),
+        (run(KILLED, changed(KILLED, attempt=2, reached=38)), None),
+        (run(KILLED, changed(KILLED, attempt=2, host="cyd", rank=2)), None),
         (
-            run(*(replace(KILLED, host=host) for host in NODES), policy=replace(POLICY, max_restarts=9)),
+            run(*(changed(KILLED, host=host) for host in NODES), policy=replace(POLICY, max_restarts=9)),
             "3 attempts in a row made no progress",
         ),
     ],
@@ -176,9 +192,8 @@ def test_a_rank_that_was_killed_is_recovered_from_almost_at_once() -> None:
     ],
 )
 def test_a_refused_job_is_recognised_by_its_cause(cause: str | None, refused: bool) -> None:
-    verdict = Verdict(RunState.FAILED, Reason.RANK_FAILED, cause)
-    event = AttemptFailed(attempt=1, verdict=verdict, reached=37, failed_at=datetime(2026, 1, 1, tzinfo=UTC))
-    assert Failure.of(event).refused_by_trainer is refused
+    why = refusal(run(KILLED, failure(2, Reason.RANK_FAILED, cause=cause, reached=37)))
+    assert (why == Finish("a restart does not fix what a trainer refuses")) is refused
 
 
 DOV_AWAY = (*ALL_THERE[:3], NodePresence("dov", proved=False, silent_s=200.0))
@@ -210,19 +225,19 @@ def test_the_back_off_doubles_while_nothing_comes_of_it() -> None:
     history = [KILLED]
     waits = []
     for attempt, host in enumerate(("cyd", "dov"), start=2):
-        history.append(replace(KILLED, attempt=attempt, host=host))
+        history.append(changed(KILLED, attempt=attempt, host=host))
         waits.append(backoff_s(run(*history)))
     assert waits[1] == pytest.approx(2 * waits[0])
 
 
 def test_the_first_cause_is_what_the_attempts_after_it_follow_from() -> None:
-    unlaunched = [Failure(number, Reason.LAUNCH_FAILED, reached=37) for number in (2, 3)]
+    unlaunched = [failure(number, Reason.LAUNCH_FAILED, reached=37) for number in (2, 3)]
     assert original_failure([KILLED, *unlaunched]) == 0
-    assert original_failure([KILLED, replace(KILLED, attempt=2, reached=50)]) == 1
+    assert original_failure([KILLED, changed(KILLED, attempt=2, reached=50)]) == 1
 
 
 failures = st.builds(
-    Failure,
+    cast(Callable[..., AttemptFailed], failure),
     attempt=st.integers(1, 9),
     reason=st.sampled_from([reason for reason in Reason if reason is not Reason.COMPLETED]),
     host=st.sampled_from([None, *NODES]),
@@ -257,7 +272,7 @@ states = st.builds(
 def test_every_decision_keeps_the_bounds(state: FailedRun) -> None:
     found, policy = decide(state), state.policy
     exhausted = len(state.failures) > policy.max_restarts or stalled(state.failures) >= STALLED_LIMIT
-    if state.last.reason in NEVER_RESTARTED or exhausted:
+    if state.last.verdict.reason in NEVER_RESTARTED or exhausted:
         assert isinstance(found, Finish)
     if isinstance(found, Restart):
         proved = {each.node for each in state.nodes if each.proved}
@@ -272,12 +287,12 @@ def test_every_decision_keeps_the_bounds(state: FailedRun) -> None:
 
 
 @given(policies, st.lists(failures, min_size=12, max_size=12))
-def test_whatever_happens_the_restarts_come_to_an_end(policy: RestartPolicy, fate: list[Failure]) -> None:
-    def attempts(fate: list[Failure]) -> int:
+def test_whatever_happens_the_restarts_come_to_an_end(policy: RestartPolicy, fate: list[AttemptFailed]) -> None:
+    def attempts(fate: list[AttemptFailed]) -> int:
         return next(at for at in range(1, len(fate) + 1) if refusal(FailedRun(policy, tuple(fate[:at]))) is not None)
 
     assert attempts(fate) <= policy.max_restarts + 1
-    assert attempts([replace(each, reached=0) for each in fate]) <= STALLED_LIMIT
+    assert attempts([changed(each, reached=0) for each in fate]) <= STALLED_LIMIT
 
 
 def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | None) -> RunPlan:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.run.event_intake import EventIntake
 from engine.run.events import Figures
+from engine.run.progress import EventIntake
 from engine.store.layout import RunDir
 
 
@@ -79,7 +79,7 @@ def test_a_rank_is_saving_from_begin_to_commit(tmp_path: Path) -> None:
     for rank, phase, saving in ((1, "begin", True), (1, "committed", False)):
         write(run_dir, rank, event("checkpoint", rank=rank, phase=phase, iteration=3))
         intake.poll()
-        assert intake.saving is saving
+        assert intake.progress.saving is saving
     intake.close()
 
 

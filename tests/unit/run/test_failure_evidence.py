@@ -11,9 +11,9 @@ from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
 from engine.run.events import Attempt
 from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector
+from engine.run.journal import RunRecorder
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, HostConnections, Rank
-from engine.run.recorder import RunRecorder
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network
@@ -34,7 +34,7 @@ def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: P
     )
     files = NodeFiles(tmp_path)
     connections = HostConnections([LocalConnection(files, "nonce", (0,), ("left",))])
-    recorder = RunRecorder(tmp_path / "journal.jsonl", print, lambda: datetime.now(UTC))
+    recorder = RunRecorder(tmp_path / "journal.jsonl", plan, print)
     context = AttemptContext(RunDir(tmp_path), plan, attempt, connections, recorder)
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)

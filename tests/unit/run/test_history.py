@@ -22,6 +22,7 @@ from engine.run.events import (
     CleanupConfirmed,
     Event,
     Figures,
+    Hang,
     HangDetected,
     LauncherStarted,
     NodeConditionChanged,
@@ -33,6 +34,7 @@ from engine.run.events import (
     RestartDelayed,
     RestartPlanned,
     RestartRefused,
+    Resumed,
     RunPlanned,
     RunReopened,
     StateChanged,
@@ -43,7 +45,6 @@ from engine.run.events import (
 )
 from engine.run.history import RunHistory, fold
 from engine.run.journal import Journal, read_journal
-from engine.run.watchdog import Hang, Resumed
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = RunRecord(id="r", name="demo", state=RunState.PLANNED, created_at=START, world_size=2, backend="ring")

@@ -10,20 +10,18 @@ import pytest
 
 from engine.errors import StateError
 from engine.models import ENDED, Reason, RunRecord, RunState
-from engine.run.events import Figures, Note, RunPlanned, StateChanged, Verdict
+from engine.run.events import Figures, Note, StateChanged, Verdict
 from engine.run.history import fold
-from engine.run.journal import read_journal
-from engine.run.recorder import FOLLOWERS, RunRecorder
+from engine.run.journal import FOLLOWERS, RunRecorder, read_journal
+from engine.run.run_plan import RunPlan
+from tests.unit.run.run_maker import make_run_config
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
-RUN = RunRecord(id="r", name="demo", state=RunState.PLANNED, created_at=START, world_size=2, backend="ring")
-
-
+PLAN = RunPlan.of(make_run_config(), run_id="r", created_at=START)
 COMPLETED = Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
 
 
 def run_to_success(recorder: RunRecorder) -> None:
-    recorder.append(RunPlanned(run=RUN, nonce="nonce"))
     for state in (RunState.PREFLIGHT, RunState.LAUNCHING, RunState.RUNNING, RunState.FINISHING):
         recorder.change(state)
     recorder.change(RunState.SUCCEEDED, COMPLETED, Figures(iteration=7))
@@ -31,26 +29,25 @@ def run_to_success(recorder: RunRecorder) -> None:
 
 def test_the_store_ends_with_what_the_journal_folds_to(tmp_path: Path) -> None:
     put: list[RunRecord] = []
-    recorder = RunRecorder(tmp_path / "journal.jsonl", put.append, lambda: START)
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, put.append, lambda: START)
     run_to_success(recorder)
     recorder.close()
-    assert put[-1] == recorder.record == fold(read_journal(tmp_path / "journal.jsonl").events).record
+    assert put[-1] == recorder.history.record == fold(read_journal(tmp_path / "journal.jsonl").events).record
     assert (put[-1].state, put[-1].iteration, put[-1].ended_at) == (RunState.SUCCEEDED, 7, START)
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
 
 
 def test_a_successor_goes_on_from_the_same_record(tmp_path: Path) -> None:
-    first = RunRecorder(tmp_path / "journal.jsonl", lambda _: None, lambda: START)
-    first.append(RunPlanned(run=RUN, nonce="nonce"))
+    first = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     first.change(RunState.PREFLIGHT)
     first.close()
-    second = RunRecorder(tmp_path / "journal.jsonl", lambda _: None, lambda: START)
+    second = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     assert second.history == first.history
     second.close()
 
 
 def test_a_change_that_cannot_be_is_refused_and_not_written(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path / "journal.jsonl", lambda _: None, lambda: START)
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     run_to_success(recorder)
     with pytest.raises(ValueError, match="succeeded does not become running"):
         recorder.change(RunState.RUNNING)
@@ -63,7 +60,7 @@ def test_a_store_that_refuses_is_noted(tmp_path: Path) -> None:
     def refuse(_: RunRecord) -> None:
         raise StateError("the state is of a newer release")
 
-    recorder = RunRecorder(tmp_path / "journal.jsonl", refuse, lambda: START)
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, refuse, lambda: START)
     run_to_success(recorder)
     recorder.close()
     events = read_journal(tmp_path / "journal.jsonl").events
@@ -72,12 +69,12 @@ def test_a_store_that_refuses_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_is_noted_by_the_next_supervisor(tmp_path: Path) -> None:
-    first = RunRecorder(tmp_path / "journal.jsonl", lambda _: None, lambda: START)
+    first = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     run_to_success(first)
     first.close()
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write("\0\0\n")
-    RunRecorder(tmp_path / "journal.jsonl", lambda _: None, lambda: START).close()
+    RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START).close()
     last = read_journal(tmp_path / "journal.jsonl").events[-1]
     assert isinstance(last, Note) and last.message == "journal.jsonl: line 7 is damaged and was skipped"
 
@@ -90,7 +87,7 @@ def test_a_store_that_is_held_by_another_holds_up_nothing_but_the_end(tmp_path: 
         assert free.wait(20)
         put.append(record)
 
-    recorder = RunRecorder(tmp_path / "journal.jsonl", wait, lambda: START)
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, wait, lambda: START)
     run_to_success(recorder)
     assert put == []
     free.set()

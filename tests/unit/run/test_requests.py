@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.run.events import ABORT
-from engine.run.requests import place_request, take_requests
+from engine.run.supervisor_process import place_request, take_requests
 from engine.store.layout import RunDir
 
 

@@ -9,22 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.cluster.host_connection import ConnectionState, LocalConnection
+from engine.config.models import RecoveryConfig
 from engine.node.processes import Process
 from engine.protocol.attempt import ExitRecord, NodeFiles, write_atomic
 from engine.run.events import StopStage
+from engine.run.progress import AttemptProgress
 from engine.run.ranks import HostConnections, Ranks
 from engine.run.run_plan import PlannedRank
 from engine.run.shutdown import (
     CHECKPOINT_BYTES_PER_S,
     SILENT_S,
     UNCONFIRMED_S,
-    EmergencyCheckpointWait,
-    GracePeriods,
     Shutdown,
     StopPlan,
 )
 
-GRACES = GracePeriods(stop_s=2.5, save_s=30.0, term_s=0.8)
+GRACES = RecoveryConfig(stop_grace_s=2.5, save_grace_s=30.0, term_grace_s=0.8)
 NOBODY = 2**22 + 7
 """A pid above Linux's highest: a signal to it reaches nobody."""
 
@@ -56,24 +56,29 @@ class Ending:
         *,
         cooperative: bool = True,
         left: Sequence[Process] = (),
-        checkpoint: EmergencyCheckpointWait | None = None,
+        save_state: bool = False,
+        first_failure: int | None = None,
     ) -> None:
         self.files = NodeFiles(directory)
         for rank in (0, 1):
             os.mkfifo(self.files.control(rank))
         self.hosts = [Host(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
-        links = HostConnections(self.hosts)
-        self.ranks = Ranks(links, [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)])
-        self.saving = False
+        self.ranks = Ranks(
+            HostConnections(self.hosts), [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)]
+        )
+        self.progress = AttemptProgress()
         self.stages: list[StopStage] = []
         self.now = 100.0
         self.stop = Shutdown(
             self.ranks,
-            links,
             None,
-            StopPlan(GRACES, cooperative, checkpoint, saving=lambda: self.saving),
-            lambda stage, _proofs: self.stages.append(stage),
+            StopPlan(GRACES, self.progress, cooperative, save_state, first_failure),
+            self.stages.append,
         )
+
+    def save(self, saving: bool) -> None:
+        """Rank 1 begins to save, or goes on."""
+        self.progress.phases[1] = "saving" if saving else "training"
 
     def advance(self, seconds: float) -> list[StopStage]:
         """Let time pass in ticks; the stages so far."""
@@ -129,15 +134,15 @@ def test_keepers_that_do_not_answer_are_killed_within_five_seconds(tmp_path: Pat
 
 def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
     ending = Ending(tmp_path)
-    ending.saving = True
+    ending.save(True)
     assert ending.advance(20.0) == [StopStage.STOP]
-    ending.saving = False
+    ending.save(False)
     assert ending.advance(5.0)[1] is StopStage.KILL
 
 
 def test_saving_is_waited_for_within_its_own_grace_only(tmp_path: Path) -> None:
     ending = Ending(tmp_path)
-    ending.saving = True
+    ending.save(True)
     assert ending.advance(32.0)[1] is StopStage.KILL
 
 
@@ -188,7 +193,7 @@ def test_a_host_that_falls_silent_in_the_middle_is_not_waited_for(tmp_path: Path
 
 def test_a_moment_of_silence_does_not_cut_a_last_checkpoint_short(tmp_path: Path) -> None:
     ending = Ending(tmp_path)
-    ending.saving = True
+    ending.save(True)
     for host in ending.hosts:
         host.fall_silent(5.0)
     assert ending.advance(1.0) == [StopStage.STOP]
@@ -210,7 +215,10 @@ def words(ending: Ending, rank: int) -> bytes:
 
 
 def saving(directory: Path, first_failure: int | None, phases: dict[int, str], sizes: Mapping[int, int] = {}) -> Ending:
-    return Ending(directory, cooperative=False, checkpoint=EmergencyCheckpointWait(first_failure, phases, 2.5, sizes))
+    ending = Ending(directory, cooperative=False, save_state=True, first_failure=first_failure)
+    ending.progress.checkpoint_phases = phases
+    ending.progress.checkpoint_bytes.update(sizes)
+    return ending
 
 
 def test_before_a_restart_the_first_failure_is_ended_and_the_others_save_their_state(tmp_path: Path) -> None:
@@ -234,7 +242,7 @@ def test_a_trainer_that_writes_has_the_time_of_a_save_and_one_that_does_not_begi
 
 def test_a_large_state_has_its_time_beyond_that_of_a_save(tmp_path: Path) -> None:
     ending = saving(tmp_path, 1, {0: "begin"}, {0: int(20 * CHECKPOINT_BYTES_PER_S)})
-    assert ending.advance(GRACES.save_s + 19.5) == [StopStage.EMERGENCY_CHECKPOINT]
+    assert ending.advance(GRACES.save_grace_s + 19.5) == [StopStage.EMERGENCY_CHECKPOINT]
     assert ending.advance(1.0) == [StopStage.EMERGENCY_CHECKPOINT, StopStage.TERM]
 
 

@@ -1,4 +1,4 @@
-"""A supervisor and a preflight that would exclude a node."""
+"""A supervisor whose preflight would exclude a node, and supervisors that adopt what was never going."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunRecord, RunState
+from engine.node.processes import boot_id
 from engine.run import supervisor
-from engine.run.recorder import RunRecorder
+from engine.run.events import SupervisorStarted
+from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
 from tests.unit.run.run_maker import MadeRun
@@ -30,11 +32,40 @@ async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
     job = run.plan.config.job.model_copy(update={"strategy": "sharded"})
     plan = run.plan.model_copy(update={"config": run.plan.config.model_copy(update={"job": job})})
     write_plan(run.directory.plan, plan)
-    recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    recorder = RunRecorder(run.directory.journal, plan, lambda _record: None)
     supervisor.reopen(recorder)
     await Supervisor(run.directory, plan, recorder, tmp_path / "node").supervise(adopt=False)
-    record = recorder.record
+    record = recorder.history.record
     recorder.close()
-    assert record is not None and (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
     assert record.cause is not None and "cannot go on without a node" in record.cause and "node1" in record.cause
     assert read_plan(run.directory.plan) == plan
+
+
+async def adopted(run: MadeRun) -> RunRecord:
+    """The run after a supervisor has adopted it."""
+    recorder = RunRecorder(run.close().directory.journal, run.plan, lambda _record: None)
+    await Supervisor(run.directory, run.plan, recorder, run.home / "node").supervise(adopt=True)
+    recorder.close()
+    return recorder.history.record
+
+
+@pytest.mark.parametrize("state", ["launching", "recovering"])
+async def test_an_adopted_launch_that_never_got_going_has_no_failure_to_restart_from(
+    tmp_path: Path, state: str
+) -> None:
+    run = MadeRun(tmp_path).state("preflight", "launching").attempt().state(state)
+    record = await adopted(run)
+    assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.SUPERVISOR_LOST, 1)
+    assert record.cause == "its supervisor was lost in the middle of the launch"
+    kinds = {type(event).__name__ for event in read_journal(run.directory.journal).events}
+    assert not kinds & {"Note", "AttemptFailed", "RestartPlanned", "RestartRefused"}
+
+
+async def test_a_restart_of_the_machine_is_remembered_by_the_supervisors_that_follow(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).append(SupervisorStarted(pid=1, start="1", boot_id="another boot"))
+    run.state("preflight", "launching").attempt().state("running")
+    run.append(SupervisorStarted(pid=1, start="1", boot_id=boot_id(), adopted=True))
+    record = await adopted(run)
+    assert (record.state, record.reason) == (RunState.LOST, Reason.SUPERVISOR_LOST)
+    assert record.cause == "the machine was restarted while the run was going"

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
-from engine.run.events import Verdict
+from engine.run.events import Hang, Verdict
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.verdict import is_consequence, verdict_on, with_cause
-from engine.run.watchdog import Hang
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.unit.run.logs.run_logs import RunLogs
 

@@ -29,6 +29,7 @@ from engine.run.events import (
     RestartDelayed,
     RestartPlanned,
     RestartRefused,
+    Resumed,
     RunPlanned,
     RunReopened,
     StateChanged,
@@ -41,7 +42,6 @@ from engine.run.journal import Journal
 from engine.run.metrics import POINT_LIMIT, SeriesBuilder
 from engine.run.run_plan import RunPlan, write_plan
 from engine.run.watch import RunWatch
-from engine.run.watchdog import Resumed
 from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
 from engine.store.layout import RunDir
 from tests.unit.run.run_maker import MadeRun, end, report, validation

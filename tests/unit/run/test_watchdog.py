@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine.run.watchdog import AttemptProgress, Watchdog
+from engine.run.progress import AttemptProgress, Watchdog
 
 HANG_S, STALL_S = 10.0, 600.0
 

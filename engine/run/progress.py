@@ -1,20 +1,28 @@
-"""How far an attempt has come, and whether it hangs: no step for max(`hang_s`, 5 x the 99th percentile of the
-updates so far).
+"""How far an attempt has come, from the trainers' mirrored events; rank 0's reports become the head's metrics.
 
-Loading, validating, saving and the first steps have their own limit, `stall_s`. Arrival times are the head's
-monotonic clock; step durations come from each rank's monotonic clock. So neither a clock that is set nor events that
-arrive late in one burst look like slow steps. Time counts only while events could come: some node of the attempt
-answers, and the head takes what it sends. A node whose disk is full loses its events; as long as one rank's events
-come, that is no hang.
+The watchdog finds a hang: no step for max(`hang_s`, 5 x the 99th percentile of the updates so far). Loading,
+validating, saving and the first steps have their own limit, `stall_s`. Arrival times are the head's monotonic clock;
+step durations come from each rank's monotonic clock. So neither a clock that is set nor events that arrive late in one
+burst look like slow steps. Time counts only while events could come: some node of the attempt answers, and the head
+takes what it sends. A node whose disk is full loses its events; as long as one rank's events come, that is no hang.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, replace
+from datetime import UTC, datetime
 from typing import Any
+
+from engine.run.consistency_watch import ConsistencyWatch
+from engine.run.events import Figures, Hang, Resumed
+from engine.run.json_lines import LineFile, LineTail, parse_json_line
+from engine.store.layout import RunDir
 
 FIRST_STEPS = 5
 """These may take longer than all others: nothing is compiled or cached yet."""
@@ -25,17 +33,7 @@ _MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
 _UPDATE = b'"update":'
 """Only in the line of an update's last micro-batch. All of an update's lines come at its end, in one burst."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving"})
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The state that an attempt went on from, as its trainers reported."""
-
-    source: str
-    """ "emergency", "checkpoint", "adapter" or "none"."""
-    iteration: int = 0
-    update: int | None = None
-    from_rank: int | None = None
+_TIMES = 5.0
 
 
 class AttemptProgress:
@@ -67,6 +65,11 @@ class AttemptProgress:
     def furthest(self) -> int:
         """The last iteration that any rank finished, or that the attempt went on from; 0 when none."""
         return max((*self.reached.values(), self.resumed.iteration if self.resumed is not None else 0), default=0)
+
+    @property
+    def saving(self) -> bool:
+        """A rank is in the middle of saving."""
+        return "saving" in self.phases.values()
 
     def step(self, rank: int, line: bytes, now: float) -> None:
         """One line of a `step` event, not parsed."""
@@ -148,22 +151,6 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-_TIMES = 5.0
-
-
-@dataclass(frozen=True)
-class Hang:
-    """No progress for too long, and which rank stalled first where that is known."""
-
-    silent_s: float
-    limit_s: float
-    doing: str
-    """ "training", or the slow phase that it is in."""
-    iteration: int
-    """The last one that any rank finished."""
-    rank: int | None = None
-
-
 class Watchdog:
     """The watchdog of one attempt. Call `check` at every tick."""
 
@@ -204,3 +191,87 @@ class Watchdog:
         last = min(reached.values())
         behind = [rank for rank, iteration in reached.items() if iteration == last]
         return behind[0] if len(behind) == 1 and len(reached) > 1 else None
+
+
+_METRICS = {"report": "train", "validation": "val"}
+_ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
+_STEP = b'"event": "step"'
+_NAME_END = 32
+"""The name of an event stands in the first bytes of its line."""
+
+
+class EventIntake:
+    """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: int,
+        bases: dict[int, int],
+        consistency: ConsistencyWatch | None = None,
+    ) -> None:
+        """`bases`: rank → where the attempt begins in the head's event file."""
+        self._consistency = consistency
+        self.progress = AttemptProgress()
+        self._attempt = attempt
+        self._file = LineFile(run_dir.metrics)
+        rows = list(LineTail(run_dir.metrics).objects())
+        self._written = sum(1 for row in rows if row.get("attempt") == attempt)
+        self.latest = functools.reduce(_updated, rows, Figures())
+        self._tails = {}
+        for rank, base in bases.items():
+            self._tails[rank] = LineTail(run_dir.events(rank))
+            self._tails[rank].offset = base
+
+    @property
+    def blocked(self) -> bool:
+        """The head's disk is full: nothing is read."""
+        return self._file.waits
+
+    def poll(self) -> None:
+        """Read what is new. While the head's disk is full nothing is read, so nothing piles up."""
+        if self._file.waits and not self._file.flush():
+            return
+        for rank, tail in self._tails.items():
+            for line in tail.lines():
+                # Most lines are steps, which are only parsed where they are needed.
+                if _STEP in line[:_NAME_END]:
+                    self.progress.step(rank, line, time.monotonic())
+                    if self._consistency is not None:
+                        self._consistency.step(rank, line)
+                elif (event := parse_json_line(line)) is not None:
+                    self._take(rank, event)
+        if self._consistency is not None:
+            self._consistency.poll()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, rank: int, event: dict[str, Any]) -> None:
+        self.progress.take(rank, event, time.monotonic())
+        match event.get("event"):
+            case "checkpoint" if self._consistency is not None:
+                self._consistency.checkpoint(event)
+            case "replica_check" if self._consistency is not None:
+                self._consistency.replica_check(event)
+            case ("report" | "validation") as name if rank == 0:
+                self._keep(_METRICS[name], event)
+
+    def _keep(self, kind: str, event: dict[str, Any]) -> None:
+        figures = {key: value for key, value in event.items() if key not in _ENVELOPE}
+        self.latest = _updated(self.latest, figures)
+        if self._written > 0:
+            # An earlier supervisor wrote it.
+            self._written -= 1
+            return
+        at = datetime.fromtimestamp(float(event.get("at", 0.0)), UTC).isoformat()
+        row = {"kind": kind, "attempt": self._attempt, "at": at, **figures}
+        self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def _updated(latest: Figures, row: Mapping[str, Any]) -> Figures:
+    """A command of the user's own may report anything: only numbers are taken."""
+    known = {each.name: row[each.name] for each in fields(Figures) if isinstance(row.get(each.name), int | float)}
+    if not isinstance(known.get("iteration", 0), int):
+        del known["iteration"]
+    return replace(latest, **known)

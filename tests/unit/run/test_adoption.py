@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import cast
 
@@ -14,14 +13,16 @@ from engine.cluster.agent_client import TransportProvider
 from engine.cluster.host_connection import HostConnection, RankObservation
 from engine.cluster.staging import HostLayout
 from engine.cluster.transport.base import Completed
+from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.node import processes
 from engine.node.processes import Process
+from engine.run.attempt_runner import RunContext, find_launcher
 from engine.run.events import LauncherStarted
-from engine.run.ranks import HostConnections
-from engine.run.recorder import RunRecorder
-from engine.run.takeover import any_rank_started, find_launcher, kill_everywhere
+from engine.run.journal import RunRecorder
+from engine.run.ranks import HostConnections, any_rank_started
+from engine.run.shutdown import kill_everywhere
 from tests.unit.run.run_maker import MadeRun
 
 NOBODY = 2**22 + 7
@@ -70,11 +71,11 @@ def test_an_earlier_attempts_launcher_is_not_this_ones(tmp_path: Path) -> None:
 
 def found_launcher(run: MadeRun, number: int) -> int | None:
     """The pid of the launcher that an adopter takes for the attempt's."""
-    recorder = RunRecorder(run.directory.journal, lambda _record: None, lambda: datetime.now(UTC))
+    recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     try:
-        attempt = recorder.attempt(number)
-        assert attempt is not None
-        launcher = find_launcher(run.directory, recorder, attempt)
+        fleet = Fleet(run.plan.config.nodes, run.home)
+        context = RunContext(run.directory, run.plan, run.plan, recorder, fleet, run.home / "node")
+        launcher = find_launcher(context, recorder.history.attempt(number))
     finally:
         recorder.close()
     return launcher.pid if launcher is not None else None
@@ -108,9 +109,9 @@ async def test_a_kill_that_fails_here_is_named_and_stops_none_elsewhere(
     places = [HostLayout(node.ssh, (rank,), "/", "/", "/bundle", "/python") for rank, node in enumerate(nodes)]
     there = Told()
 
-    class Fleet:
+    class OneHost:
         def to(self, node: NodeConfig) -> Told:
             return there
 
-    assert await kill_everywhere(cast(TransportProvider, Fleet()), nodes, places, "0badcafe") == ("head",)
+    assert await kill_everywhere(cast(TransportProvider, OneHost()), nodes, places, "0badcafe") == ("head",)
     assert there.argv == [("/python", "/bundle/engine/node/processes.py", "--kill", "0badcafe")]
