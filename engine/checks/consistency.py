@@ -115,14 +115,10 @@ async def run(context: CheckContext) -> CheckResult:
     config = context.config
     models = {node.name: _model(context, node) for node in config.nodes}
     answers = await _hashes(context, models)
-    failed = {name: answer for name, answer in answers.items() if isinstance(answer, FlightDeckError)}
-    if failed:
-        found = Findings(NAME, config)
-        for node in config.nodes:
-            if node.name in failed:
-                found.fault(node, str(failed[node.name]))
-        return found.verdict("")
-    workers = {name: answer for name, answer in answers.items() if not isinstance(answer, FlightDeckError)}
+    found = Findings(NAME, config)
+    workers = {node.name: hashes for node, hashes in found.answered(answers)}
+    if found.faulty:
+        return found.verdict()
     local = next((node for node in config.nodes if node.local), None)
     head = head_reference(workers[local.name] if local is not None else await _head_hashes(config), workers)
     return evaluate(config, workers, head, models)
@@ -161,7 +157,7 @@ def evaluate(
         found.evidence[node.name] = _list_hashes(workers[node.name])
         if node.name in compared.divergent:
             message = f"{node.name}: {_describe_difference(workers[node.name], compared.reference, against)}"
-            (found.fault if decision is Decision.BLOCK else found.warning)(node, message)
+            (found.fault if decision is Decision.BLOCK else found.warn)(node, message)
             found.evidence[node.name] = message
     detail = WorkerConsistency(
         enabled=True,

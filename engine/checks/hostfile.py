@@ -73,10 +73,10 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
             found.fault(node, fault)
         else:
             found.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
-    if not found.faults:
+    if not found.faulty:
         await _check_ownership(context, ips, found)
-    if found.faults:
-        return found.verdict("", advice="give the node's own address as `ips` in its [[node]]")
+    if found.faulty:
+        return found.verdict(advice="give the node's own address as `ips` in its [[node]]")
     if context.remote:
         await _check_connections(context, neighbours(network), ips, found)
     ranks = plural(len(context.config.nodes), "rank")

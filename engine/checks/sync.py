@@ -21,7 +21,7 @@ from typing import Literal
 from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import as_shell_line, copy_tree
+from engine.checks.fixes import copy_tree
 from engine.checks.local_process import LocalProgram, ProcessResult
 from engine.cluster.probe_results import WorkdirTree
 from engine.cluster.transport.base import quoted
@@ -352,7 +352,7 @@ def _evaluate_trees(
 ) -> CheckResult:
     found = Findings(NAME, config)
     found.evidence.update(compared.messages)
-    report = found.fault if blocks else found.warning
+    report = found.fault if blocks else found.warn
     incomplete = []
     for node in config.nodes:
         difference = compared.differences.get(node.name, TreeDifference())
@@ -363,14 +363,14 @@ def _evaluate_trees(
             report(node, difference.describe(node.name, compared.reference.name))
         if (node.name in compared.absent or difference) and not difference.blocking:
             incomplete.append(node)
-    if not found.faults and not found.warnings:
+    if found.verdict().status is CheckStatus.PASS:
         proved = compared.differences or not compared.homes
         status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
         return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=found.evidence)
     workdirs = {node.name: node.workdir for node in config.nodes}
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=compared.excluded)
-    fix = " && ".join(filter(None, [as_shell_line(config, found.fixes), copy]))
-    return found.verdict("", fix_command=fix or None, advice=scripted.message)
+    fix = " && ".join(filter(None, [found.verdict().fix_command, copy]))
+    return found.verdict(fix_command=fix or None, advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
