@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,6 +12,7 @@ from engine.checks.fixes import as_shell_line
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
+from engine.security.identifiers import LOCAL
 
 CheckFunction = Callable[[CheckContext], Awaitable[CheckResult]]
 SkipReason = Callable[[Config], str | None]
@@ -146,7 +148,7 @@ class Findings:
                 messages[node] = "; ".join(reported)
             if commands:
                 fixes[node] = " && ".join(dict.fromkeys(commands))
-        seen = {node: text for node, found in self._nodes.items() if (text := found.describe())}
+        seen = {node: self.evidence.get(node, found.describe()) for node, found in self._nodes.items()}
         parts, lines = [*self.overall.faults, *self.overall.warnings], [*self.overall.reported(status)[1]]
         if messages:
             parts.append(self._summary(messages) + (f"; {advice}" if advice else ""))
@@ -157,7 +159,7 @@ class Findings:
             name=self._name,
             status=status,
             summary="; ".join(parts) or passed,
-            evidence=seen | self.evidence,
+            evidence={node: text for node, text in seen.items() if text},
             fix_command=" && ".join(dict.fromkeys(lines)) or None,
             fixes=fixes,
             blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node in self.faulty), None),
@@ -179,6 +181,11 @@ class Findings:
 def skip_for_command(config: Config) -> str | None:
     """The skip reason of checks of the model and the data, which a job with its own command brings along."""
     return "the job runs a command of its own, which brings its own model and data" if config.job.command else None
+
+
+def this_machine(folder: str) -> NodeConfig:
+    """The head where it is no node, with a folder as its workdir."""
+    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=folder)
 
 
 def ranks_of(config: Config) -> list[tuple[int, NodeConfig]]:

@@ -57,7 +57,7 @@ async def run(context: CheckContext) -> CheckResult:
 
 
 def _check_report(report: DataReport | None, problem: str | None, findings: NodeFindings) -> None:
-    """What the data quality report objects to, or why it could not be read."""
+    """Findings for what the data quality report objects to, or why it could not be read."""
     blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
     if blocks is not None:
         findings.fault(f"{blocks}: clean the data, then make a new report")
@@ -84,6 +84,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         ]
 
     answers = await context.on_all_nodes(read)
+    found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
     complete: dict[str, list[DataFile]] = {}
     for node, files in found.answered(answers):
         _check_node(files, int(settings.get("batch_size", 1)), found.on(node))

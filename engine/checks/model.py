@@ -25,6 +25,7 @@ async def run(context: CheckContext) -> CheckResult:
         lambda node: context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
     )
     found = Findings(NAME, context.config)
+    found.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
     complete: dict[str, ModelFiles] = {}
     for node, files in found.answered(answers):
         folder = folders[node.name]
