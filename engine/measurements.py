@@ -36,7 +36,6 @@ class NodeMeasure(BaseModel):
     spread: float | None = None
     """Spread of the throughput over the measurement windows."""
     windows: int = 0
-    """Number of measurement windows."""
     tokens_per_s: float | None = None
     step_s: float | None = None
     """Median duration of a step."""
@@ -82,9 +81,7 @@ class CalibrationProgress:
     seconds: float | None = None
     """How long it is measured; None where that is not known."""
     examples_per_s: float | None = None
-    """So far."""
     note: str = ""
-    """One line."""
 
 
 class Calibration(BaseModel):
@@ -94,7 +91,6 @@ class Calibration(BaseModel):
 
     cluster: str
     job: str
-    """The job's name."""
     fingerprint: str
     """SHA-256 of what the results depend on: the job's model and settings, the nodes' hosts, chips and versions."""
     taken_at: datetime
@@ -107,7 +103,6 @@ class Calibration(BaseModel):
     links: tuple[LinkMeasure, ...] = ()
     """One for each pair of neighbours."""
     all_ranks: LinkMeasure | None = None
-    """All ranks at once."""
     gradient_bytes: int | None = None
     """Size of the all_sum of one step."""
     machines: dict[str, str] = Field(default_factory=dict)

@@ -72,7 +72,6 @@ class RunRecord(BaseModel):
     cause: str | None = None
     """The first failure, one line."""
     fix: str | None = None
-    """The fix, if known."""
     exit_code: int | None = None
     signal: int | None = None
     created_at: datetime
@@ -169,7 +168,6 @@ class SyncReport(BaseModel):
     reference: str | None = None
     """The node with the reference tree, or "this machine"; null if nothing was compared."""
     output: tuple[str, ...] = ()
-    """The script's last lines."""
     nodes: dict[str, NodeSync] = Field(default_factory=dict)
     """By node name, one for each compared workdir."""
 
@@ -183,7 +181,6 @@ class CheckResult(BaseModel):
     status: CheckStatus
     summary: str = ""
     evidence: dict[str, str] = Field(default_factory=dict)
-    """Findings by node name."""
     fix_command: str | None = None
     fixes: dict[str, str] = Field(default_factory=dict)
     """Commands by node name that fix the problem there."""
@@ -204,7 +201,6 @@ class PreflightReport(BaseModel):
     checks: list[CheckResult]
     overall_status: CheckStatus
     overridden: list[str] = Field(default_factory=list)
-    """Names given with --skip."""
     finished_at: datetime
 
 
@@ -244,7 +240,6 @@ class Interface(BaseModel):
     """Addresses with their prefix length: "192.168.0.1/30"."""
     active: bool | None = None
     bridge: str | None = None
-    """The bridge that it belongs to."""
     port_name: str | None = None
     """Localised name of the hardware port in macOS."""
 
@@ -335,7 +330,6 @@ class NodeFacts(BaseModel):
     problem_kind: str | None = None
     """"unreachable", "login refused", "key unknown", "key changed" or "no python"; None for any other problem."""
     fix: str | None = None
-    """The fix for `problem`, if known."""
     host_key: HostKeyOffer | None = None
     """The key to accept, if that is the problem."""
     changed_key: HostKeyChange | None = None

@@ -44,7 +44,6 @@ class NodeCondition:
     since: datetime
     """Last contact with an unreachable node; time of the reconnection of a connected one."""
     why: str | None = None
-    """Why it is unreachable, one line."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class StopProgress:
     """"asked", "stop", "term", "kill", "verifying", "stopped" or "unconfirmed"."""
     since: datetime
     acknowledged: tuple[int, ...] = ()
-    """Ranks with an exit record."""
     left: tuple[str, ...] = ()
     """Processes that are still alive, as "node pid command"."""
     passed: tuple[str, ...] = ()
@@ -120,7 +118,6 @@ class AttemptStatus:
     source: str | None = None
     """Origin of the restored state: "emergency", "checkpoint", "adapter" or "none"."""
     repeated: int | None = None
-    """Number of repeated steps."""
     recovery_s: float | None = None
     """Seconds from the failure to the first step."""
 
@@ -152,7 +149,6 @@ class ChunkProgress:
     """Progress through data that is streamed in chunks."""
 
     done: int
-    """Finished chunks of this epoch."""
     of: int
     epoch: int = 1
     """From 1."""
@@ -164,7 +160,6 @@ class RunSnapshot:
 
     record: RunRecord
     supervised: bool
-    """A supervisor of this run is alive."""
     state_since: datetime
     ranks: tuple[RankStatus, ...] = ()
     checks: tuple[CheckResult, ...] = ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from tui.formatting import plural
 from tui.state import VIEWS, DeckState
 
 if TYPE_CHECKING:
@@ -109,56 +110,58 @@ Why = Callable[[DeckState], str | None]
 """Returns in a few words why an action cannot be done now; None when it can."""
 
 
-def _always(state: DeckState) -> str | None:
-    return None
+def _first(*conditions: Why) -> Why:
+    """The first reason that one of them has."""
+    return lambda state: next((why for condition in conditions if (why := condition(state)) is not None), None)
 
 
-def _launch(state: DeckState) -> str | None:
-    if not state.ready:
-        return "the engine is still loading"
-    if state.busy:
-        return f"{state.busy} is under way"
+def _loading(state: DeckState) -> str | None:
+    return None if state.ready else "the engine is still loading"
+
+
+def _busy(state: DeckState) -> str | None:
+    return f"{state.busy} is under way" if state.busy else None
+
+
+def _nothing_to(what: str) -> Why:
+    return lambda state: f"there is no configuration to {what}" if state.config is None else None
+
+
+def _running(why: str) -> Why:
+    return lambda state: f"{state.running.id} {why}" if state.running is not None else None
+
+
+_NOT_ENDED: Final = _running("has not ended: ctrl+x aborts it")
+
+
+def _nothing_to_launch(state: DeckState) -> str | None:
     if state.config is None:
         return state.fault or "there is no configuration: no flightdeck.toml here"
-    if state.running is not None:
-        return f"{state.running.id} has not ended: ctrl+x aborts it"
-    if failures := state.failures():
-        return f"preflight has {failures} failure{'s' if failures > 1 else ''}: r checks again"
     return None
+
+
+def _failures(state: DeckState) -> str | None:
+    failures = state.failures()
+    return f"preflight has {plural(failures, 'failure')}: r checks again" if failures else None
 
 
 def _abort(state: DeckState) -> str | None:
     if state.snapshot is None:
         return "no run is shown"
-    if not state.active:
-        return f"{state.snapshot.record.id} has ended"
-    return None
+    return None if state.active else f"{state.snapshot.record.id} has ended"
 
 
-def _recheck(state: DeckState) -> str | None:
-    if not state.ready:
-        return "the engine is still loading"
-    if state.config is None:
-        return "there is no configuration to check"
-    if state.pane == "preflight" and state.running is not None:
-        return f"{state.running.id} uses the ranks and ports now; its own checks are shown"
-    if state.busy:
-        return f"{state.busy} is under way"
-    return None
+def _checked_by_run(state: DeckState) -> str | None:
+    if state.pane != "preflight":
+        return None
+    return _running("uses the ranks and ports now; its own checks are shown")(state)
+
+
+_measure: Final = _first(_loading, _nothing_to("measure"), _running("uses the nodes now: wait for its end"), _busy)
 
 
 def _calibrate(state: DeckState) -> str | None:
-    if state.calibrating is not None:
-        return None
-    if not state.ready:
-        return "the engine is still loading"
-    if state.config is None:
-        return "there is no configuration to measure"
-    if state.running is not None:
-        return f"{state.running.id} uses the nodes now: wait for its end"
-    if state.busy:
-        return f"{state.busy} is under way"
-    return None
+    return _measure(state) if state.calibrating is None else None
 
 
 def _log(state: DeckState) -> str | None:
@@ -172,15 +175,10 @@ def _plot(state: DeckState) -> str | None:
 
 
 def _fix(state: DeckState) -> str | None:
-    if not state.ready:
-        return "the engine is still loading"
-    found = fix_for(state)
-    return found if isinstance(found, str) else None
+    return found if isinstance(found := fix_for(state), str) else None
 
 
 def _shell(state: DeckState) -> str | None:
-    if not state.ready:
-        return "the engine is still loading"
     if state.config is None or state.node is None:
         return "no configuration says how to reach the node"
     facts = state.selected_facts
@@ -189,22 +187,12 @@ def _shell(state: DeckState) -> str | None:
     return None
 
 
-def _demo(state: DeckState) -> str | None:
-    if not state.ready:
-        return "the engine is still loading"
-    if state.config is not None:
-        return "there is a configuration: n launches it"
-    if state.busy:
-        return f"{state.busy} is under way"
-    if state.running is not None:
-        return f"{state.running.id} has not ended: ctrl+x aborts it"
-    return None
+def _configured(state: DeckState) -> str | None:
+    return "there is a configuration: n launches it" if state.config is not None else None
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a person can do."""
-
     id: str
     keys: tuple[str, ...]
     """Textual's key names."""
@@ -218,7 +206,7 @@ class Action:
     """Panes in which it works; None is all."""
     dangerous: bool = False
     """Ends or overwrites something; never on a bare letter, always confirmed."""
-    why_not: Why = _always
+    why_not: Why = lambda state: None
     when: Callable[[DeckState], bool] = lambda state: True
     """The key means this now, beyond views and panes."""
     palette: bool = True
@@ -244,7 +232,6 @@ _SHOWN: Final = {
 
 
 def shown_key(key: str) -> str:
-    """A Textual key name as people write it."""
     return _SHOWN.get(key, key)
 
 
@@ -253,21 +240,23 @@ LOG_VIEWS: Final = ("dashboard", "run")
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("next_match", ("n",), "next", "Next match of the search", "logs", LOG_VIEWS, why_not=_log,
            when=lambda state: state.searching and state.pane == "logs", palette=False),
-    Action("launch", ("n",), "launch", "Launch the plan, after a confirmation", "run", why_not=_launch),
+    Action("launch", ("n",), "launch", "Launch the plan, after a confirmation", "run",
+           why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures)),
     Action("abort", ("ctrl+x",), "abort", "Abort the shown run, after a confirmation", "run", dangerous=True,
            why_not=_abort),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
-           why_not=_recheck),
-    Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run", why_not=_demo,
+           why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
+    Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
+           why_not=_first(_loading, _configured, _busy, _NOT_ENDED),
            when=lambda state: state.ready and state.config is None),
     Action("calibrate", ("c",), "calibrate", "Measure every node and link, or stop measuring", "nodes",
            panes=("calibration",), why_not=_calibrate),
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
            panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
     Action("fix", ("x",), "fix", "Fix what is selected: run the fix on its node, or compare a host key; asks first",
-           "nodes", panes=("nodes", "preflight"), why_not=_fix),
+           "nodes", panes=("nodes", "preflight"), why_not=_first(_loading, _fix)),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
-           panes=("nodes",), why_not=_shell),
+           panes=("nodes",), why_not=_first(_loading, _shell)),
     Action("view_nodes", ("1",), "nodes", "Nodes, full screen", "views"),
     Action("view_preflight", ("2",), "preflight", "Preflight, full screen", "views"),
     Action("view_calibration", ("3",), "calibration", "Calibration and shares, full screen", "views"),

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
-from textual.binding import Binding, BindingType
 from textual.events import Event, InputEvent
 from textual.worker import Worker
 
@@ -68,10 +67,6 @@ class FlightDeckApp(App[None]):
     CSS_PATH = "app.tcss"
     COMMANDS: ClassVar[set[Any]] = {ActionProvider}
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "leave", show=False, priority=True),
-        Binding("ctrl+c", "leave_hint", show=False),
-    ]
 
     def __init__(
         self,
@@ -181,7 +176,7 @@ class FlightDeckApp(App[None]):
     # Messages of the poller and the client
 
     def on_engine_ready(self, message: EngineReady) -> None:
-        self.client.engine = message.engine
+        self.client.loaded = message.engine
         config = message.config
         self._gc.start()
         facts = {facts.node: facts for facts in message.facts}
@@ -266,7 +261,6 @@ class FlightDeckApp(App[None]):
 
     def open_run(self, run: str) -> None:
         """Show a run on the dashboard, and follow it while it is active."""
-        assert self.client.engine is not None
         try:
             run_dir = self.client.engine.runs.find(run)
         except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
@@ -275,15 +269,14 @@ class FlightDeckApp(App[None]):
         self._shown = run_dir.id
         self.store.change(snapshot=None, has_log=True, searching=False)
         self.poller.follow(run_dir.id)
-        self.deck.logs.open(run_dir)
+        self.deck.logs.view.open(run_dir)
         if self.state.view != "run":
             self.deck.go("dashboard")
 
     def close_run(self) -> None:
-        """Show the plan again."""
         self._shown = None
         self.poller.follow(None)
-        self.deck.logs.open(None)
+        self.deck.logs.view.open(None)
         self.store.change(snapshot=None, has_log=False, searching=False)
         if self.state.plan is None:
             self._request(self.client.plan())
@@ -359,7 +352,6 @@ class FlightDeckApp(App[None]):
         self._request(self.client.demo())
 
     def do_fix(self) -> None:
-        """Ask about the fix or the host key of what is selected."""
         found = fix_for(self.state)
         if isinstance(found, Fix):
             self._ask_fix(found)
@@ -367,7 +359,6 @@ class FlightDeckApp(App[None]):
             self._ask_key(found.facts)
 
     def _ask_key(self, facts: NodeFacts) -> None:
-        assert self.client.engine is not None
         width, offer = text_width(self.size.width), facts.host_key
 
         def answered(go: bool | None) -> None:
@@ -399,9 +390,8 @@ class FlightDeckApp(App[None]):
         self.push_screen(confirm_fix(found.check, found.commands, hosts, width), answered)
 
     def do_shell(self) -> None:
-        """Hand the terminal to a shell on the selected node until that ends."""
         config, node, engine = self.state.config, self.state.node, self.client.engine
-        assert engine is not None and config is not None and node is not None
+        assert config is not None and node is not None
         try:
             argv = engine.nodes.shell_argv(config, node)
             with self._suspended():
@@ -433,7 +423,7 @@ class FlightDeckApp(App[None]):
     def do_freeze(self) -> None:
         frozen = not self.state.frozen
         self.store.change(frozen=frozen)
-        self.deck.logs.freeze(frozen)
+        self.deck.logs.view.freeze(frozen)
         if not frozen:
             if self._latest is not None:
                 self.on_snapshot_taken(self._latest)
@@ -455,7 +445,7 @@ class FlightDeckApp(App[None]):
             self.say(f"saved to {path}")
 
     def _save(self, text: str, name: str) -> Path | None:
-        if self.client.engine is None:
+        if not self.state.ready:
             self.say("the engine is still loading", severity="warning")
             return None
         try:
@@ -481,10 +471,8 @@ class FlightDeckApp(App[None]):
     async def action_quit(self) -> None:
         self.do_quit()
 
-    def action_leave(self) -> None:
-        self.do_quit()
-
-    def action_leave_hint(self) -> None:
+    def action_help_quit(self) -> None:
+        """ctrl+c."""
         self.say("q quits the console (the run goes on); ctrl+x aborts the run")
 
 

@@ -118,7 +118,6 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def _starting(commands: Commands) -> None:
-    """demo, launch, resume, abort."""
     demo = _command(
         commands,
         "demo",
@@ -170,7 +169,6 @@ def _starting(commands: Commands) -> None:
 
 
 def _cluster(commands: Commands) -> None:
-    """init, plan, preflight, sync, calibrate, nodes, doctor."""
     _init(commands)
     _planning(commands)
     preflight = _command(
@@ -216,7 +214,6 @@ def _cluster(commands: Commands) -> None:
 
 
 def _planning(commands: Commands) -> None:
-    """plan, calibrate, sync."""
     plan = _command(
         commands,
         "plan",
@@ -281,7 +278,6 @@ def _init(commands: Commands) -> None:
 
 
 def _history(commands: Commands) -> None:
-    """runs, show, logs, metrics."""
     runs = _command(commands, "runs", "runs.runs", "every run, newest first", ("flightdeck runs -n 5", "the last five"))
     runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the newest N")
     show = _command(

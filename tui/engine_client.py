@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -164,33 +165,28 @@ def _others() -> set[asyncio.Task[Any]]:
     return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
+@dataclass
 class Notice(Message):
     """One plain line for a corner of the screen."""
 
-    def __init__(self, text: str, severity: str = "information") -> None:
-        super().__init__()
-        self.text = text
-        self.severity = severity
+    text: str
+    severity: str = "information"
 
 
+@dataclass
 class RunLaunched(Message):
-    """The run is to be shown."""
-
-    def __init__(self, run: str) -> None:
-        super().__init__()
-        self.run = run
+    run: str
 
 
 class AbortProgressed(Message):
     """The aborted run's snapshot is worth reading now."""
 
 
+@dataclass
 class TelemetryReceived(Message):
     """The newest telemetry of each node; a newer message replaces a waiting one."""
 
-    def __init__(self, newest: dict[str, NodeTelemetry]) -> None:
-        super().__init__()
-        self.newest = newest
+    newest: dict[str, NodeTelemetry]
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, TelemetryReceived)
@@ -200,16 +196,13 @@ class FixProgressed(Message):
     """A fix command has ended."""
 
 
+@dataclass
 class FixFinished(Message):
-    """All commands of a fix have ended."""
-
-    def __init__(self, commands: Sequence[FixCommand]) -> None:
-        super().__init__()
-        self.commands = commands
+    commands: Sequence[FixCommand]
 
 
 class EngineClient:
-    """Each request is a coroutine of the app's loop; without an engine or a configuration it does nothing."""
+    """Each request is a coroutine of the app's loop."""
 
     def __init__(
         self,
@@ -219,7 +212,7 @@ class EngineClient:
         *,
         telemetry_s: float = BATCH_S,
     ) -> None:
-        self.engine: Engine | None = None
+        self.loaded: Engine | None = None
         self._store = store
         self._clock = clock
         self._post = post
@@ -229,28 +222,40 @@ class EngineClient:
         self._telemetry_of: Config | None = None
         self._needed_at = 0.0
 
+    @property
+    def engine(self) -> Engine:
+        """No action can be done, and no configuration is known, before it is loaded."""
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def _config(self) -> Config:
+        """The actions that need one cannot be done without."""
+        assert self._store.state.config is not None
+        return self._store.state.config
+
     async def close(self) -> None:
         """Cancel what is under way and close the connections, within some seconds."""
         telemetry = self._telemetry
         self.stop_telemetry()
         if telemetry is not None:
             await asyncio.wait([telemetry])
-        await self._loop.stop(self.engine.close if self.engine is not None else None)
+        await self._loop.stop(self.loaded.close if self.loaded is not None else None)
 
     def _notify(self, text: str, severity: str = "information") -> None:
         self._post(Notice(text, severity))
 
     def update_telemetry(self, *, needed: bool) -> None:
         """Start telemetry when it is needed, end it when it has not been for LINGER_S or is of another cluster."""
-        config, engine = self._store.state.config, self.engine
-        if config is None or engine is None:
+        config = self._store.state.config
+        if config is None:
             return
         if self._telemetry_of is not config:
             self.stop_telemetry()
         if needed:
             self._needed_at = monotonic()
             if self._telemetry is None:
-                self._telemetry = asyncio.create_task(self._stream_telemetry(engine, config), name="telemetry")
+                self._telemetry = asyncio.create_task(self._stream_telemetry(self.engine, config), name="telemetry")
                 self._telemetry_of = config
         elif monotonic() - self._needed_at > LINGER_S:
             self.stop_telemetry()
@@ -275,13 +280,23 @@ class EngineClient:
                 self._notify(f"telemetry: {error or type(error).__name__}", "warning")
             await asyncio.sleep(TELEMETRY_RETRY_S)
 
+    @contextlib.contextmanager
+    def _request(self, what: str, **ended: Any) -> Iterator[None]:
+        """A refusal is shown as one line; at the end the state is changed by `ended`."""
+        try:
+            yield
+        except ENGINE_ERRORS as error:
+            self._notify(f"{what}: {error}", "error")
+        finally:
+            self._store.change(**ended)
+
     async def probe(self) -> None:
         """Probe every node once; each is shown as it answers, and then how they are connected."""
-        store, config, engine = self._store, self._store.state.config, self.engine
-        if config is None or engine is None or store.state.probing:
+        store, config, engine = self._store, self._config, self.engine
+        if store.state.probing:
             return
         store.change(probing=True, unanswered=frozenset(node.name for node in config.nodes))
-        try:
+        with self._request("probe", probing=False, unanswered=frozenset()):
             async with aclosing(self._loop.each(lambda: engine.nodes.probe_each(config))) as answers:
                 async for facts in answers:
                     seen = {**store.state.facts, facts.node: facts}
@@ -291,16 +306,12 @@ class EngineClient:
             store.change(topology=topology, network_plan=network, network_problem=problem)
             # A calibration is of chips and versions: the probe may have found others.
             store.change(prediction=await self._loop.call(lambda: _predict(engine, config)))
-        except ENGINE_ERRORS as error:
-            self._notify(f"probe: {error}", "error")
-        finally:
-            store.change(probing=False, unanswered=frozenset())
         await self.plan()
 
     async def plan(self) -> None:
         """Plan the next launch by the newest facts; not while ranks run on the nodes, when nobody needs it."""
         store, config, engine = self._store, self._store.state.config, self.engine
-        if config is None or engine is None or store.state.planning or store.state.running is not None:
+        if config is None or store.state.planning or store.state.running is not None:
             return
         known = store.state.known_facts
         store.change(planning=True)
@@ -317,57 +328,42 @@ class EngineClient:
 
     async def preflight(self) -> None:
         """Run the checks without a launch; each is shown as it ends."""
-        store, config, engine = self._store, self._store.state.config, self.engine
-        if config is None or engine is None:
-            return
+        store, config, engine = self._store, self._config, self.engine
         store.change(busy="checking", checks=(), checks_at=None)
-        try:
+        with self._request("preflight", busy=None):
             async with aclosing(self._loop.each(lambda: engine.checks.preflight(config))) as results:
                 async for result in results:
                     known = {check.name: check for check in (*store.state.checks, result)}
                     store.change(checks=tuple(known.values()))
             store.change(checks_at=self._clock(), now=self._clock())
-        except ENGINE_ERRORS as error:
-            self._notify(f"preflight: {error}", "error")
-        finally:
-            store.change(busy=None)
 
     async def calibrate(self, *, quick: bool) -> None:
         """Measure every node and link, with its progress shown. Cancelled, it ends on the nodes."""
-        store, config, engine = self._store, self._store.state.config, self.engine
-        if config is None or engine is None:
-            return
+        store, config, engine = self._store, self._config, self.engine
         store.change(busy="calibrating", calibrating={})
         problems: list[str] = []
         try:
-            async with aclosing(self._loop.each(lambda: engine.calibrations.measure(config, quick=quick))) as steps:
-                async for step in steps:
-                    if isinstance(step, api.Calibration):
-                        problems = [f"{node.node}: {node.problem}" for node in step.nodes if node.problem]
-                    else:
-                        store.change(calibrating={**(store.state.calibrating or {}), step.what: step})
-            store.change(prediction=await self._loop.call(lambda: _predict(engine, config)), now=self._clock())
-            if problems:
-                self._notify(f"calibration: not kept, {'; '.join(problems)}", "error")
-            else:
-                self._notify("calibration: measured")
-            await self.plan()
+            with self._request("calibration", busy=None, calibrating=None):
+                async with aclosing(self._loop.each(lambda: engine.calibrations.measure(config, quick=quick))) as steps:
+                    async for step in steps:
+                        if isinstance(step, api.Calibration):
+                            problems = [f"{node.node}: {node.problem}" for node in step.nodes if node.problem]
+                        else:
+                            store.change(calibrating={**(store.state.calibrating or {}), step.what: step})
+                store.change(prediction=await self._loop.call(lambda: _predict(engine, config)), now=self._clock())
+                if problems:
+                    self._notify(f"calibration: not kept, {'; '.join(problems)}", "error")
+                else:
+                    self._notify("calibration: measured")
+                await self.plan()
         except asyncio.CancelledError:
             self._notify("calibration: stopped")
             raise
-        except ENGINE_ERRORS as error:
-            self._notify(f"calibration: {error}", "error")
-        finally:
-            store.change(busy=None, calibrating=None)
 
     async def launch(self, config: Config) -> None:
-        """Launch, and have the run shown."""
-        engine = self.engine
-        if engine is None:
-            return
         self._store.change(busy="launching", fault=None)
         try:
-            record = await self._loop.call(lambda: engine.launches.launch(config))
+            record = await self._loop.call(lambda: self.engine.launches.launch(config))
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error))
             self._notify(str(error), "error")
@@ -380,24 +376,16 @@ class EngineClient:
 
     async def abort(self, run: str, *, now: bool) -> None:
         """Request the stop and follow it until it is proved; its progress is in the run's snapshots."""
-        engine = self.engine
-        if engine is None:
-            return
-        try:
-            async with aclosing(self._loop.each(lambda: engine.runs.abort(run, now=now))) as stages:
+        with self._request("abort"):
+            async with aclosing(self._loop.each(lambda: self.engine.runs.abort(run, now=now))) as stages:
                 async for _ in stages:
                     self._post(AbortProgressed())
-        except ENGINE_ERRORS as error:
-            self._notify(f"abort: {error}", "error")
 
     async def demo(self) -> None:
         """Make the demo's model where it is missing (seconds), then launch it."""
-        engine = self.engine
-        if engine is None:
-            return
         self._store.change(busy="making the demo's model")
         try:
-            config = await asyncio.to_thread(engine.configs.demo)
+            config = await asyncio.to_thread(self.engine.configs.demo)
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error), busy=None)
             return
@@ -407,30 +395,21 @@ class EngineClient:
 
     async def accept_host_key(self, node: str, offer: HostKeyOffer) -> None:
         """Accept the key that a person has compared, and probe again."""
-        engine = self.engine
-        if engine is None:
-            return
-        try:
-            await self._loop.call(lambda: engine.nodes.accept_host_key(offer))
-        except ENGINE_ERRORS as error:
-            self._notify(f"not accepted: {error}", "error")
-            return
-        self._notify(f"accepted the host key of {node}")
-        # Telemetry retries a node that refused it only after a while.
-        self.stop_telemetry()
-        await self.probe()
+        with self._request("not accepted"):
+            await self._loop.call(lambda: self.engine.nodes.accept_host_key(offer))
+            self._notify(f"accepted the host key of {node}")
+            # Telemetry retries a node that refused it only after a while.
+            self.stop_telemetry()
+            await self.probe()
 
     async def fix(self, config: Config, commands: Sequence[FixCommand]) -> None:
         """Run each command on its node, all at once; output and exit code are put into it."""
-        engine = self.engine
-        if engine is None:
-            return
-        await asyncio.gather(*(self._run_fix(engine, config, command) for command in commands))
+        await asyncio.gather(*(self._run_fix(config, command) for command in commands))
         self._post(FixFinished(commands))
 
-    async def _run_fix(self, engine: Engine, config: Config, command: FixCommand) -> None:
+    async def _run_fix(self, config: Config, command: FixCommand) -> None:
         try:
-            done = await self._loop.call(lambda: engine.nodes.run_on(config, command.node, command.line))
+            done = await self._loop.call(lambda: self.engine.nodes.run_on(config, command.node, command.line))
         except ENGINE_ERRORS as error:
             command.problem = str(error)
         else:

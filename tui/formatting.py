@@ -35,6 +35,11 @@ def age(then: datetime | None, now: datetime) -> str:
     return "now"
 
 
+def ago(then: datetime | None, now: datetime, *, at_once: str = "just now") -> str:
+    """ "3 min ago"; `at_once` below a second."""
+    return at_once if (text := age(then, now)) == "now" else f"{text} ago"
+
+
 def size(count: int | float | None) -> str:
     """Bytes with a decimal unit: "812 B", "1.5 MB", "512 GB"."""
     if count is None:

@@ -7,10 +7,13 @@ needs nothing of the engine.
 from __future__ import annotations
 
 import locale
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from textual.content import Content
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,6 @@ RANK_STYLES: Final = ("$text-primary", "$text-accent", "$text-success", "$text-s
 
 
 def rank_style(rank: int) -> str:
-    """The stable colour of a rank."""
     return RANK_STYLES[rank % len(RANK_STYLES)]
 
 
@@ -90,7 +92,6 @@ class Glyphs:
         return glyph.ascii if self.ascii else glyph.shape
 
     def mark(self, glyph: Glyph) -> Content:
-        """The shape alone, coloured."""
         return Content.styled(self.shape(glyph), glyph.style)
 
     def state(self, glyph: Glyph, word: str) -> Content:
@@ -125,3 +126,9 @@ class Glyphs:
     def none(self) -> str:
         """Stands for a fact that nobody measured."""
         return "-" if self.ascii else "–"
+
+    def known(self, value: Value | None, form: Callable[[Value], str] | str) -> str:
+        """The value as `form` writes it, a function or a format such as ".3f"; `none` for None."""
+        if value is None:
+            return self.none
+        return format(value, form) if isinstance(form, str) else form(value)

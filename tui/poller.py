@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -30,55 +30,44 @@ class _Newest(Message):
         return type(message) is type(self)
 
 
+@dataclass
 class EngineReady(Message):
     """The engine is loaded; with the configuration, where there is one, and its nodes' stored facts."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: Config | None,
-        facts: tuple[NodeFacts, ...] = (),
-        prediction: Prediction | None = None,
-    ) -> None:
-        super().__init__()
-        self.engine = engine
-        self.config = config
-        self.facts = facts
-        self.prediction = prediction
+    engine: Engine
+    config: Config | None
+    facts: tuple[NodeFacts, ...] = ()
+    prediction: Prediction | None = None
 
 
+@dataclass
 class EngineFailed(Message):
     """The engine cannot be loaded, or the configuration has faults."""
 
-    def __init__(self, fault: str, exit_code: int) -> None:
-        super().__init__()
-        self.fault = fault
-        self.exit_code = exit_code
+    fault: str
+    exit_code: int
 
 
+@dataclass
 class SnapshotTaken(_Newest):
     """The followed run as it is now."""
 
-    def __init__(self, run: str, snapshot: RunSnapshot) -> None:
-        super().__init__()
-        self.run = run
-        self.snapshot = snapshot
+    run: str
+    snapshot: RunSnapshot
 
 
+@dataclass
 class RunsRead(_Newest):
     """All runs, newest first."""
 
-    def __init__(self, runs: tuple[RunRecord, ...]) -> None:
-        super().__init__()
-        self.runs = runs
+    runs: tuple[RunRecord, ...]
 
 
+@dataclass
 class Trouble(Message):
     """Something cannot be read; posted once until the text changes."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
+    text: str
 
 
 POLL_S: Final = 0.1
@@ -195,27 +184,16 @@ class RunPoller:
         except Exception as trouble:
             self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
             return None
-        facts, prediction = self._last_facts(engine, config), self._prediction(engine, config)
-        self._post(EngineReady(engine, config, facts, prediction))
+        ready = EngineReady(engine, config)
+        if config is not None:
+            try:
+                # Shown with their age until the nodes answer.
+                ready.facts = tuple(engine.nodes.last_facts(config))
+                ready.prediction = engine.calibrations.predict(config, engine.calibrations.latest(config))
+            except Exception as trouble:
+                self._report(_error_text(trouble))
+        self._post(ready)
         return engine
-
-    def _last_facts(self, engine: Engine, config: Config | None) -> tuple[NodeFacts, ...]:
-        """The stored facts, shown with their age until the nodes answer."""
-        try:
-            return tuple(engine.nodes.last_facts(config)) if config is not None else ()
-        except Exception as trouble:
-            self._report(_error_text(trouble))
-            return ()
-
-    def _prediction(self, engine: Engine, config: Config | None) -> Prediction | None:
-        """The next launch by the newest calibration."""
-        try:
-            return (
-                engine.calibrations.predict(config, engine.calibrations.latest(config)) if config is not None else None
-            )
-        except Exception as trouble:
-            self._report(_error_text(trouble))
-            return None
 
     def _adopt(self, engine: Engine) -> None:
         try:

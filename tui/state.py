@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.formatting import age
+from tui.formatting import ago
 from tui.glyphs import Glyphs
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class DeckState:
 
     def ago(self, moment: datetime | None) -> str:
         """ "just now" or "3 min ago"."""
-        return "just now" if (text := age(moment, self.now)) == "now" else f"{text} ago"
+        return ago(moment, self.now)
 
     def age_s(self, moment: datetime) -> float:
         """Seconds from `moment` to now, never below 0."""

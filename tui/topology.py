@@ -58,6 +58,53 @@ class _Pen:
     ends: tuple[str, str]
 
 
+@dataclass(frozen=True)
+class _Cabling:
+    """The cables beside the boxes."""
+
+    lanes: Sequence[_Lane]
+    cells: int
+    """Width of a lane."""
+    named: bool
+    """There is room for the interfaces' names."""
+    pen: _Pen
+
+    def beside_edge(self, node: int, *, upper: bool) -> str:
+        """Beside a box's upper or lower edge: cables that run there, and the interface of one that does not."""
+        parts = ["  "]
+        for lane in self.lanes:
+            runs = lane.passes(node) or bool(lane.above(node) if upper else lane.below(node))
+            starts = lane.below(node) if upper else lane.above(node)
+            text = self.pen.down if runs else ""
+            if starts is not None and self.named and not runs:
+                # a is the upper end, since it comes first.
+                text = (starts.a_device if upper else starts.b_device) or ""
+            parts.append(text.ljust(self.cells))
+        return "".join(parts)
+
+    def last_of(self, node: int) -> int:
+        """The outermost lane with a cable of the node; -1 for none."""
+        ends = (bool(lane.below(node) or lane.above(node)) for lane in self.lanes)
+        return max((place for place, here in enumerate(ends) if here), default=-1)
+
+    def beside_middle(self, node: int) -> str:
+        """Beside a box's middle: its own line to the cables that end here, through those that run by."""
+        pen, last = self.pen, self.last_of(node)
+        parts = [pen.across * 2 if last >= 0 else "  "]
+        for place, lane in enumerate(self.lanes):
+            ending = place == last
+            if lane.below(node) is not None:
+                mark = pen.starts[ending]
+            elif lane.above(node) is not None:
+                mark = pen.ends[ending]
+            elif lane.passes(node):
+                mark = pen.crossing if place < last else pen.down
+            else:
+                mark = pen.across if place < last else " "
+            parts.append(mark + (pen.across if place < last else " ") * (self.cells - 1))
+        return "".join(parts)
+
+
 _UNICODE: Final = _Pen(("╭", "╮", "╰", "╯"), "─", "│", "├", "┼", ("┬", "╮"), ("┴", "╯"))
 _ASCII: Final = _Pen(("+", "+", "+", "+"), "-", "|", "+", "|", ("+", "+"), ("+", "+"))
 
@@ -72,7 +119,8 @@ def draw(topology: Topology, width: int, glyphs: Glyphs) -> list[str]:
     label = max(len(name) for cable in topology.cables for name in (cable.a_device or "", cable.b_device or ""))
     for lane in dict.fromkeys((max(label + 2, 4), label + 1, _NARROW_LANE)):
         if _box(topology) + 2 + lane * len(lanes) <= width:
-            return _drawn(topology, lanes, lane, label if lane > label else 0, glyphs)
+            cabling = _Cabling(lanes, lane, 0 < label < lane, _ASCII if glyphs.ascii else _UNICODE)
+            return _drawn(topology, cabling, glyphs)
     return _listed([_cable_text(cable, glyphs) for cable in topology.cables], LISTED * 2)
 
 
@@ -149,57 +197,20 @@ def _lanes(topology: Topology) -> list[_Lane]:
     return lanes
 
 
-def _drawn(topology: Topology, lanes: Sequence[_Lane], lane: int, label: int, glyphs: Glyphs) -> list[str]:
-    pen, box = (_ASCII if glyphs.ascii else _UNICODE), _box(topology)
+def _drawn(topology: Topology, cabling: _Cabling, glyphs: Glyphs) -> list[str]:
+    pen, box = cabling.pen, _box(topology)
     top_left, top_right, bottom_left, bottom_right = pen.corners
     lines = []
     for number, node in enumerate(topology.nodes):
         name = node if len(node) <= _NAME else node[: _NAME - 1] + ("." if glyphs.ascii else "…")
         edge = pen.across * (box - 2)
-        joined = [bool(each.below(number) or each.above(number)) for each in lanes]
-        last = max((place for place, ends in enumerate(joined) if ends), default=-1)
-        middle = f"{pen.down} {name:<{box - 4}} {pen.port if last >= 0 else pen.down}"
+        middle = f"{pen.down} {name:<{box - 4}} {pen.port if cabling.last_of(number) >= 0 else pen.down}"
         lines += [
-            top_left + edge + top_right + _gutter(lanes, number, lane, label, pen, upper=True),
-            middle + _cross(lanes, number, last, lane, pen),
-            bottom_left + edge + bottom_right + _gutter(lanes, number, lane, label, pen, upper=False),
+            top_left + edge + top_right + cabling.beside_edge(number, upper=True),
+            middle + cabling.beside_middle(number),
+            bottom_left + edge + bottom_right + cabling.beside_edge(number, upper=False),
         ]
     return [line.rstrip() for line in lines]
-
-
-def _gutter(lanes: Sequence[_Lane], node: int, lane: int, label: int, pen: _Pen, *, upper: bool) -> str:
-    """Beside a box's upper or lower edge: cables that run there, and the interface of one that does not."""
-    parts = ["  "]
-    for each in lanes:
-        runs = each.passes(node) or bool(each.above(node) if upper else each.below(node))
-        starts = each.below(node) if upper else each.above(node)
-        text = pen.down if runs else ""
-        if starts is not None and label and not runs:
-            text = _device(starts, upper=upper) or ""
-        parts.append(text.ljust(lane))
-    return "".join(parts)
-
-
-def _cross(lanes: Sequence[_Lane], node: int, last: int, lane: int, pen: _Pen) -> str:
-    """Beside a box's middle: its own line to the cables that end here, through those that run by."""
-    parts = [pen.across * 2 if last >= 0 else "  "]
-    for place, each in enumerate(lanes):
-        ending = place == last
-        if each.below(node) is not None:
-            mark = pen.starts[ending]
-        elif each.above(node) is not None:
-            mark = pen.ends[ending]
-        elif each.passes(node):
-            mark = pen.crossing if place < last else pen.down
-        else:
-            mark = pen.across if place < last else " "
-        parts.append(mark + (pen.across if place < last else " ") * (lane - 1))
-    return "".join(parts)
-
-
-def _device(cable: Cable, *, upper: bool) -> str | None:
-    """The interface at the cable's upper end (a's, since a comes first) or lower one."""
-    return cable.a_device if upper else cable.b_device
 
 
 def _cable_text(cable: Cable, glyphs: Glyphs) -> str:

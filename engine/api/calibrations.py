@@ -49,15 +49,12 @@ class CalibrationsApi:
 
         async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:
             before = await asyncio.to_thread(self._nodes.last_facts, config)
-            context = CheckContext(config, self._session.fleet(config))
-            try:
+            async with CheckContext(config, self._session.fleet(config)) as context:
                 taken = await calibrate(context, quick=quick, known=before, on_progress=report)
-            finally:
-                await context.close()
-            if is_complete(taken):
-                facts = (await context.facts()).values()
-                await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, facts)
-                await asyncio.to_thread(self._session.store.put_calibration, taken)
+                if is_complete(taken):
+                    facts = (await context.facts()).values()
+                    await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, facts)
+                    await asyncio.to_thread(self._session.store.put_calibration, taken)
             report(taken)
 
         return stream(work, name="calibration")

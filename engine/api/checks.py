@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable
 from datetime import UTC, datetime
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.session import Session, stream
+from engine.checks.check import worst
 from engine.checks.context import CheckContext
 from engine.checks.doctor import examine_machine
 from engine.checks.rsync import sync_workdirs
-from engine.checks.runner import overall_status, run_checks, validate_skip
+from engine.checks.runner import run_checks, validate_skip
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
 from engine.security.audit import audit_log
@@ -30,28 +32,22 @@ class ChecksApi:
         when it ends. Closing the iterator ends them. Raises InputError for a name in `skip` that is no check or when
         no node would be left, and StateError."""
         used, division, calibration = await asyncio.to_thread(self._calibrations.divide, config)
-        context = CheckContext(used, self._session.fleet(config), division=division, calibration=calibration)
+        fleet, audit = self._session.fleet(config), functools.partial(audit_log, home=self._session.home)
 
         async def work(report: Callable[[CheckResult], None]) -> None:
-            try:
-                audit = functools.partial(audit_log, home=self._session.home)
+            async with CheckContext(used, fleet, division=division, calibration=calibration) as context:
                 await run_checks(context, skip=skip, on_result=report, audit=audit)
-            finally:
-                await context.close()
 
-        results = stream(work, name="preflight")
-        try:
+        async with contextlib.aclosing(stream(work, name="preflight")) as results:
             async for result in results:
                 yield result
-        finally:
-            await results.aclose()
 
     def report(self, config: Config, results: Iterable[CheckResult], *, skip: Iterable[str] = ()) -> PreflightReport:
         """The report on results of `preflight`. Raises InputError as it does."""
         ended = [result for result in results if result.status not in (CheckStatus.PENDING, CheckStatus.RUNNING)]
         return PreflightReport(
             checks=ended,
-            overall_status=overall_status(ended),
+            overall_status=worst(result.status for result in ended),
             overridden=validate_skip([*config.preflight.skip, *skip]),
             finished_at=datetime.now(UTC),
         )
@@ -65,11 +61,8 @@ class ChecksApi:
     ) -> SyncReport:
         """Make the nodes' workdirs alike, by the user's script or by rsync, and prove it; `dry_run` compares only.
         `on_line` receives each line of output. Raises InputError, LaunchError."""
-        context = CheckContext(config, self._session.fleet(config))
-        try:
+        async with CheckContext(config, self._session.fleet(config)) as context:
             report = await sync_workdirs(context, self._session.home, dry_run=dry_run, on_line=on_line)
-        finally:
-            await context.close()
         differing = [name for name, node in report.nodes.items() if not node.same]
         details = {"method": report.method, "dry_run": dry_run, "message": report.message, "differing": differing}
         audit_log("sync", "success" if report.synced else "failed", details, home=self._session.home)

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
     from engine.api.checks import ChecksApi
     from engine.api.configs import ConfigsApi
-    from engine.api.launches import LaunchesApi
+    from engine.api.launches import LaunchesApi, PlansApi
     from engine.api.nodes import NodesApi
-    from engine.api.plans import PlansApi
     from engine.api.runs import RunsApi
 
 
@@ -37,6 +36,12 @@ class Engine:
     async def close(self) -> None:
         """Close all connections to nodes; runs go on."""
         await self.session.close()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @cached_property
     def configs(self) -> ConfigsApi:
@@ -64,7 +69,7 @@ class Engine:
 
     @cached_property
     def plans(self) -> PlansApi:
-        from engine.api.plans import PlansApi
+        from engine.api.launches import PlansApi
 
         return PlansApi(self.session)
 

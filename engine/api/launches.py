@@ -1,20 +1,23 @@
-"""Launch and resume: a run's directory with its plan, and a supervisor for it."""
+"""Plan, launch and resume: what would be launched and why; a run's directory with its plan, and a supervisor for it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session
-from engine.checks.runner import validate_skip
+from engine.checks.context import CheckContext
+from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.host_locks import shared_hosts
-from engine.config.models import Config
+from engine.config.models import Config, Strategy
 from engine.errors import StateError
-from engine.models import RunRecord
+from engine.models import NodeFacts, RunRecord
+from engine.plan.document import TrainingPlan
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
 from engine.run.watch import RunWatch
@@ -22,6 +25,26 @@ from engine.security.audit import audit_log
 from engine.security.identifiers import validate_identifier
 from engine.security.paths import make_home
 from engine.store.layout import RunDir
+
+
+class PlansApi:
+    """A configuration's plan, made again each time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def make(
+        self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
+    ) -> TrainingPlan:
+        """Plan the configuration's job, with `strategy` in place of its own. Without `facts` the nodes are probed. For
+        a node that does not answer its last facts are used."""
+        async with CheckContext(config, self._session.fleet(config)) as context:
+            seen = list(facts) if facts is not None else list((await context.facts()).values())
+            plan = await make_training_plan(context, self._session.store, seen, strategy=strategy)
+        # A state that cannot be written is no reason to withhold the plan.
+        with contextlib.suppress(StateError):
+            await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
+        return plan
 
 
 class LaunchesApi:

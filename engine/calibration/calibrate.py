@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
@@ -26,7 +27,6 @@ async def calibrate(
     quick: bool,
     known: Iterable[NodeFacts] = (),
     on_progress: Callable[[CalibrationProgress], None],
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Calibration:
     """Measure the nodes and their links. `known` are the last known facts, for nodes that do not answer now. A node
     that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
@@ -35,18 +35,14 @@ async def calibrate(
     unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
     if len(unreachable) == len(config.nodes):
         raise next(iter(unreachable.values()))
-    reachable = (
-        CheckContext(select_nodes(config, layouts.keys() - unreachable.keys()), context.fleet)
-        if unreachable
-        else context
-    )
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        reachable = context
+        if unreachable:
+            kept = select_nodes(config, layouts.keys() - unreachable.keys())
+            reachable = await stack.enter_async_context(CheckContext(kept, context.fleet))
         results = await measure_nodes(reachable, QUICK_S if quick else config.calibration.seconds, on_progress)
         links, all_ranks = await measure_links(reachable, on_progress)
         backend = await _backend(reachable)
-    finally:
-        if reachable is not context:
-            await reachable.close()
     measured = {measure.node: measure for measure in results.nodes}
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
@@ -57,7 +53,7 @@ async def calibrate(
         job=config.job.name,
         fingerprint=fingerprint(config, facts),
         machines=node_fingerprints(config, facts),
-        taken_at=clock(),
+        taken_at=datetime.now(UTC),
         quick=quick,
         synthetic_model=config.job.command is not None,
         backend=backend,
@@ -124,13 +120,11 @@ async def _measure_link(
     context: CheckContext, names: tuple[str, ...], label: str, on_progress: Callable[[CalibrationProgress], None]
 ) -> LinkMeasure:
     on_progress(CalibrationProgress(label, "measuring", seconds=context.config.preflight.all_sum_s))
-    subset = CheckContext(select_nodes(context.config, names), context.fleet)
     try:
-        found = _link_measure(subset, names, await run_all_sum(subset))
+        async with CheckContext(select_nodes(context.config, names), context.fleet) as subset:
+            found = _link_measure(subset, names, await run_all_sum(subset))
     except (FlightDeckError, OSError) as error:
         found = LinkMeasure(nodes=names, problem=str(error))
-    finally:
-        await subset.close()
     on_progress(CalibrationProgress(label, "not measured" if found.problem else "measured", note=found.problem or ""))
     return found
 

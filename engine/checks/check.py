@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from engine.checks.context import CheckContext
 from engine.checks.fixes import as_shell_line
 from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
+from engine.security.identifiers import LOCAL
 
 CheckFunction = Callable[[CheckContext], Awaitable[CheckResult]]
 SkipReason = Callable[[Config], str | None]
+Answer = TypeVar("Answer")
 
 THIS_MACHINE = "this machine"
 """The head in messages, and in place of a node's name where it is none."""
@@ -53,48 +58,111 @@ def verdict(
     return CheckResult(name=name, status=status, summary=summary, evidence=evidence or {}, fix_command=fix_command)
 
 
+def worst(statuses: Iterable[CheckStatus]) -> CheckStatus:
+    """FAIL when any is that, else WARN when any is, else PASS."""
+    seen = set(statuses)
+    return next((status for status in (CheckStatus.FAIL, CheckStatus.WARN) if status in seen), CheckStatus.PASS)
+
+
+@dataclass
+class NodeFindings:
+    """A check's findings on one node, or on all of them together."""
+
+    passed: list[str] = field(default_factory=list)
+    """Facts in order, for the record."""
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    fixes: list[str] = field(default_factory=list)
+    """Commands against the faults, to be run on the node in this order."""
+    warning_fixes: list[str] = field(default_factory=list)
+
+    def fault(self, message: str, fix: str | None = None) -> None:
+        self.faults.append(message)
+        if fix is not None:
+            self.fixes.append(fix)
+
+    def warn(self, message: str, fix: str | None = None) -> None:
+        self.warnings.append(message)
+        if fix is not None:
+            self.warning_fixes.append(fix)
+
+    @property
+    def status(self) -> CheckStatus:
+        return CheckStatus.FAIL if self.faults else CheckStatus.WARN if self.warnings else CheckStatus.PASS
+
+    def reported(self, status: CheckStatus) -> tuple[list[str], list[str]]:
+        """The messages of a FAIL or a WARN, and their fixes: a warning's is not pasted together with a failure's."""
+        return (self.faults, self.fixes) if status is CheckStatus.FAIL else (self.warnings, self.warning_fixes)
+
+    def describe(self) -> str:
+        return ", ".join([*self.faults, *self.warnings, *self.passed])
+
+
 class Findings:
     """A check's findings on each node, and its result over all of them."""
 
     def __init__(self, name: str, config: Config) -> None:
         self._name = name
         self._config = config
+        self._nodes = {node.name: NodeFindings() for node in config.nodes}
+        self.overall = NodeFindings()
+        """Findings on no single node. They come first in the result; their fixes are for this machine's shell."""
         self.evidence: dict[str, str] = {}
-        self.faults: dict[str, str] = {}
-        """Node → why the check fails there."""
-        self.warnings: dict[str, str] = {}
-        self.fixes: dict[str, str] = {}
-        """Node → the command that fixes it, to be run there."""
+        """Node → what was seen there; by default its findings."""
+
+    @property
+    def faulty(self) -> list[NodeConfig]:
+        """The nodes on which the check fails."""
+        return [node for node in self._config.nodes if self.on(node).faults]
+
+    def on(self, node: NodeConfig) -> NodeFindings:
+        return self._nodes[node.name]
 
     def fault(self, node: NodeConfig, message: str, fix: str | None = None) -> None:
-        self.faults[node.name] = message
-        self.evidence.setdefault(node.name, message)
-        if fix is not None:
-            self.fixes[node.name] = fix
+        self.on(node).fault(message, fix)
 
-    def warning(self, node: NodeConfig, message: str, fix: str | None = None) -> None:
-        self.warnings[node.name] = message
-        if fix is not None:
-            self.fixes[node.name] = fix
+    def warn(self, node: NodeConfig, message: str, fix: str | None = None) -> None:
+        self.on(node).warn(message, fix)
 
-    def verdict(self, passed: str, *, advice: str = "", fix_command: str | None = None) -> CheckResult:
+    def answered(self, answers: Mapping[str, Answer | FlightDeckError]) -> Iterator[tuple[NodeConfig, Answer]]:
+        """Each node that has answered, with its answer; an error in place of an answer is the node's fault."""
+        for node in self._config.nodes:
+            answer = answers[node.name]
+            if isinstance(answer, FlightDeckError):
+                self.fault(node, str(answer))
+            else:
+                yield node, answer
+
+    def verdict(self, passed: str = "", *, advice: str = "", fix_command: str | None = None) -> CheckResult:
         """FAIL with all faults, else WARN with all warnings, else PASS with `passed`.
 
         `fix_command` is a line for this machine's shell, by default the nodes' fixes joined. `advice` ends the summary
-        of a failure or a warning.
+        of the nodes' failure or warning.
         """
-        status = CheckStatus.FAIL if self.faults else CheckStatus.WARN if self.warnings else CheckStatus.PASS
-        reported = self.faults or self.warnings
-        # The fix of a warning is not pasted together with that of a failure.
-        fixes = {node: fix for node, fix in self.fixes.items() if node in reported}
+        on_nodes = worst(found.status for found in self._nodes.values())
+        status = worst((on_nodes, self.overall.status))
+        messages, fixes = {}, {}
+        for node, found in self._nodes.items():
+            reported, commands = found.reported(on_nodes)
+            if reported:
+                messages[node] = "; ".join(reported)
+            if commands:
+                fixes[node] = " && ".join(dict.fromkeys(commands))
+        seen = {node: self.evidence.get(node, found.describe()) for node, found in self._nodes.items()}
+        parts, lines = [*self.overall.faults, *self.overall.warnings], [*self.overall.reported(status)[1]]
+        if messages:
+            parts.append(self._summary(messages) + (f"; {advice}" if advice else ""))
+            line = fix_command or as_shell_line(self._config, fixes)
+            if line is not None and on_nodes is status:
+                lines.append(line)
         return CheckResult(
             name=self._name,
             status=status,
-            summary=self._summary(reported) + (f"; {advice}" if advice else "") if reported else passed,
-            evidence=self.evidence,
-            fix_command=(fix_command or as_shell_line(self._config, fixes)) if reported else None,
+            summary="; ".join(parts) or passed,
+            evidence={node: text for node, text in seen.items() if text},
+            fix_command=" && ".join(dict.fromkeys(lines)) or None,
             fixes=fixes,
-            blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node.name in self.faults), None),
+            blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node in self.faulty), None),
         )
 
     def _summary(self, reported: Mapping[str, str]) -> str:
@@ -115,43 +183,14 @@ def skip_for_command(config: Config) -> str | None:
     return "the job runs a command of its own, which brings its own model and data" if config.job.command else None
 
 
+def this_machine(folder: str) -> NodeConfig:
+    """The head where it is no node, with a folder as its workdir."""
+    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=folder)
+
+
 def ranks_of(config: Config) -> list[tuple[int, NodeConfig]]:
     return list(enumerate(config.nodes))
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-@dataclass
-class NodeFindings:
-    """Several findings on one node."""
-
-    passed: list[str] = field(default_factory=list)
-    """Facts in order, for the record."""
-    faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    fixes: list[str] = field(default_factory=list)
-    """Commands against the faults, to be run on the node in this order."""
-    warning_fixes: list[str] = field(default_factory=list)
-
-    def fault(self, message: str, fix: str | None = None) -> None:
-        self.faults.append(message)
-        if fix is not None:
-            self.fixes.append(fix)
-
-    def warn(self, message: str, fix: str | None = None) -> None:
-        self.warnings.append(message)
-        if fix is not None:
-            self.warning_fixes.append(fix)
-
-    def add_to(self, findings: Findings, node: NodeConfig) -> None:
-        findings.evidence[node.name] = ", ".join([*self.faults, *self.warnings, *self.passed]) or "nothing to report"
-        if self.faults:
-            findings.fault(node, "; ".join(self.faults), _chain(self.fixes))
-        elif self.warnings:
-            findings.warning(node, "; ".join(self.warnings), _chain(self.warning_fixes))
-
-
-def _chain(commands: list[str]) -> str | None:
-    return " && ".join(dict.fromkeys(commands)) or None

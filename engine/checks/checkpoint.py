@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, skip_for_command
+from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import AdapterWeights, CheckpointStorage, ModelConfiguration
 from engine.cluster.transport.base import quoted
@@ -64,39 +64,29 @@ async def run(context: CheckContext) -> CheckResult:
 
     answers = await context.on_all_nodes(ask)
     found = Findings(NAME, config)
-    for node in config.nodes:
-        storage = answers[node.name]
-        if isinstance(storage, FlightDeckError):
-            found.fault(node, str(storage))
-        else:
-            found.evidence[node.name] = _describe(storage, state)
-            evaluate(found, node, storage, state, config)
+    for node, storage in found.answered(answers):
+        found.evidence[node.name] = _describe(storage, state)
+        evaluate(found.on(node), storage, state, config)
     size = f"{state.saved_bytes / 1e6:,.1f} MB a save" if state.saved_bytes is not None else "size of a save not known"
     return found.verdict(f"every node can save, {size}")
 
 
-def evaluate(found: Findings, node: NodeConfig, storage: CheckpointStorage, state: SaveSize, config: Config) -> None:
-    """Add one node's faults to `found`, the gravest first, each with its fix."""
-    faults: list[str] = []
-    fixes: list[str] = []
+def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize, config: Config) -> None:
+    """Add one node's faults to its findings, the gravest first, each with its fix."""
     if storage.fault is not None:
-        faults.append(storage.fault)
-        fixes += filter(None, [_fix(storage)])
+        findings.fault(storage.fault, _fix(storage))
         if "outside of the allowed" in storage.fault:
-            faults.append("choose another adapter_path, or name its folder in [preflight] roots")
+            findings.fault("choose another adapter_path, or name its folder in [preflight] roots")
     elif storage.free is not None and storage.free < state.needed_bytes:
-        faults.append(_short_of(storage, state))
-        fixes.append(f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
+        findings.fault(_short_of(storage, state), f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
     for file, why in storage.damaged:
-        faults.append(f"{file} is damaged: {why}")
         # Kept, but no longer found by a search for the newest.
-        fixes.append(f"mv {quoted(file)} {quoted(file + '.damaged')}")
+        findings.fault(f"{file} is damaged: {why}", f"mv {quoted(file)} {quoted(file + '.damaged')}")
     if storage.resume_fault is not None:
-        faults.append(f"resume_adapter_file: {storage.resume_fault}")
+        findings.fault(f"resume_adapter_file: {storage.resume_fault}")
     elif storage.resume is not None:
-        faults += [f"resume_adapter_file {why}" for why in resume_mismatches(storage.resume, config, state.layers)]
-    if faults:
-        found.fault(node, "; ".join(faults), " && ".join(fixes) or None)
+        for why in resume_mismatches(storage.resume, config, state.layers):
+            findings.fault(f"resume_adapter_file {why}")
 
 
 def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None) -> list[str]:

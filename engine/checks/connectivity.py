@@ -12,7 +12,7 @@ from engine.checks.check import THIS_MACHINE, Check, Findings, plural
 from engine.checks.context import CheckContext
 from engine.checks.fixes import FLIGHTDECK
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, HostKeyUnknown, LaunchError, NodeUnreachable
+from engine.errors import HostKeyUnknown, LaunchError, NodeUnreachable
 from engine.models import CheckResult
 
 NAME = "ssh_connectivity"
@@ -30,12 +30,11 @@ def _all_local(config: Config) -> str | None:
 async def run(context: CheckContext) -> CheckResult:
     reached = await context.on_all_nodes(lambda node: _reach(context, node))
     found = Findings(NAME, context.config)
+    for node, answer in found.answered(reached):
+        found.evidence[node.name] = answer
     for node in context.config.nodes:
-        answer = reached[node.name]
-        if isinstance(answer, FlightDeckError):
-            found.fault(node, str(answer), TRUST_COMMAND if isinstance(answer, HostKeyUnknown) else None)
-        else:
-            found.evidence[node.name] = answer
+        if isinstance(reached[node.name], HostKeyUnknown):
+            found.on(node).fixes.append(TRUST_COMMAND)
     return found.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
 
 

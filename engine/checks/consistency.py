@@ -7,10 +7,8 @@ workers have. For an mlx-lm job the trainer bundle counts as the script.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import posixpath
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checks import connectivity, sync
-from engine.checks.check import THIS_MACHINE, Check, Findings
+from engine.checks.check import THIS_MACHINE, Check, Findings, this_machine
 from engine.checks.context import CheckContext
 from engine.checks.fixes import copy_file, copy_folder, move_aside
 from engine.cluster.probe_results import FileHashes
 from engine.cluster.replies import probe_here
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import LaunchError
 from engine.models import CheckResult, WorkerConsistency
 from engine.outcomes import NoValue
 from engine.plan.preflight import command_files, comparison_not_applicable, comparison_switched_off
-from engine.security.identifiers import LOCAL
 
 NAME = "worker_consistency"
 _LIMIT_S = 60.0
@@ -114,15 +111,11 @@ def _plurality(values: list[tuple[str | None, ...]]) -> tuple[str | None, ...] |
 async def run(context: CheckContext) -> CheckResult:
     config = context.config
     models = {node.name: _model(context, node) for node in config.nodes}
-    answers = await _hashes(context, models)
-    failed = {name: answer for name, answer in answers.items() if isinstance(answer, FlightDeckError)}
-    if failed:
-        found = Findings(NAME, config)
-        for node in config.nodes:
-            if node.name in failed:
-                found.fault(node, str(failed[node.name]))
-        return found.verdict("")
-    workers = {name: answer for name, answer in answers.items() if not isinstance(answer, FlightDeckError)}
+    answers = await context.on_all_nodes(lambda node: _hashes(context, node, models[node.name]))
+    found = Findings(NAME, config)
+    workers = {node.name: hashes for node, hashes in found.answered(answers)}
+    if found.faulty:
+        return found.verdict()
     local = next((node for node in config.nodes if node.local), None)
     head = head_reference(workers[local.name] if local is not None else await _head_hashes(config), workers)
     return evaluate(config, workers, head, models)
@@ -161,7 +154,7 @@ def evaluate(
         found.evidence[node.name] = _list_hashes(workers[node.name])
         if node.name in compared.divergent:
             message = f"{node.name}: {_describe_difference(workers[node.name], compared.reference, against)}"
-            (found.fault if decision is Decision.BLOCK else found.warning)(node, message)
+            (found.fault if decision is Decision.BLOCK else found.warn)(node, message)
             found.evidence[node.name] = message
     detail = WorkerConsistency(
         enabled=True,
@@ -250,41 +243,27 @@ def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str
 def _source(config: Config, compared: Agreement) -> NodeConfig | None:
     """Who has the reference: this machine, else the first that agrees; None where nobody has all of it."""
     if compared.source == "head":
-        return next((node for node in config.nodes if node.local), None) or _head(config)
+        return next((node for node in config.nodes if node.local), None) or this_machine(str(_base(config)))
     return next((node for node in config.nodes if node.name in compared.agreeing), None)
 
 
-async def _hashes(context: CheckContext, models: Mapping[str, str | None]) -> dict[str, ItemHashes | FlightDeckError]:
-    """Node name → its hashes; nodes of one host with the same request are probed once."""
-    requests = {
-        node.name: (node.ssh, json.dumps(hashes_request(context.config, node, models[node.name])))
-        for node in context.config.nodes
-    }
-    first = {requests[node.name]: node for node in reversed(context.config.nodes)}
-
-    async def probe(node: NodeConfig) -> ItemHashes | FlightDeckError:
-        try:
-            request = requests[node.name][1]
-            return (await context.probe(node, "hashes", request, result_type=FileHashes, timeout_s=_LIMIT_S)).hashes
-        except FlightDeckError as error:
-            return error
-
-    answers = dict(zip(first, await asyncio.gather(*(probe(node) for node in first.values())), strict=True))
-    return {name: answers[request] for name, request in requests.items()}
+async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) -> ItemHashes:
+    """Nodes of one host with the same request are probed once."""
+    request = json.dumps(hashes_request(context.config, node, model))
+    answer = await context.shared(
+        f"hashes of {node.ssh}: {request}",
+        lambda: context.probe(node, "hashes", request, result_type=FileHashes, timeout_s=_LIMIT_S),
+    )
+    return answer.hashes
 
 
 async def _head_hashes(config: Config) -> dict[str, str | None]:
     """This machine's hashes where it is no node."""
-    request = hashes_request(config, _head(config), _head_model(config))
+    request = hashes_request(config, this_machine(str(_base(config))), _head_model(config))
     outcome = await probe_here("hashes", json.dumps(request), result_type=FileHashes, timeout_s=_LIMIT_S)
     if isinstance(outcome, NoValue):
         raise LaunchError("this machine's own files could not be read", where=THIS_MACHINE, why=str(outcome))
     return outcome.hashes
-
-
-def _head(config: Config) -> NodeConfig:
-    """This machine where it is no node."""
-    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=str(_base(config)))
 
 
 def _base(config: Config) -> Path:

@@ -52,7 +52,7 @@ class _Once(Generic[T]):
 
 
 class CheckContext:
-    """A configuration, its nodes, and what is known of them. Close with `close()`; the fleet is its owner's."""
+    """A configuration, its nodes, and what is known of them. Its owner closes the fleet."""
 
     def __init__(
         self,
@@ -129,6 +129,18 @@ class CheckContext:
         answers = await asyncio.gather(*(one(node) for node in nodes))
         return {node.name: answer for node, answer in zip(nodes, answers, strict=True)}
 
+    async def __aenter__(self) -> CheckContext:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def of_interpreters(self, ask: Callable[[NodeConfig], Awaitable[T]]) -> dict[str, T]:
+        """Node name → what `ask` gives, once for ranks of a host that share an interpreter. Raises what `ask` does."""
+        asked = {(node.ssh, node.python): node for node in self.config.nodes}
+        answers = dict(zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True))
+        return {node.name: answers[node.ssh, node.python] for node in self.config.nodes}
+
     async def close(self) -> None:
         """Cancel what still runs."""
         found: tuple[_Once[Any], ...] = (self.network_plan, self.topology, self.facts, self.interpreters, self.layouts)
@@ -152,11 +164,7 @@ class CheckContext:
         return tuple(await gather_all(layout() for layout in self._hosts.values()))
 
     async def _interpreters(self) -> dict[str, Interpreter]:
-        # Several ranks of a host may share an interpreter: it is asked once.
-        asked = {(node.ssh, node.python): node for node in self.config.nodes}
-        answers = await asyncio.gather(*(self._interpreter(node) for node in asked.values()))
-        found = dict(zip(asked, answers, strict=True))
-        return {node.name: found[node.ssh, node.python] for node in self.config.nodes}
+        return await self.of_interpreters(self._interpreter)
 
     async def _interpreter(self, node: NodeConfig) -> Interpreter:
         try:

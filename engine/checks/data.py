@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
 
@@ -20,8 +19,7 @@ from engine.checks.plan_inputs import load_data_report
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
-from engine.models import CheckResult, CheckStatus
+from engine.models import CheckResult
 from engine.plan.data_report import DataReport
 
 NAME = "data_matches"
@@ -53,26 +51,21 @@ class DataFile:
 async def run(context: CheckContext) -> CheckResult:
     config = context.config
     report, problem = await asyncio.to_thread(load_data_report, config)
-    result = await _check_files(context) if config.job.command is None else Findings(NAME, config).verdict(_CLEAN)
-    return with_report(result, report, problem)
+    found = Findings(NAME, config)
+    _check_report(report, problem, found.overall)
+    return await _check_files(context, found) if config.job.command is None else found.verdict(_CLEAN)
 
 
-def with_report(result: CheckResult, report: DataReport | None, problem: str | None) -> CheckResult:
-    """`result` with what the data quality report objects to, or why it could not be read."""
+def _check_report(report: DataReport | None, problem: str | None, findings: NodeFindings) -> None:
+    """Findings for what the data quality report objects to, or why it could not be read."""
     blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
-    message, status = warns, CheckStatus.WARN
     if blocks is not None:
-        message, status = f"{blocks}: clean the data, then make a new report", CheckStatus.FAIL
-    if message is None:
-        return result
-    worst = CheckStatus.FAIL if CheckStatus.FAIL in (status, result.status) else status
-    messages = [message, *([] if result.status is CheckStatus.PASS else [result.summary])]
-    # The fix of a warning does not fix the failure beside it.
-    fix = result.fix_command if result.status is worst else None
-    return result.model_copy(update={"status": worst, "summary": "; ".join(messages), "fix_command": fix})
+        findings.fault(f"{blocks}: clean the data, then make a new report")
+    elif warns is not None:
+        findings.warn(warns)
 
 
-async def _check_files(context: CheckContext) -> CheckResult:
+async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     config = context.config
     settings = config.job.mlx_lm
     folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
@@ -90,43 +83,30 @@ async def _check_files(context: CheckContext) -> CheckResult:
             for path, file in zip(files, read.files, strict=True)
         ]
 
-    return evaluate(config, folders, await context.on_all_nodes(read))
-
-
-def evaluate(
-    config: Config, folders: Mapping[str, str], answers: Mapping[str, list[DataFile] | FlightDeckError]
-) -> CheckResult:
-    """A missing valid.jsonl only warns: mlx-lm then trains without validation."""
-    found = Findings(NAME, config)
+    answers = await context.on_all_nodes(read)
+    found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
     complete: dict[str, list[DataFile]] = {}
-    for node in config.nodes:
-        files = answers[node.name]
-        if isinstance(files, FlightDeckError):
-            found.evidence[node.name] = f"{folders[node.name]}: {files}"
-            found.fault(node, str(files))
-            continue
-        findings = _check_node(files, int(config.job.mlx_lm.get("batch_size", 1)))
-        findings.add_to(found, node)
+    for node, files in found.answered(answers):
+        _check_node(files, int(settings.get("batch_size", 1)), found.on(node))
         found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
-        if not findings.faults:
+        if not found.on(node).faults:
             complete[node.name] = files
     if not complete:
-        return found.verdict("")
+        return found.verdict()
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
     for node in config.nodes:
         theirs = complete.get(node.name, ours)
         if [file.sha256 for file in theirs] != [file.sha256 for file in ours]:
-            found.fixes.pop(node.name, None)
             found.fault(node, f"the data on {node.name} differs from {first.name}: {_differing(ours, theirs)}")
-    lacking = [node for node in config.nodes if node.name in found.faults and isinstance(answers[node.name], list)]
+    lacking = [node for node in found.faulty if isinstance(answers[node.name], list)]
     summary = ", ".join(f"{file.path.stem} {file.examples:,}" for file in ours)
     return found.verdict(f"{summary} examples, {ours[0].form}", fix_command=copy_folder(first, lacking, folders))
 
 
-def _check_node(files: list[DataFile], batch_size: int) -> NodeFindings:
-    """`files` are train, valid and test, as far as they are used."""
-    findings = NodeFindings()
+def _check_node(files: list[DataFile], batch_size: int, findings: NodeFindings) -> None:
+    """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns: mlx-lm then trains
+    without validation."""
     train = files[0]
     for file in files:
         if file.fault is None:
@@ -138,7 +118,6 @@ def _check_node(files: list[DataFile], batch_size: int) -> NodeFindings:
         (findings.warn if missing_validation else findings.fault)(file.fault, fix)
     if train.fault is None and train.examples < batch_size:
         findings.fault(f"{train.path} has fewer examples ({train.examples}) than batch_size = {batch_size}")
-    return findings
 
 
 def _split_off(train: DataFile, valid: PurePath) -> str:

@@ -16,7 +16,7 @@ from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError
-from engine.models import CheckResult, CheckStatus, NodeFacts
+from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import node_obstacles
 
@@ -57,7 +57,7 @@ def evaluate(
     """`refusals` are the plan's."""
     found = Findings(NAME, config)
     for node in config.nodes:
-        findings = NodeFindings()
+        findings = found.on(node)
         seen = facts[node.name]
         if seen.problem is not None:
             findings.warn(f"its hardware is not known: {seen.problem}")
@@ -67,15 +67,10 @@ def evaluate(
             _check_rdma(config, seen, findings)
             _check_power(seen, findings)
         _check_ports(node, held.get(node.name, {}), findings)
-        findings.add_to(found, node)
-    result = found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
     reported = any(need.fits is False for need in needed.values())
-    refused = [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
-    if not refused:
-        return result
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
-    summary = "; ".join([*refused, *([result.summary] if result.status is not CheckStatus.PASS else [])])
-    return result.model_copy(update={"status": CheckStatus.FAIL, "summary": summary})
+    found.overall.faults += [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
+    return found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
 
 
 def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:

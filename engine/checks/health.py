@@ -42,10 +42,12 @@ async def run(context: CheckContext) -> CheckResult:
     async def heartbeat(node: NodeConfig) -> tuple[float | None, float]:
         return await connectivity.round_trip_s(context, node), time.monotonic()
 
-    async def load(node: NodeConfig) -> SystemLoad:
-        return await context.probe(node, "load", result_type=SystemLoad, timeout_s=_PROBE_LIMIT_S)
-
-    loads, facts = await asyncio.gather(context.on_all_nodes(load), context.facts())
+    loads, facts = await asyncio.gather(
+        context.on_all_nodes(
+            lambda node: context.probe(node, "load", result_type=SystemLoad, timeout_s=_PROBE_LIMIT_S)
+        ),
+        context.facts(),
+    )
     # Last, so that a node that goes away meanwhile is noticed.
     heartbeats = await context.on_all_nodes(heartbeat)
     return evaluate(context.config, facts, heartbeats, loads)
@@ -59,13 +61,12 @@ def evaluate(
 ) -> CheckResult:
     found = Findings(NAME, config)
     for node in config.nodes:
-        findings = NodeFindings()
+        findings = found.on(node)
         _check_heartbeat(node, heartbeats[node.name], findings)
         _check_disk(node, facts[node.name], findings)
         _check_swap(facts[node.name], findings)
         _check_power(facts[node.name], findings)
         _check_load(facts[node.name], loads[node.name], findings)
-        findings.add_to(found, node)
     return found.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
 
 

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings, plural, ranks_of, verdict
@@ -31,7 +30,6 @@ NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
 _LIMIT_S = 20.0
 _LISTEN_S = 10.0
-T = TypeVar("T")
 
 _PARSE_HOSTFILE = """
 import json, sys
@@ -73,10 +71,10 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
             found.fault(node, fault)
         else:
             found.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
-    if not found.faults:
+    if not found.faulty:
         await _check_ownership(context, ips, found)
-    if found.faults:
-        return found.verdict("", advice="give the node's own address as `ips` in its [[node]]")
+    if found.faulty:
+        return found.verdict(advice="give the node's own address as `ips` in its [[node]]")
     if context.remote:
         await _check_connections(context, neighbours(network), ips, found)
     ranks = plural(len(context.config.nodes), "rank")
@@ -114,7 +112,9 @@ async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], 
         )
         return answer.problems
 
-    for node, problems in _by_node(context, await context.on_all_nodes(probe)):
+    answers = await context.on_all_nodes(probe)
+    for node in context.config.nodes:
+        problems = answers[node.name]
         problem = str(problems) if isinstance(problems, FlightDeckError) else next(filter(None, problems), None)
         if problem is not None:
             found.evidence[node.name] += f", but {problem}"
@@ -152,16 +152,13 @@ async def _check_connections(
     finally:
         for request in requests:
             request.close()
-    for node, problem in _by_node(context, answers):
+    for node in nodes:
+        problem = answers[node.name]
         if problem is not None:
             found.evidence[node.name] += f", {problem}"
             found.fault(node, f"{node.name} {problem}" if isinstance(problem, str) else str(problem))
         elif nodes.index(node) in targets:
             found.evidence[node.name] += f", reaches {nodes[targets[nodes.index(node)]].name}"
-
-
-def _by_node(context: CheckContext, answers: Mapping[str, T]) -> list[tuple[NodeConfig, T]]:
-    return [(node, answers[node.name]) for node in context.config.nodes]
 
 
 CHECK = Check(

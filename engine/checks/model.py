@@ -10,8 +10,6 @@ from engine.checks.context import CheckContext
 from engine.checks.fixes import copy_folder, move_aside
 from engine.cluster.probe_results import ModelFiles
 from engine.cluster.transport.base import quoted
-from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
 from engine.models import CheckResult
 
 NAME = "model_present"
@@ -23,26 +21,22 @@ _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 async def run(context: CheckContext) -> CheckResult:
     nodes = context.config.nodes
     folders = {node.name: context.path(node, node.model or context.config.job.model or "") for node in nodes}
-
-    async def read(node: NodeConfig) -> ModelFiles:
-        return await context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
-
-    answers = await context.on_all_nodes(read)
+    answers = await context.on_all_nodes(
+        lambda node: context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
+    )
     found = Findings(NAME, context.config)
+    found.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
     complete: dict[str, ModelFiles] = {}
-    for node in nodes:
-        answer, folder = answers[node.name], folders[node.name]
-        description = str(answer) if isinstance(answer, FlightDeckError) else answer.describe()
-        found.evidence[node.name] = f"{folder}: {description}"
-        if isinstance(answer, FlightDeckError):
-            found.fault(node, description)
-        elif answer.faults:
-            fix = f"hf download {answer.repository} --local-dir {quoted(folder)}" if answer.repository else None
-            found.fault(node, f"{folder}: {description}", fix)
+    for node, files in found.answered(answers):
+        folder = folders[node.name]
+        found.evidence[node.name] = f"{folder}: {files.describe()}"
+        if files.faults:
+            fix = f"hf download {files.repository} --local-dir {quoted(folder)}" if files.repository else None
+            found.fault(node, f"{folder}: {files.describe()}", fix)
         else:
-            complete[node.name] = answer
+            complete[node.name] = files
     if not complete:
-        return found.verdict("", advice="" if found.fixes else _SET_ANOTHER)
+        return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
     reference = complete[first.name].hashes
     lacking = [

@@ -19,7 +19,7 @@ from engine.checks.plan_inputs import MemoryNeed, memory_needs
 from engine.config.models import Config
 from engine.errors import StateError
 from engine.measurements import Calibration, Division
-from engine.models import CheckResult, CheckStatus
+from engine.models import CheckResult
 from engine.plan.fingerprint import age_days, changed_nodes, is_stale, latest_matching
 from engine.plan.prediction import Prediction, predict, step_s
 from engine.plan.shares import MISSING
@@ -79,21 +79,21 @@ async def _find_calibration(context: CheckContext) -> Calibration | None:
 def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
     """`needed` is each node's memory, which is checked without a calibration too."""
     fix = flightdeck_command(config, "calibrate")
-    overall = NodeFindings()
-    nodes = {node.name: NodeFindings() for node in config.nodes}
+    found = Findings(NAME, config)
     passed = ""
     if (calibration := status.calibration) is None:
-        overall.warn(status.missing, fix)
+        found.overall.warn(status.missing, fix)
     else:
         try:
             predicted = predict(config, calibration, now, status.division)
         except ValueError as error:
-            overall.fault(str(error), fix)
+            found.overall.fault(str(error), fix)
         else:
-            _check_overall(calibration, status.division, predicted, overall, fix)
+            _check_overall(calibration, status.division, predicted, found.overall, fix)
             slowness = _slowness(calibration, predicted)
             stale = is_stale(config, calibration, now)
-            for name, findings in nodes.items():
+            for node in config.nodes:
+                name, findings = node.name, found.on(node)
                 if stale:
                     age, limit = age_days(calibration, now), config.calibration.max_age_days
                     findings.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
@@ -103,26 +103,9 @@ def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, Mem
                 _check_links(calibration, name, findings)
                 _check_pace(slowness.get(name, 0.0), predicted, findings, fix)
             passed = _passed(predicted, age_days(calibration, now))
-    found = Findings(NAME, config)
     for node in config.nodes:
-        _check_memory(needed[node.name], nodes[node.name])
-        nodes[node.name].add_to(found, node)
-    return _with_overall(found.verdict(passed), overall)
-
-
-def _with_overall(result: CheckResult, overall: NodeFindings) -> CheckResult:
-    """The nodes' result, preceded by the findings on all of them together."""
-    messages = [*overall.faults, *overall.warnings]
-    if not messages:
-        return result
-    failed = bool(overall.faults) or result.status is CheckStatus.FAIL
-    status = CheckStatus.FAIL if failed else CheckStatus.WARN
-    fixes = overall.fixes if failed else overall.warning_fixes
-    if result.status is status and result.fix_command is not None:
-        fixes = [*fixes, result.fix_command]
-    summary = "; ".join([*messages, *([] if result.status is CheckStatus.PASS else [result.summary])])
-    fix_command = " && ".join(dict.fromkeys(fixes)) or None
-    return result.model_copy(update={"status": status, "summary": summary, "fix_command": fix_command})
+        _check_memory(needed[node.name], found.on(node))
+    return found.verdict(passed)
 
 
 def _check_overall(

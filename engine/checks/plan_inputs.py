@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
-from engine.cluster.probe_results import ExampleCount, ModelConfiguration, ProbeResult
+from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
 from engine.config.models import Config, NodeConfig, Strategy, select_nodes
@@ -38,6 +38,13 @@ from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_secret
 from engine.store.store import Store
 
+_LIMIT_S = 20.0
+_COUNT_LIMIT_S = 60.0
+"""For millions of examples from a slow disk."""
+_NOT_COUNTED = "not counted yet"
+_GB = 1e9
+Answer = TypeVar("Answer")
+
 
 def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
     """(report, why it could not be read), both None where the job names none. Blocking."""
@@ -50,13 +57,6 @@ def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
         return read_data_report(validate_path(resolved(named, base), "data_quality_report", roots=roots)), None
     except InputError as error:
         return None, str(error)
-
-
-_LIMIT_S = 20.0
-_COUNT_LIMIT_S = 60.0
-"""For millions of examples from a slow disk."""
-_NOT_COUNTED = "not counted yet"
-Result = TypeVar("Result", bound=ProbeResult)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,11 @@ async def collect_plan_inputs(
         calibration = latest_matching(config, known.values(), history.calibrations)
         planned, left_out = _participants(config, calibration, now)
     cabling = topology([known[node.name] for node in planned.nodes if node.name in known])
-    network, unwired = _network(planned, known, context)
+    network, unwired = None, None
+    try:
+        network = plan_network(planned, list(known.values()), cabling)
+    except LaunchError as error:
+        unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
     model, model_source = await _model(context, [node for node in planned.nodes if node.name not in problems])
     examples, examples_source = _known_examples(config, report)
@@ -171,48 +175,35 @@ def _participants(config: Config, calibration: Calibration | None, now: datetime
     return select_nodes(config, [node.name for node in config.nodes if node.name not in left_out]), left_out
 
 
-def _network(
-    config: Config, known: Mapping[str, NodeFacts], context: CheckContext
-) -> tuple[NetworkPlan | None, str | None]:
-    facts = list(known.values())
-    try:
-        return plan_network(
-            config, facts, topology([known[node.name] for node in config.nodes if node.name in known])
-        ), None
-    except LaunchError as error:
-        return None, str(error)
-
-
-async def _first_result(
-    paths: Mapping[tuple[str, str], NodeConfig], probe: Callable[[NodeConfig, str], Awaitable[Result]]
-) -> tuple[NodeConfig | None, Result | None, str]:
-    """The node that answers first, of all probed concurrently, and its answer; else the first one's error."""
-    tasks = {asyncio.ensure_future(probe(node, path)): node for (_, path), node in paths.items()}
-    why: dict[str, str] = {}
-    pending = set(tasks)
-    try:
-        while pending:
-            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in (task for task in tasks if task in ended):
-                try:
-                    return tasks[task], task.result(), ""
-                except FlightDeckError as error:
-                    why[tasks[task].name] = str(error)
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    return None, None, next((why[node.name] for node in paths.values()), "no node answers")
-
-
-def _distinct_paths(
-    context: CheckContext, nodes: Iterable[NodeConfig], named: Callable[[NodeConfig], str]
-) -> dict[tuple[str, str], NodeConfig]:
-    """(host, path) → the first node that has it."""
-    found: dict[tuple[str, str], NodeConfig] = {}
+async def _first_answer(
+    context: CheckContext,
+    nodes: Iterable[NodeConfig],
+    named: Callable[[NodeConfig], str | None],
+    read: Callable[[NodeConfig, str], Awaitable[tuple[Answer, str]]],
+) -> tuple[Answer | None, str]:
+    """The result and source of the node that answers first, of all asked concurrently; else the first one's
+    error. Nodes of one host with the same path are asked once."""
+    paths: dict[tuple[str, str], NodeConfig] = {}
     for node in nodes:
-        found.setdefault((node.ssh, context.path(node, named(node))), node)
-    return found
+        paths.setdefault((node.ssh, context.path(node, named(node) or "")), node)
+
+    async def ask(node: NodeConfig, path: str) -> tuple[Answer | None, str]:
+        try:
+            return await read(node, path)
+        except FlightDeckError as error:
+            return None, str(error)
+
+    tasks = [asyncio.create_task(ask(node, path)) for (_, path), node in paths.items()]
+    try:
+        for answered in asyncio.as_completed(tasks):
+            answer, source = await answered
+            if answer is not None:
+                return answer, source
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return None, next((task.result()[1] for task in tasks), "no node answers")
 
 
 async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
@@ -221,18 +212,13 @@ async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[s
     if job.command is not None:
         return None, "the job runs a command of its own, with a model of its own"
 
-    async def probe(node: NodeConfig, path: str) -> ModelConfiguration:
+    async def read(node: NodeConfig, path: str) -> tuple[dict[str, Any], str]:
         result = await context.probe(node, "configuration", path, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
         if result.configuration is None:
             raise InputError(result.problem or "no model configuration", where=node.name)
-        return result
+        return result.configuration, f"config.json of {path} on {node.name}"
 
-    node, result, why = await _first_result(
-        _distinct_paths(context, nodes, lambda node: node.model or job.model or ""), probe
-    )
-    if node is None or result is None:
-        return None, why
-    return result.configuration, f"config.json of {context.path(node, node.model or job.model or '')} on {node.name}"
+    return await _first_answer(context, nodes, lambda node: node.model or job.model, read)
 
 
 def _known_examples(config: Config, report: DataReport | None) -> tuple[int | None, str]:
@@ -248,20 +234,16 @@ async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int
     """The number of lines of train.jsonl, and where they were counted, or why they were not."""
     job = context.config.job
 
-    async def probe(node: NodeConfig, folder: str) -> ExampleCount:
+    async def read(node: NodeConfig, folder: str) -> tuple[int, str]:
         result = await context.probe(
             node, "examples", f"{folder}/train.jsonl", result_type=ExampleCount, timeout_s=_COUNT_LIMIT_S
         )
         if result.examples is None:
             raise InputError(result.problem or "not counted", where=node.name)
-        return result
+        return result.examples, f"counted in train.jsonl on {node.name}"
 
-    node, result, why = await _first_result(
-        _distinct_paths(context, nodes, lambda node: node.data or job.data or ""), probe
-    )
-    if node is None or result is None:
-        return None, f"not counted: {why}"
-    return result.examples, f"counted in train.jsonl on {node.name}"
+    examples, source = await _first_answer(context, nodes, lambda node: node.data or job.data, read)
+    return examples, source if examples is not None else f"not counted: {source}"
 
 
 def _redacted(environment: Mapping[str, str]) -> dict[str, str]:
@@ -279,12 +261,11 @@ def _launching(
         make_home(home)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_hostfile(path, network)
-        line = manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
+        return manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
     except OSError as error:
         return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
     except (LaunchError, ValueError) as error:
         return Launching(None, (str(error),), hosts, str(path))
-    return Launching(line.command, line.notes, hosts, str(path))
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:
@@ -298,9 +279,6 @@ def _layers(model: Mapping[str, Any] | None) -> int | None:
 def _tools() -> Tools:
     beside = Path(sys.executable).with_name("flightdeck")
     return Tools(python=sys.executable, flightdeck=shlex.quote(str(beside)) if beside.exists() else "flightdeck")
-
-
-_GB = 1e9
 
 
 @dataclass(frozen=True)

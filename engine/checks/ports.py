@@ -34,14 +34,11 @@ async def run(context: CheckContext) -> CheckResult:
         return await _fresh(context, network)
     ports = await held_ports(context, network, first)
     found = Findings(NAME, context.config)
-    for rank, node in ranks_of(context.config):
-        held = ports[node.name]
-        if isinstance(held, FlightDeckError):
-            found.fault(node, str(held))
-        elif held:
+    for node, held in found.answered(ports):
+        if held:
             found.fault(node, describe_held(node, held), held_fix(held))
         else:
-            endpoints = _endpoints(rank, network, first)
+            endpoints = _endpoints(context.config.nodes.index(node), network, first)
             found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in endpoints)
     last = first + port_count(network) - 1
     advice = "or leave starting_port out of [cluster]: fresh ports are then taken"

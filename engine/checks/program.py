@@ -9,8 +9,8 @@ from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import ProgramLocation
 from engine.cluster.transport.base import quoted
-from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, InputError
+from engine.config.models import Config
+from engine.errors import InputError
 from engine.models import CheckResult
 from engine.security.identifiers import safe_repr
 
@@ -24,22 +24,18 @@ def _no_command(config: Config) -> str | None:
 
 async def run(context: CheckContext) -> CheckResult:
     command = context.config.job.command or ()
-
-    async def locate(node: NodeConfig) -> ProgramLocation:
-        words = (node.workdir, node.python, *command)
-        return await context.probe(node, "program", *words, result_type=ProgramLocation, timeout_s=_LIMIT_S)
-
     for word in command:
         # As for every path from outside: it may not lead out of the workdir.
         if word.endswith(".py") and ".." in PurePosixPath(word).parts:
             raise InputError(f"the script {safe_repr(word)}", why="refused", todo="give a path without ..")
-    answers = await context.on_all_nodes(locate)
+    answers = await context.on_all_nodes(
+        lambda node: context.probe(
+            node, "program", node.workdir, node.python, *command, result_type=ProgramLocation, timeout_s=_LIMIT_S
+        )
+    )
     found = Findings(NAME, context.config)
-    for node in context.config.nodes:
-        location = answers[node.name]
-        if isinstance(location, FlightDeckError):
-            found.fault(node, str(location))
-        elif location.fault is not None:
+    for node, location in found.answered(answers):
+        if location.fault is not None:
             found.fault(node, location.fault, _fix(location))
         elif (why := _outside(context, location)) is not None:
             found.fault(node, why)

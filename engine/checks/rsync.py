@@ -12,18 +12,18 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.checks.check import THIS_MACHINE
+from engine.checks.check import THIS_MACHINE, this_machine
 from engine.checks.context import CheckContext
 from engine.checks.local_process import LocalProgram
 from engine.checks.sync import (
     EXCLUDED,
     READ_LIMIT_S,
+    SyncScriptOutcome,
     TreeDifference,
     WorkdirComparison,
     compare_workdirs,
@@ -38,10 +38,10 @@ from engine.cluster.transport.base import quoted
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, LaunchError
+from engine.launch.ssh_shim import openssh_client, put_first
 from engine.models import NodeSync, SyncReport
 from engine.outcomes import NoValue
-from engine.protocol.attempt import write_atomic
-from engine.security.identifiers import LOCAL, SshTarget
+from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home, make_private
 
 COPY_LIMIT_S = 1800.0
@@ -58,7 +58,9 @@ async def sync_workdirs(context: CheckContext, home: Path, *, dry_run: bool, on_
     """Make the workdirs the same and compare them; `on_line` gets each line of output on the way. Raises InputError for
     a script or a source that is refused, LaunchError when this machine has no rsync."""
     config = context.config
-    method: Literal["script", "rsync"] = "rsync" if find_sync_script(config).absent else "script"
+    script = find_sync_script(config)
+    absent = isinstance(script, SyncScriptOutcome) and script.status == "not_found"
+    method: Literal["script", "rsync"] = "rsync" if absent else "script"
     source = sync_source(config) if method == "rsync" else None
     message, output, problems = "compared only", tuple[str, ...](), dict[str, str]()
     if not dry_run and source is not None:
@@ -97,7 +99,7 @@ def sync_source(config: Config) -> NodeConfig:
         raise InputError(
             f"{folder} is not copied", why="it is not a project", todo="set workdir in [[node]] to the project's folder"
         )
-    return local or NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=str(folder))
+    return local or this_machine(str(folder))
 
 
 def rsync_argv(source: Path, target: NodeConfig, exclude: Iterable[str], *, every_file: bool = False) -> list[str]:
@@ -168,21 +170,13 @@ class _Copier:
 
 def _ssh_shim(home: Path, target: NodeConfig) -> Path:
     """A folder whose `ssh` is the real one with our settings: an option of rsync's would split a path with a space."""
-    real = shutil.which("ssh")
-    if real is None:
-        raise LaunchError("there is no ssh", where=THIS_MACHINE, todo="install OpenSSH's client")
-    if ":" in str(home):
-        raise LaunchError("rsync cannot be given our ssh", where=str(home), why="a : in a path ends it on PATH")
     make_private(home)
     config = home / "ssh_config.sync"
     write_openssh_config(config, home)
     port = SshTarget.parse(target.ssh).port
-    folder = home / "sync" / (f"port{port}" if port is not None else "ssh")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     option = f" -p {port}" if port is not None else ""
-    write_atomic(folder / "ssh", f'#!/bin/sh\nexec {shlex.quote(real)} -F {shlex.quote(str(config))}{option} "$@"\n')
-    (folder / "ssh").chmod(0o700)
-    return folder
+    text = f'#!/bin/sh\nexec {shlex.quote(openssh_client())} -F {shlex.quote(str(config))}{option} "$@"\n'
+    return put_first(home / "sync" / (f"port{port}" if port is not None else "ssh"), text, "rsync")
 
 
 def _host(node: NodeConfig) -> str:

@@ -29,7 +29,7 @@ from engine.checks import (
     versions,
     workers,
 )
-from engine.checks.check import Check, verdict
+from engine.checks.check import Check, verdict, worst
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import ClusterHistory, collect_plan_inputs, with_example_count
 from engine.config.models import Strategy
@@ -110,17 +110,12 @@ async def run_checks(
         for check in checks.values():
             tasks.create_task(settle(check), name=f"check {check.name}")
     results = [ended[name].result() for name in checks]
+    overall = worst(result.status for result in results)
     report = PreflightReport(
-        checks=results, overall_status=overall_status(results), overridden=overridden, finished_at=datetime.now(UTC)
+        checks=results, overall_status=overall, overridden=overridden, finished_at=datetime.now(UTC)
     )
     _audit_report(audit, report, [check.name for check in checks.values() if check.not_applicable(context.config)])
     return report
-
-
-def overall_status(results: Iterable[CheckResult]) -> CheckStatus:
-    """FAIL when any failed, else WARN when any warned, else PASS."""
-    seen = {result.status for result in results}
-    return next((status for status in (CheckStatus.FAIL, CheckStatus.WARN) if status in seen), CheckStatus.PASS)
 
 
 def first_failure(report: PreflightReport) -> CheckResult | None:

@@ -21,7 +21,7 @@ from typing import Literal
 from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import as_shell_line, copy_tree
+from engine.checks.fixes import copy_tree
 from engine.checks.local_process import LocalProgram, ProcessResult
 from engine.cluster.probe_results import WorkdirTree
 from engine.cluster.transport.base import quoted
@@ -68,17 +68,19 @@ _SHELL = "/bin/sh"
 
 
 @dataclass(frozen=True)
-class SyncScript:
-    """The sync script, and why it cannot be run, if so."""
+class SyncScriptOutcome:
+    """How the sync script ended, or why it was not run."""
 
-    path: Path
-    absent: bool = False
-    fault: str | None = None
+    status: Literal["success", "failed", "not_found"]
+    message: str
+    lines: tuple[str, ...] = ()
+    """The last lines of its output."""
     fix: str | None = None
+    advice: str = ""
 
 
-def find_sync_script(config: Config) -> SyncScript:
-    """The script that the configuration names. Raises InputError for a path that is refused."""
+def find_sync_script(config: Config) -> Path | SyncScriptOutcome:
+    """The script that the configuration names, or why it cannot be run. Raises InputError for a refused path."""
     # Not below the working directory: a supervisor's is another one than its user's.
     roots = [Path.home(), state_home(), *(Path(root) for root in config.preflight.roots)]
     roots += [config.file.parent] if config.file is not None else []
@@ -86,15 +88,15 @@ def find_sync_script(config: Config) -> SyncScript:
     path = validate_path(config.preflight.sync_script, "sync script", roots=roots)
     try:
         if not path.exists():
-            return SyncScript(path, absent=True, fault=f"there is no {path}")
+            return SyncScriptOutcome("not_found", f"no sync script {config.preflight.sync_script}")
         if not path.is_file():
-            return SyncScript(path, fault=f"{path} is not a file")
+            return SyncScriptOutcome("failed", f"{path} is not a file")
     except PermissionError:
-        return SyncScript(path, fault=f"{path} cannot be reached: permission denied")
+        return SyncScriptOutcome("failed", f"{path} cannot be reached: permission denied")
     if not os.access(path, os.R_OK | os.X_OK):
         why = "executed" if os.access(path, os.R_OK) else "read"
-        return SyncScript(path, fault=f"{path} may not be {why}", fix=f"chmod u+rx {shlex.quote(str(path))}")
-    return SyncScript(path)
+        return SyncScriptOutcome("failed", f"{path} may not be {why}", fix=f"chmod u+rx {shlex.quote(str(path))}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -209,39 +211,23 @@ def _order(path: str) -> tuple[bytes, ...]:
     return tuple(part.encode(errors="replace") for part in path.split("/"))
 
 
-SyncStatus = Literal["success", "failed", "not_found"]
-
-
-@dataclass(frozen=True)
-class SyncScriptOutcome:
-    """How the sync script ended."""
-
-    status: SyncStatus
-    message: str
-    lines: tuple[str, ...] = ()
-    """The last lines of its output."""
-    fix: str | None = None
-    advice: str = ""
-
-
 @dataclass(frozen=True)
 class WorkdirComparison:
     """The trees of all workdirs against the reference."""
 
     reference: NodeConfig
+    trees: dict[str, WorkdirTree]
+    """Node → its tree, where there is an answer."""
     messages: dict[str, str]
     """Node → what was found there."""
     differences: dict[str, TreeDifference]
     problems: dict[str, str]
     """Node → why it could not be compared, though it should have been."""
-    unreadable: dict[str, str]
-    """Node → the path that may not be read, for some of the problems."""
-    absent: tuple[str, ...]
-    """Nodes that have no such folder, also among the problems."""
-    homes: tuple[str, ...]
-    """Nodes whose workdir is a bare home."""
-    excluded: tuple[str, ...] = ()
-    """Paths in the reference's workdir that were not read."""
+
+    @property
+    def homes(self) -> list[str]:
+        """Nodes whose workdir is a bare home."""
+        return [name for name, tree in self.trees.items() if tree.home]
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -260,32 +246,30 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
         script = find_sync_script(config)
     except InputError as error:
         return SyncScriptOutcome("failed", f"[preflight] sync_script: {error}")
-    if script.absent:
-        return SyncScriptOutcome("not_found", f"no sync script {config.preflight.sync_script}")
-    if script.fault is not None:
-        return SyncScriptOutcome("failed", script.fault, fix=script.fix)
+    if isinstance(script, SyncScriptOutcome):
+        return script
     directory = config.file.parent if config.file is not None else Path.home()
     try:
         ended = await _run(script, directory, on_line)
     except OSError as error:
-        return SyncScriptOutcome("failed", f"{script.path} cannot be run: {error.strerror or error}")
+        return SyncScriptOutcome("failed", f"{script} cannot be run: {error.strerror or error}")
     lines = ended.last_lines
     if ended.code == 0:
-        return SyncScriptOutcome("success", f"{script.path.name}: success", lines)
+        return SyncScriptOutcome("success", f"{script.name}: success", lines)
     how = f"ended with {ended.code}" if ended.code is not None else f"did not end within {SCRIPT_LIMIT_S:.0f} s"
     last = f": {lines[-1]}" if lines else ""
-    again = f"cd {shlex.quote(str(directory))} && {shlex.quote(str(script.path))}"
-    return SyncScriptOutcome("failed", f"{script.path.name} {how}{last}", lines, again, "run it by hand and fix it")
+    again = f"cd {shlex.quote(str(directory))} && {shlex.quote(str(script))}"
+    return SyncScriptOutcome("failed", f"{script.name} {how}{last}", lines, again, "run it by hand and fix it")
 
 
-async def _run(script: SyncScript, directory: Path, on_line: Callable[[str], None]) -> ProcessResult:
+async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> ProcessResult:
     try:
-        return await LocalProgram([str(script.path)], directory).run(SCRIPT_LIMIT_S, on_line)
+        return await LocalProgram([str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
         # A script without a #! line is read by the shell, as every shell does.
-        return await LocalProgram([_SHELL, str(script.path)], directory).run(SCRIPT_LIMIT_S, on_line)
+        return await LocalProgram([_SHELL, str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
 
 
 async def compare_workdirs(
@@ -295,31 +279,25 @@ async def compare_workdirs(
     tree of this machine where it is no node."""
     found = await read_trees(context)
     trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
-    homes = tuple(name for name, tree in trees.items() if tree.home)
     problems = {
         name: problem
         for name, tree in found.items()
         if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
     }
-    readable = {name: tree for name, tree in trees.items() if name not in homes and name not in problems}
+    readable = {name: tree for name, tree in trees.items() if not tree.home and name not in problems}
     nodes = distinct_workdirs(context.config).values()
     reference = next((node for node in nodes if node.name in readable), next(iter(nodes)))
     if against is not None:
         reference, readable[against[0].name] = against
+        trees[reference.name] = against[1]
     differences = {
         name: compare_trees(readable[reference.name], tree) for name, tree in readable.items() if name != reference.name
     }
     messages = {name: _describe(name, tree, reference.name, differences.get(name)) for name, tree in readable.items()}
-    return WorkdirComparison(
-        reference,
-        messages | dict.fromkeys(homes, "its workdir is a bare home: not compared") | problems,
-        differences,
-        problems,
-        unreadable={name: tree.permit for name, tree in trees.items() if tree.permit is not None},
-        absent=tuple(name for name, tree in trees.items() if tree.absent),
-        homes=homes,
-        excluded=tuple(readable[reference.name].left) if reference.name in readable else (),
-    )
+    for name, tree in trees.items():
+        if tree.home:
+            messages[name] = "its workdir is a bare home: not compared"
+    return WorkdirComparison(reference, trees, messages | problems, differences, problems)
 
 
 def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison | None) -> CheckResult:
@@ -352,25 +330,27 @@ def _evaluate_trees(
 ) -> CheckResult:
     found = Findings(NAME, config)
     found.evidence.update(compared.messages)
-    report = found.fault if blocks else found.warning
+    report = found.fault if blocks else found.warn
     incomplete = []
     for node in config.nodes:
-        difference = compared.differences.get(node.name, TreeDifference())
+        difference, tree = compared.differences.get(node.name, TreeDifference()), compared.trees.get(node.name)
         if node.name in compared.problems:
-            path = compared.unreadable.get(node.name)
+            path = tree.permit if tree is not None else None
             report(node, compared.problems[node.name], f"chmod u+rX {quoted(path)}" if path is not None else None)
         elif difference:
             report(node, difference.describe(node.name, compared.reference.name))
-        if (node.name in compared.absent or difference) and not difference.blocking:
+        if (difference or (tree is not None and tree.absent)) and not difference.blocking:
             incomplete.append(node)
-    if not found.faults and not found.warnings:
+    if found.verdict().status is CheckStatus.PASS:
         proved = compared.differences or not compared.homes
         status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
         return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=found.evidence)
     workdirs = {node.name: node.workdir for node in config.nodes}
-    copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=compared.excluded)
-    fix = " && ".join(filter(None, [as_shell_line(config, found.fixes), copy]))
-    return found.verdict("", fix_command=fix or None, advice=scripted.message)
+    copied = compared.trees.get(compared.reference.name)
+    excluded = copied.left if copied is not None else ()
+    copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
+    fix = " && ".join(filter(None, [found.verdict().fix_command, copy]))
+    return found.verdict(fix_command=fix or None, advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:

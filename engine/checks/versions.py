@@ -40,13 +40,11 @@ async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
 
 async def _versions(context: CheckContext) -> dict[str, Interpreter]:
     found = await context.interpreters()
-    # Several ranks of a host may share an interpreter.
-    distinct = {(node.ssh, node.python): node for node in context.config.nodes}
     # A job with a command of its own may never import it.
     imported = context.config.job.command is None
-    probes = (probe_mlx_lm(context.agent(node), found[node.name], imported=imported) for node in distinct.values())
-    versions = dict(zip(distinct, await asyncio.gather(*probes), strict=True))
-    return {node.name: versions[node.ssh, node.python] for node in context.config.nodes}
+    return await context.of_interpreters(
+        lambda node: probe_mlx_lm(context.agent(node), found[node.name], imported=imported)
+    )
 
 
 async def planned_backend(context: CheckContext) -> str:

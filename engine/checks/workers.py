@@ -27,11 +27,10 @@ _SET_CLOCK_LINUX = "sudo chronyc makestep || sudo systemctl restart systemd-time
 
 
 async def run(context: CheckContext) -> CheckResult:
-    async def find_stale(node: NodeConfig) -> StaleProcesses:
-        return await context.probe(node, "stale", result_type=StaleProcesses, timeout_s=_PROBE_LIMIT_S)
-
     stale, interpreters, facts, backend = await asyncio.gather(
-        context.on_all_nodes(find_stale),
+        context.on_all_nodes(
+            lambda node: context.probe(node, "stale", result_type=StaleProcesses, timeout_s=_PROBE_LIMIT_S)
+        ),
         versions.node_versions(context),
         context.facts(),
         versions.planned_backend(context),
@@ -48,7 +47,7 @@ def evaluate(
 ) -> CheckResult:
     found = Findings(NAME, config)
     for node in config.nodes:
-        findings = NodeFindings()
+        findings = found.on(node)
         findings.passed.append("this machine, without ssh" if node.local else "host key known")
         interpreter = interpreters[node.name]
         if description := interpreter.describe():
@@ -57,7 +56,6 @@ def evaluate(
             findings.passed.append(f"{backend} available")
         _check_clock(node, facts[node.name], findings)
         _check_leftovers(stale[node.name], findings)
-        findings.add_to(found, node)
     workers = plural(len(config.nodes), "worker")
     return found.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from engine.cluster.transport.base import quoted
 from engine.config.formats import on_node
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config, NodeConfig
+from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host
+from engine.plan.context import Launching
 from engine.plan.network import NetworkPlan
 from engine.security.redact import is_secret
 
@@ -30,14 +31,6 @@ _FILE_ONLY = ("lora_parameters", "lr_schedule", "optimizer_config")
 _FEATURES = "_feature"
 
 
-@dataclass(frozen=True)
-class ManualLaunch:
-    """A command line for a shell, None when there is none, with notes on how it differs from a run."""
-
-    command: str | None
-    notes: tuple[str, ...] = ()
-
-
 def manual_launch(
     config: Config,
     network: NetworkPlan,
@@ -45,11 +38,12 @@ def manual_launch(
     *,
     layers: int | None = None,
     gradient_bytes: int | None = None,
-    launcher: Path | None = None,
-) -> ManualLaunch:
-    """The launch of `config` over `network`, whose hostfile is at `hostfile`. `layers` is the model's number of layers,
-    which mlx-lm does not let num_layers exceed; `gradient_bytes` the size of one all_sum; both may be unknown. Raises
-    LaunchError when there is no mlx.launch."""
+) -> Launching:
+    """The launch of `config` over `network`, whose hostfile is at `hostfile`, with notes on how it differs from a run.
+
+    `layers` is the model's number of layers, which mlx-lm does not let num_layers exceed; `gradient_bytes` the size of
+    one all_sum; both may be unknown. Raises LaunchError when there is no mlx.launch.
+    """
     notes: list[str] = []
     ranks = len(config.nodes)
     if config.job.command is None:
@@ -73,11 +67,10 @@ def manual_launch(
         environment=common_environment(network, environment, gradient_bytes=gradient_bytes),
         backend=network.backend,
         ranks_per_host=ranks_per_host(network),
-        launcher=launcher,
     )
     if any(not node.local for node in config.nodes):
         notes.append("your own ssh must reach every node without a prompt")
-    return ManualLaunch(shlex.join(argv), tuple(notes))
+    return Launching(shlex.join(argv), tuple(notes), hostfile_document(network), str(hostfile))
 
 
 def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:

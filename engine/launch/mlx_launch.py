@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LaunchError
-from engine.launch.ssh_shim import ssh_log_path
 from engine.node import processes
 from engine.protocol.events import tail
 
@@ -56,14 +55,13 @@ def arguments(
     environment: Mapping[str, str],
     backend: str = "ring",
     ranks_per_host: int = 1,
-    launcher: Path | None = None,
 ) -> list[str]:
     """mlx.launch's argument list.
 
     `environment` is visible in `ps` on every node and holds no secrets: a job's variables are sent in spec.json.
     Raises ValueError for a variable name that mlx.launch would drop with no more than a warning.
     """
-    line = [str(launcher or executable()), "--backend", backend, "--hostfile", str(hostfile)]
+    line = [str(executable()), "--backend", backend, "--hostfile", str(hostfile)]
     line += ["--starting-port", str(starting_port)]
     if backend == "nccl":
         # --repeat-hosts gives each rank of a host its own GPU; with a hostfile it has no other effect.
@@ -187,10 +185,6 @@ class LauncherWatch:
         whole, _, self._torn = (self._torn + block).rpartition(b"\n")
         self._torn = self._torn[-_LONGEST_LINE:]
         return rank_ends(whole.decode(errors="replace")) if whole else []
-
-    def words(self, rank: int) -> str:
-        """The end of ssh's stderr for `rank`, which says why the launcher could not start it; "" for none."""
-        return tail(ssh_log_path(self._stdin.parent, rank))
 
     def tail(self) -> str:
         """The end of its output in this attempt."""

@@ -68,24 +68,33 @@ def ssh_log_path(directory: Path, rank: int) -> Path:
 
 def write_shim(directory: Path, config: Path, run_id: str, attempt: int) -> Path:
     """Write the shim for one attempt; returns the folder to put first on PATH. Raises LaunchError, OSError."""
+    text = _SHIM.format(
+        prepare=shlex.quote(_PREPARE.format(kept=KEPT_TMPDIR_ENV, attempt=_attempt_path(run_id, attempt)).rstrip("\n")),
+        ssh=shlex.quote(openssh_client()),
+        config=shlex.quote(str(config)),
+        log=shlex.quote(str(directory / "ssh.rank")),
+    )
+    return put_first(directory / "bin", text, "mlx.launch")
+
+
+def openssh_client() -> str:
+    """The absolute path of the real ssh. Raises LaunchError."""
     real = shutil.which("ssh")
     if real is None:
         raise LaunchError("there is no ssh", where="this machine", todo="install OpenSSH's client")
-    folder = directory / "bin"
+    return str(Path(real).absolute())
+
+
+def put_first(folder: Path, text: str, user: str) -> Path:
+    """Write `text` as the `ssh` of a folder that `user` is to find first on its PATH. Raises LaunchError, OSError."""
     if ":" in str(folder):
         raise LaunchError(
-            "mlx.launch cannot be given our ssh",
+            f"{user} cannot be given our ssh",
             where=str(folder),
             why="a : in a path ends it on PATH",
             todo="set FLIGHTDECK_HOME to another folder",
         )
-    text = _SHIM.format(
-        prepare=shlex.quote(_PREPARE.format(kept=KEPT_TMPDIR_ENV, attempt=_attempt_path(run_id, attempt)).rstrip("\n")),
-        ssh=shlex.quote(str(Path(real).absolute())),
-        config=shlex.quote(str(config)),
-        log=shlex.quote(str(directory / "ssh.rank")),
-    )
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(folder / "ssh", text)
     (folder / "ssh").chmod(0o700)
     return folder

@@ -1,4 +1,6 @@
-"""start.sh: the one program that starts every rank of a host. In an attempt it becomes that rank's keeper."""
+"""start.sh: the one program that starts every rank of a host. In an attempt it becomes that rank's keeper. mlx.launch
+starts it, or we do, over our own connections and with the environment that mlx.launch would have given it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from engine.cluster.agent_client import TransportProvider
+from engine.cluster.staging import gather_all
+from engine.cluster.transport.base import Transport
+from engine.config.models import NodeConfig
+from engine.errors import NodeUnreachable
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
+from engine.security.sanitise import sanitise
 
+START_LIMIT_S = 45.0
+"""Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
+_LOG_BYTES = 65_536
 _NO_SUCH_RANK = 126
 _NO_FILE = 125
 
@@ -95,3 +106,59 @@ def _check(backend: str) -> str:
         return ""
     message = f"{name} names no file: it could not be written, perhaps because the disk is full"
     return f'if [ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]; then echo "{message}" >&2; exit {_NO_FILE}; fi; '
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """A rank that did not start."""
+
+    rank: int
+    code: int | None
+    """Its start.sh's exit code, negative for a signal; None when that is not known."""
+    message: str
+    """The last line of output about it; "" when there is none."""
+
+
+@dataclass(frozen=True)
+class RankStart:
+    rank: int
+    node: NodeConfig
+    files: NodeFiles
+    environment: Mapping[str, str]
+    """Shows in `ps` on the node: nothing secret is in it."""
+
+
+async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tuple[StartFailure, ...]:
+    """Start all ranks at the same time over our own connections; those that did not start, in rank order.
+
+    A keeper detaches from the connection, so the call returns as soon as the rank's program runs, and a later loss of
+    the connection does not touch the rank.
+    """
+    failures = await gather_all(_start_rank(fleet.to(each.node), each) for each in starts)
+    return tuple(failure for failure in failures if failure is not None)
+
+
+async def _start_rank(transport: Transport, rank: RankStart) -> StartFailure | None:
+    variables = [f"{name}={value}" for name, value in rank.environment.items()]
+    argv = ["/usr/bin/env", *variables, "/bin/sh", str(rank.files.start)]
+    try:
+        completed = await transport.run(argv, timeout_s=START_LIMIT_S)
+    except NodeUnreachable as error:
+        return StartFailure(rank.rank, None, str(error))
+    except OSError as error:
+        return StartFailure(rank.rank, None, error.strerror or str(error))
+    if completed.code == 0:
+        return None
+    if completed.code is None:
+        return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
+    output = await _keeper_output(transport, rank) or completed.exit_output
+    return StartFailure(rank.rank, completed.code, sanitise(output.encode(errors="replace"), 300))
+
+
+async def _keeper_output(transport: Transport, rank: RankStart) -> str:
+    try:
+        log = await transport.read_from(rank.files.keeper_log(rank.rank), 0, _LOG_BYTES)
+    except (OSError, NodeUnreachable):
+        return ""
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -16,7 +16,7 @@ from engine.cluster.staging import HostLayout, gather_all
 from engine.config.formats import on_node
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
-from engine.launch import direct_launch, mlx_launch, ssh_shim
+from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.rank_environment import (
     RankEnvironment,
@@ -28,7 +28,7 @@ from engine.launch.rank_environment import (
     trainer_job,
 )
 from engine.launch.ssh_shim import launcher_environment
-from engine.launch.start_script import start_script
+from engine.launch.start_script import RankStart, StartFailure, start_ranks, start_script
 from engine.node.processes import kill_group, oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
@@ -61,7 +61,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 class LaunchResult:
     launcher: mlx_launch.Launcher | None
     """mlx.launch's process; None when the ranks were started over our own connections."""
-    failures: tuple[direct_launch.StartFailure, ...] = ()
+    failures: tuple[StartFailure, ...] = ()
     """Without mlx.launch: the ranks that did not start."""
 
 
@@ -117,7 +117,7 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
             return LaunchResult(await _with_launcher(run_dir, plan, attempt))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
-    return LaunchResult(None, await direct_launch.start_ranks(fleet, _starts(plan, attempt, environment)))
+    return LaunchResult(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
 
 
 async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_launch.Launcher:
@@ -155,13 +155,13 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_lau
     )
 
 
-def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[direct_launch.RankStart]:
+def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[RankStart]:
     starts = []
     for rank in (planned.rank for planned in plan.ranks):
         files = attempt.files(plan.run_id, rank)
         variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, attempt.network, rank)}
         variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
-        starts.append(direct_launch.RankStart(rank, plan.config.nodes[rank], files, variables))
+        starts.append(RankStart(rank, plan.config.nodes[rank], files, variables))
     return starts
 
 

@@ -286,7 +286,7 @@ class AttemptRunner:
         # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
         launcher = await asyncio.to_thread(self._record_launcher, launched, context.attempt)
         failures = {
-            each.rank: (_START_FAILED if each.code is None else each.code, each.words) for each in launched.failures
+            each.rank: (_START_FAILED if each.code is None else each.code, each.message) for each in launched.failures
         }
         return await self._observe(context, AttemptOrigin(launcher, failures))
 

@@ -17,7 +17,9 @@ from engine.cluster.transport.base import Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.launch.mlx_launch import LauncherWatch, rank_ends
+from engine.launch.mlx_launch import rank_ends
+from engine.launch.ssh_shim import ssh_log_path
+from engine.protocol.events import tail
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
@@ -83,7 +85,7 @@ async def test_a_python_that_is_gone_is_told_by_both_launchers(cluster: Cluster,
     directly = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="direct"), fleet)
     (failure,) = directly.launched.failures
     assert (failure.rank, failure.code) == (1, 127)
-    assert f"{cluster['ana'].home}/gone/python" in failure.words
+    assert f"{cluster['ana'].home}/gone/python" in failure.message
     launched = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="mlx.launch"), fleet)
     await launched.launcher_left()
     assert (1, 127) in rank_ends(launched.run_dir.log(LAUNCHER_SOURCE).read_text())
@@ -100,14 +102,14 @@ async def test_a_node_that_is_lost_while_ranks_are_started_is_told_by_its_rank(
         flown = await fly(tmp_path / "home", plan, CutAfterFiles(fleet, cluster, "bea"))
         if flown.launched.launcher is None:
             assert [failure.rank for failure in flown.launched.failures] == [1]
-            assert "bea" in flown.launched.failures[0].words
+            assert "bea" in flown.launched.failures[0].message
             assert (await flown.record(0)).error is None
         else:
             await flown.launcher_left()
             log = flown.run_dir.log(LAUNCHER_SOURCE)
             assert (1, 255) in rank_ends(log.read_text())
-            watch = LauncherWatch.of(flown.launched.launcher, log, 0)
-            assert "Connection refused" in watch.words(1) and watch.words(0) == ""
+            here = flown.launched.launcher.stdin.parent
+            assert "Connection refused" in tail(ssh_log_path(here, 1)) and tail(ssh_log_path(here, 0)) == ""
             assert "Connection refused" in log.read_text()
         cluster["bea"].start_sshd()
 

@@ -402,6 +402,12 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
+    async def __aenter__(self) -> FakeEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     def last_facts(self, config: Config) -> list[NodeFacts]:
         return self.stored
 

@@ -68,6 +68,12 @@ class Cluster:
     async def close(self) -> None:
         self.closed += 1
 
+    async def __aenter__(self) -> Cluster:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     @property
     def part(self) -> Cluster:
         """Every part of the Engine at once."""

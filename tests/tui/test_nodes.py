@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from textual.widgets import Button
 
 from engine.cluster.transport.base import Completed
 from engine.errors import HostKeyChanged
@@ -199,7 +200,7 @@ async def test_a_changed_host_key_shows_both_and_can_only_be_removed_by_hand(stu
         shown = dialog.body.replace("\n", " ")
         assert macs.CHANGE.accepted in shown and macs.CHANGE.found in shown
         assert "ssh-keygen -R '[mini.local]:2222' -f" in shown
-        assert len(dialog.buttons()) == 1
+        assert len(dialog.query(Button)) == 1
         await console.press("enter")
         assert console.on_deck and studio.accepted == []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.api import Calibration, CalibrationProgress, Config, Engine, ExitCode, LinkMeasure, NodeMeasure, Prediction
 from tui.commands.terminal import Lines, config_file, print_json
-from tui.formatting import NOT_MEASURED, age, bandwidth, latency, rate, size, spread, table, throughput
+from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, rate, size, spread, table, throughput
 
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
 _EVERY_S = 5.0
@@ -34,7 +34,6 @@ def calibrate(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def document(found: Prediction) -> dict[str, Any]:
-    """The calibration with what follows from it, for JSON."""
     shares = asdict(found.shares) | {"micro_batches": found.micro_batches}
     taken = found.calibration.model_dump(mode="json") if found.calibration is not None else {"nodes": [], "links": []}
     return taken | {"stale": found.stale, "shares": shares, "prediction": asdict(found.throughput)}
@@ -42,14 +41,12 @@ def document(found: Prediction) -> dict[str, Any]:
 
 async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -> Calibration:
     progress, taken = _Progress(lines), None
-    try:
+    async with engine:
         async for step in engine.calibrations.measure(config, quick=quick):
             if isinstance(step, Calibration):
                 taken = step
             else:
                 progress.update(step)
-    finally:
-        await engine.close()
     assert taken is not None, "the calibration has ended without a result"
     return taken
 
@@ -84,7 +81,7 @@ def _print(lines: Lines, config: Config, found: Prediction) -> None:
     else:
         old = f", stale (limit {config.calibration.max_age_days:g} days)" if found.stale else ""
         how = "quick" if taken.quick else "full"
-        lines.say(f"{taken.cluster}, {taken.job}: measured {_ago(taken)}{old}, {how}")
+        lines.say(f"{taken.cluster}, {taken.job}: measured {ago(taken.taken_at, datetime.now(UTC))}{old}, {how}")
         lines.say(table(_HEADERS, [_row(found, measure) for measure in taken.nodes]))
         for link in taken.sums:
             what = "link" if link in taken.links else "all ranks"
@@ -129,8 +126,3 @@ def _predicted(found: Prediction) -> str:
         f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}, "
         f"{prediction.speed_up:.2f} times the fastest node alone, efficiency {prediction.efficiency:.0%}"
     )
-
-
-def _ago(taken: Calibration) -> str:
-    text = age(taken.taken_at, datetime.now(UTC))
-    return "just now" if text == "now" else f"{text} ago"

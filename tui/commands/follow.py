@@ -70,7 +70,6 @@ class Follower:
         self._print_progress(snapshot)
 
     def _print_attempts(self, snapshot: RunSnapshot) -> None:
-        """The failure of the last attempt, and the recovery."""
         ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]
         for attempt in ended[self._failed :]:
             self._lines.say(self._lines.ink(f"attempt {attempt.number}: {attempt.cause or attempt.reason}", "yellow"))
@@ -162,7 +161,6 @@ def print_check(lines: Lines, check: CheckResult) -> None:
 
 
 def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
-    """A run's end: its state and reason, the first failure, and the fix."""
     record = snapshot.record
     lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
     if record.state is RunState.SUCCEEDED:
@@ -194,6 +192,5 @@ def lasted(record: RunRecord, now: datetime | None = None) -> float:
 
 
 def introduce(lines: Lines, record: RunRecord) -> None:
-    """The first line of a followed run."""
     iterations = f" · {plural(record.iterations, 'iteration')}" if record.iterations else ""
     lines.say(f"run {record.id} · {plural(record.world_size, 'rank')} · {record.backend}{iterations}")

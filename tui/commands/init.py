@@ -7,7 +7,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engine.api import (
@@ -26,7 +26,7 @@ from engine.api import (
     write_draft,
 )
 from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
-from tui.formatting import table
+from tui.formatting import plural, table
 
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _STDOUT = Path("-")
@@ -83,7 +83,7 @@ def _choose(options: argparse.Namespace, engine: Engine, progress: Lines) -> lis
     if named:
         return named
     if options.json:
-        print_json({"file": None, "found": [asdict(host) for host in found]})
+        print_json({"file": None, "found": found})
     else:
         Lines().say(_list(found))
     return []
@@ -131,7 +131,7 @@ def chosen_numbers(answer: str, count: int) -> list[int] | None:
 
 async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines) -> list[FoundPython]:
     if is_person(progress.stream):
-        progress.say(f"asking {len(hosts)} host{'s' * (len(hosts) != 1)} for a python with mlx and mlx-lm …")
+        progress.say(f"asking {plural(len(hosts), 'host')} for a python with mlx and mlx-lm …")
     return await engine.nodes.find_pythons([host.ssh for host in hosts])
 
 
@@ -169,7 +169,7 @@ def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons
                     "about": found.about,
                     "problem": found.problem or None,
                     "todo": found.todo or None,
-                    "host_key": found.host_key.model_dump() if found.host_key else None,
+                    "host_key": found.host_key,
                 }
                 for node, found in zip(nodes, pythons, strict=True)
             ],
@@ -180,7 +180,7 @@ def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons
 def _say_next(
     lines: Lines, target: Path, nodes: Sequence[DraftNode], pythons: Sequence[FoundPython], job: DraftJob
 ) -> None:
-    lines.say(f"{lines.ink('wrote', 'green')} {target}: {len(nodes)} node{'s' * (len(nodes) != 1)}")
+    lines.say(f"{lines.ink('wrote', 'green')} {target}: {plural(len(nodes), 'node')}")
     width = max(len(node.name) for node in nodes)
     for node, found in zip(nodes, pythons, strict=True):
         if found.python is not None:
@@ -203,6 +203,3 @@ def _say_next(
         lines.say(f"  flightdeck nodes{named}       facts, versions, links")
     lines.say(f"  flightdeck preflight{named}   everything that a launch needs")
     lines.say(f"  flightdeck{named}             the console: n launches")
-
-
-__all__ = ["chosen_numbers", "init"]

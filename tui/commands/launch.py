@@ -6,28 +6,27 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 
 from engine.api import Config, Engine, ExitCode, with_strategy
 from engine.models import RunRecord, RunState
 from engine.snapshots import StopProgress
 from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
-from tui.commands.terminal import Lines, check_terminal, config_file, is_person, print_json
+from tui.commands.terminal import Lines, check_terminal, config_file, is_person, print_json, progress_lines
 from tui.formatting import plural
 
 
 def demo(options: argparse.Namespace, engine: Engine) -> int:
     """Train the demo's model, in the console or, without a terminal, as plain lines."""
     headless = options.headless or options.json or not (is_person(sys.stdin) and is_person(sys.stdout))
-    lines = _progress(options)
     if headless:
-        lines.say("demo: making its model and corpus, where they are not there yet")
-    if not headless:
+        progress_lines(options).say("demo: making its model and corpus, where they are not there yet")
+    else:
         check_terminal()
     config = engine.configs.demo(ranks=options.ranks, iters=options.iters)
     if headless:
-        return _run(engine, config, options, lines)
+        return _launch(options, engine, config, owned=True)
     # Imported late: textual costs more than all other commands need to start.
     from tui.app import run_console
 
@@ -37,12 +36,27 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, return once preflight has let it through."""
     config = with_strategy(engine.configs.load(config_file(options)), options.strategy, options.layer_split)
-    return follow_launch(options, engine, lambda: asyncio.run(engine.launches.launch(config, skip=options.skip)))
+    return _launch(options, engine, config)
 
 
-def follow_launch(options: argparse.Namespace, engine: Engine, start: Callable[[], RunRecord]) -> int:
-    """Start a run and print its progress, to its end with --follow."""
-    lines = _progress(options)
+def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owned: bool = False) -> int:
+    def start() -> RunRecord:
+        return asyncio.run(engine.launches.launch(config, skip=options.skip))
+
+    return _start_and_follow(options, engine, start, owned=owned)
+
+
+def resume(options: argparse.Namespace, engine: Engine) -> int:
+    """Resume a run; without --follow, return once preflight has let it through."""
+    return _start_and_follow(options, engine, lambda: asyncio.run(engine.launches.resume(options.run)))
+
+
+def _start_and_follow(
+    options: argparse.Namespace, engine: Engine, start: Callable[[], RunRecord], *, owned: bool = False
+) -> int:
+    """Start a run and print its progress, to its end with --follow. A run that is the command's own is followed to its
+    end, and the first ctrl+c stops it."""
+    lines = progress_lines(options)
     interrupts = DeferredInterrupt()
     with interrupts:
         record = start()
@@ -50,9 +64,16 @@ def follow_launch(options: argparse.Namespace, engine: Engine, start: Callable[[
     follower = Follower(engine, record.id, lines)
     try:
         interrupts.deliver()
-        snapshot = follower.follow(until_ended if options.follow else until_past_preflight)
+        snapshot = follower.follow(until_ended if owned or options.follow else until_past_preflight)
     except KeyboardInterrupt:
-        lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
+        if not owned:
+            lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
+            return ExitCode.INTERRUPTED
+        lines.say("\ninterrupted: stopping the run (ctrl+c again leaves that to its supervisor)")
+        asyncio.run(_abort(engine, record.id, False, lines))
+        snapshot = follower.follow(until_ended)
+        print_end(lines, snapshot)
+        _finish(options, snapshot.record)
         return ExitCode.INTERRUPTED
     if snapshot.record.state.ended:
         print_end(lines, snapshot)
@@ -63,7 +84,7 @@ def follow_launch(options: argparse.Namespace, engine: Engine, start: Callable[[
 
 def abort(options: argparse.Namespace, engine: Engine) -> int:
     """Stop a run and print the progress; 1 when the stop could not be proved."""
-    lines = _progress(options)
+    lines = progress_lines(options)
     record = engine.runs.record(options.run)
     if record.state.ended:
         lines.say(f"{record.id} has ended already: {record.state.value}")
@@ -72,29 +93,8 @@ def abort(options: argparse.Namespace, engine: Engine) -> int:
         record = engine.runs.record(record.id)
         lines.say(f"{lines.word(record.state.value)}: {_proof(record)}")
     if options.json:
-        print_json(record.model_dump(mode="json"))
+        print_json(record)
     return ExitCode.FAILED if record.unconfirmed or not record.state.ended else ExitCode.OK
-
-
-def _run(engine: Engine, config: Config, options: argparse.Namespace, lines: Lines) -> int:
-    """Launch and follow a run that belongs to this command: the first ctrl+c stops it."""
-    interrupts = DeferredInterrupt()
-    with interrupts:
-        record = asyncio.run(engine.launches.launch(config, skip=options.skip))
-    introduce(lines, record)
-    follower = Follower(engine, record.id, lines)
-    interrupted = False
-    try:
-        interrupts.deliver()
-        snapshot = follower.follow(until_ended)
-    except KeyboardInterrupt:
-        interrupted = True
-        lines.say("\ninterrupted: stopping the run (ctrl+c again leaves that to its supervisor)")
-        asyncio.run(_abort(engine, record.id, False, lines))
-        snapshot = follower.follow(until_ended)
-    print_end(lines, snapshot)
-    code = _finish(options, snapshot.record)
-    return ExitCode.INTERRUPTED if interrupted else code
 
 
 class DeferredInterrupt:
@@ -152,23 +152,8 @@ def _proof(record: RunRecord) -> str:
     return "it had ended before the stop" if record.state.ended else "the stop goes on in its supervisor"
 
 
-def _progress(options: argparse.Namespace) -> Lines:
-    """With --json, stdout has the one document alone."""
-    return Lines(sys.stderr if options.json else sys.stdout)
-
-
 def _finish(options: argparse.Namespace, record: RunRecord) -> int:
     if options.json:
-        print_json(record.model_dump(mode="json"))
-    return exit_code([record])
-
-
-def exit_code(records: Sequence[RunRecord]) -> ExitCode:
-    """FAILED when any ended otherwise than succeeded."""
-    failed = any(record.state.ended and record.state is not RunState.SUCCEEDED for record in records)
+        print_json(record)
+    failed = record.state.ended and record.state is not RunState.SUCCEEDED
     return ExitCode.FAILED if failed else ExitCode.OK
-
-
-def resume(options: argparse.Namespace, engine: Engine) -> int:
-    """Resume a run; without --follow, return once preflight has let it through."""
-    return follow_launch(options, engine, lambda: asyncio.run(engine.launches.resume(options.run)))

@@ -17,7 +17,7 @@ from engine.errors import FlightDeckError, InputError, StateError
 from engine.models import HostKeyOffer, NodeFacts, Topology
 from tui import node_state, topology
 from tui.commands.terminal import Lines, config_file, is_person, print_json
-from tui.formatting import NOT_MEASURED, age, size, table
+from tui.formatting import NOT_MEASURED, ago, size, table
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.state import DeckState
 
@@ -32,8 +32,6 @@ _HEADERS: Final = (
 
 @dataclass(frozen=True)
 class ClusterProbe:
-    """The result of one probe of the cluster."""
-
     facts: Sequence[NodeFacts]
     topology: Topology
     network: NetworkPlan | None
@@ -50,9 +48,7 @@ def nodes(options: argparse.Namespace, engine: Engine) -> int:
     asks = is_person(sys.stdin) and is_person(progress.stream) and (ASK in options.trust or not options.json)
     seen = asyncio.run(_probe(engine, config, [key for key in options.trust if key != ASK], progress, asks=asks))
     if options.json:
-        network = seen.network.model_dump(mode="json") if seen.network is not None else None
-        shown = [fact.model_dump(mode="json") for fact in seen.facts]
-        document = {"nodes": shown, "topology": seen.topology.model_dump(mode="json"), "network": network}
+        document = {"nodes": seen.facts, "topology": seen.topology, "network": seen.network}
         print_json(document | {"network_problem": seen.problem})
     else:
         _print(Lines(), config, engine, seen)
@@ -63,7 +59,7 @@ async def _probe(
     engine: Engine, config: Config, trusted: Sequence[str], progress: Lines, *, asks: bool
 ) -> ClusterProbe:
     """Probe; accept what a person trusts, and probe again when there was such a key."""
-    try:
+    async with engine:
         facts = await engine.nodes.probe(config)
         offers = unique_offers(facts)
         accepted = [offer for offer in offers if offer.fingerprint in trusted]
@@ -81,8 +77,6 @@ async def _probe(
             return ClusterProbe(facts, found, engine.nodes.network_plan(config, facts), None)
         except FlightDeckError as error:
             return ClusterProbe(facts, found, None, str(error))
-    finally:
-        await engine.close()
 
 
 def unique_offers(facts: Iterable[NodeFacts]) -> list[HostKeyOffer]:
@@ -91,7 +85,6 @@ def unique_offers(facts: Iterable[NodeFacts]) -> list[HostKeyOffer]:
 
 
 def _agreed(offer: HostKeyOffer, progress: Lines) -> bool:
-    """A person has compared the key and answers yes."""
     kind = offer.key.partition(" ")[0]
     progress.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
     progress.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
@@ -144,7 +137,7 @@ def _row(state: DeckState, rank: int, fact: NodeFacts, before: NodeFacts | None,
         *(_version(known, field, versions) for field in ("python", "mlx", "mlx_lm")),
         NOT_MEASURED if known.clock_skew_s is None else f"{known.clock_skew_s:+.3f} s",
         node_state.milliseconds(known.round_trip_s) or NOT_MEASURED,
-        _ago(known.probed_at, state.now),
+        ago(known.probed_at, state.now, at_once="now"),
         node_state.system(known) or NOT_MEASURED,
     ]
 
@@ -156,13 +149,7 @@ def _version(fact: NodeFacts, field: str, versions: dict[str, str]) -> str:
     return value if value == versions.get(field, value) else f"!={value}"
 
 
-def _ago(moment: datetime, now: datetime) -> str:
-    text = age(moment, now)
-    return text if text == "now" else f"{text} ago"
-
-
 def _print_node(lines: Lines, fact: NodeFacts, versions: dict[str, str]) -> None:
-    """Its problem and fix, or its warnings."""
     if fact.problem is None:
         for warning in node_state.warnings(fact, versions):
             lines.say(f"{lines.ink(fact.node, 'yellow')}: {warning}")

@@ -23,10 +23,8 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         config = with_strategy(config, strategy, options.layer_split)
 
     async def make() -> TrainingPlan:
-        try:
+        async with engine:
             return await engine.plans.make(config, strategy=strategy)
-        finally:
-            await engine.close()
 
     made = asyncio.run(make())
     if options.json or options.format is not None:

@@ -12,17 +12,17 @@ import sys
 from engine.api import Config, Engine, ExitCode
 from engine.models import CheckResult, CheckStatus, NodeSync, SyncReport
 from tui.commands.follow import print_check
-from tui.commands.terminal import Lines, config_file, has_colour, print_json
+from tui.commands.terminal import Lines, config_file, has_colour, print_json, progress_lines
 
 
 def preflight(options: argparse.Namespace, engine: Engine) -> int:
     """Run the checks and stream them; 1 when one would block a launch."""
     config = engine.configs.load(config_file(options))
-    lines = Lines(sys.stderr if options.json else sys.stdout)
+    lines = progress_lines(options)
     results = asyncio.run(_checks(engine, config, options.skip, lines))
     report = engine.checks.report(config, results, skip=options.skip)
     if options.json:
-        print_json(report.model_dump(mode="json"))
+        print_json(report)
     else:
         failed = [check.name for check in report.checks if check.status is CheckStatus.FAIL]
         text = "would be blocked by " + ", ".join(failed) if failed else "a launch would not be blocked"
@@ -34,13 +34,11 @@ def preflight(options: argparse.Namespace, engine: Engine) -> int:
 
 async def _checks(engine: Engine, config: Config, skip: list[str], lines: Lines) -> list[CheckResult]:
     results: list[CheckResult] = []
-    try:
+    async with engine:
         async for result in engine.checks.preflight(config, skip=skip):
             if result.status not in (CheckStatus.PENDING, CheckStatus.RUNNING):
                 results.append(result)
                 print_check(lines, result)
-    finally:
-        await engine.close()
     return results
 
 
@@ -49,7 +47,7 @@ def doctor(options: argparse.Namespace, engine: Engine) -> int:
     findings = [*asyncio.run(engine.checks.doctor()), _terminal()]
     failed = any(finding.status is CheckStatus.FAIL for finding in findings)
     if options.json:
-        print_json([finding.model_dump(mode="json") for finding in findings])
+        print_json(findings)
         return ExitCode.FAILED if failed else ExitCode.OK
     lines = Lines()
     for finding in findings:
@@ -59,7 +57,6 @@ def doctor(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def _terminal() -> CheckResult:
-    """The terminal that the console would be drawn on."""
     if not sys.stdout.isatty():
         return CheckResult(name="terminal", status=CheckStatus.SKIP, summary="stdout is not a terminal")
     columns, rows = os.get_terminal_size()
@@ -76,22 +73,20 @@ def _terminal() -> CheckResult:
 def sync(options: argparse.Namespace, engine: Engine) -> int:
     """Copy and compare, or compare only; 1 when a node differs after it."""
     config = engine.configs.load(config_file(options))
-    lines = Lines(sys.stderr if options.json else sys.stdout)
+    lines = progress_lines(options)
     report = asyncio.run(_synced(engine, config, lines, dry_run=options.dry_run))
     if options.json:
-        print_json(report.model_dump(mode="json"))
+        print_json(report)
     else:
         _print_report(lines, report)
     return ExitCode.OK if report.synced else ExitCode.FAILED
 
 
 async def _synced(engine: Engine, config: Config, lines: Lines, *, dry_run: bool) -> SyncReport:
-    try:
+    async with engine:
         return await engine.checks.sync(
             config, dry_run=dry_run, on_line=lambda line: lines.say(lines.ink(f"  {line}", "dim"))
         )
-    finally:
-        await engine.close()
 
 
 def _print_report(lines: Lines, report: SyncReport) -> None:

@@ -7,7 +7,6 @@ import csv
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 
 from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
@@ -18,7 +17,7 @@ from tui.commands.follow import SupervisorRestart, ending, lasted
 from tui.commands.terminal import Lines, print_json
 from tui.formatting import (
     NOT_MEASURED,
-    age,
+    ago,
     attempt_summary,
     duration,
     loss,
@@ -45,12 +44,11 @@ REPORT_KEYS = (
 
 
 def runs(options: argparse.Namespace, engine: Engine) -> int:
-    """Every run, newest first."""
     records = engine.runs.all()
     if options.limit:
         records = records[: options.limit]
     if options.json:
-        print_json([record.model_dump(mode="json") for record in records])
+        print_json(records)
         return ExitCode.OK
     lines = Lines()
     if not records:
@@ -67,12 +65,11 @@ def runs(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def _run_row(record: RunRecord, now: datetime) -> list[str]:
-    started = age(record.created_at, now)
     return [
         record.id,
         record.state.value,
         record.reason.value if record.reason else NOT_MEASURED,
-        started if started == "now" else f"{started} ago",
+        ago(record.created_at, now, at_once="now"),
         duration(lasted(record, now)),
         str(record.world_size),
         _progress(record),
@@ -96,11 +93,11 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
         more = {
             "supervised": snapshot.supervised,
             "directory": directory.path,
-            "diagnosis": asdict(snapshot.diagnosis) if snapshot.diagnosis is not None else None,
-            "alarms": [asdict(alarm) for alarm in snapshot.alarms],
-            "attempt_list": [asdict(attempt) for attempt in snapshot.attempts],
+            "diagnosis": snapshot.diagnosis,
+            "alarms": snapshot.alarms,
+            "attempt_list": snapshot.attempts,
             "given_up": snapshot.given_up,
-            "verification": [asdict(line) for line in snapshot.verification],
+            "verification": snapshot.verification,
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -141,7 +138,6 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def _show_attempts(lines: Lines, snapshot: RunSnapshot) -> None:
-    """Each attempt of a run that has had more than one, and why there is no other."""
     before = None
     for attempt in snapshot.attempts if len(snapshot.attempts) > 1 else ():
         label = f"attempt {attempt.number}"
@@ -167,7 +163,6 @@ def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
-    """Alarms of the last attempt, and what must be true after a launch."""
     for alarm in snapshot.alarms:
         at = f"{alarm.at.astimezone():%H:%M:%S}" + (f", iteration {alarm.iteration}" if alarm.iteration else "")
         lines.say(f"  {'alarm':<10} {lines.ink(alarm.message, 'red')} ({alarm.name}, {at})")
@@ -177,7 +172,6 @@ def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def metrics(options: argparse.Namespace, engine: Engine) -> int:
-    """mlx-lm's report dicts in order, as a table, JSON or CSV."""
     reports = engine.runs.metrics(options.run)
     if options.json or options.format == "json":
         print_json(reports)
@@ -308,7 +302,6 @@ def _document(line: LogLine) -> dict[str, object]:
 
 
 def _copy(directory: RunDir, source: int, watch: RunWatch, restart: SupervisorRestart, *, follow: bool) -> None:
-    """Write the bytes of one log file to stdout as they are, by offset."""
     out = sys.stdout.buffer
     offset = 0
     while True:

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,7 +49,6 @@ def check_terminal() -> None:
 
 
 def is_person(stream: TextIO) -> bool:
-    """A terminal and not a pipe."""
     return stream.isatty()
 
 
@@ -71,7 +71,6 @@ class Lines:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def ink(self, text: str, colour: str | None) -> str:
-        """`text` in `colour` on a terminal with colour."""
         if not self._colour or colour is None:
             return text
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
@@ -82,6 +81,18 @@ class Lines:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; control characters in remote text stay escaped."""
-    json.dump(document, sys.stdout, indent=2, default=str)
+    """One JSON document on stdout, models and dataclasses as objects; control characters in remote text stay
+    escaped."""
+    json.dump(document, sys.stdout, indent=2, default=_plain)
     sys.stdout.write("\n")
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def progress_lines(options: argparse.Namespace) -> Lines:
+    """With --json, stdout has the one document alone."""
+    return Lines(sys.stderr if options.json else sys.stdout)

@@ -257,7 +257,7 @@ class DeckScreen(Screen[None]):
                 self._actions.open_run(run)
         elif pane == "run" and snapshot and snapshot.diagnosis and snapshot.diagnosis.offset is not None:
             self.focus_pane("logs")
-            self.logs.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
+            self.logs.view.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
         elif pane == "logs":
             self.do_maximise()
         elif pane == "nodes" and self.state.view == "nodes" and self.state.node is not None:

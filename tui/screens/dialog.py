@@ -14,6 +14,7 @@ from textual.content import Content
 from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
+from textual.widgets.button import ButtonVariant
 
 from tui.formatting import plural
 from tui.glyphs import MUTED
@@ -24,11 +25,8 @@ from tui.widgets.text import pair
 
 Answer = TypeVar("Answer")
 
-
 WIDTH = 84
 """Cells of a dialog on a wide enough terminal."""
-
-
 FRAME = 6
 """Lines of a dialog outside its body: border, padding, buttons and the line above them."""
 
@@ -36,6 +34,10 @@ FRAME = 6
 def text_width(columns: int) -> int:
     """Cells of a line of a dialog's body on a terminal of `columns`, without frame and padding."""
     return min(WIDTH, int(columns * 0.96)) - 6
+
+
+def button(label: str, id: str, variant: ButtonVariant = "default") -> Button:
+    return Button(label, variant, id=id, compact=True)
 
 
 class Dialog(ModalScreen[Answer]):
@@ -47,10 +49,12 @@ class Dialog(ModalScreen[Answer]):
         Binding("right,l,down,j", "app.focus_next", show=False),
     ]
 
-    def __init__(self, title: str, lines: Sequence[Content]) -> None:
+    def __init__(self, title: str, lines: Sequence[Content], *buttons: Button) -> None:
+        """The first button gets the focus: make it the safe one."""
         super().__init__()
         self._heading = title
         self._lines = list(lines)
+        self._buttons = buttons
 
     def compose(self) -> ComposeResult:
         with Vertical(id="dialog") as box:
@@ -58,11 +62,7 @@ class Dialog(ModalScreen[Answer]):
             with VerticalScroll(id="dialog-body", can_focus=False):
                 yield Static(Content("\n").join(self._lines), id="dialog-text", markup=False)
             with Horizontal(id="dialog-buttons"):
-                yield from self.buttons()
-
-    def buttons(self) -> Sequence[Button]:
-        """The first one gets the focus: make it the safe one."""
-        raise NotImplementedError
+                yield from self._buttons
 
     def on_mount(self) -> None:
         self.query(Button).first().focus()
@@ -92,15 +92,8 @@ class Confirm(Dialog[bool]):
     """Answers True to go on; the focus is on Cancel."""
 
     def __init__(self, title: str, lines: Sequence[Content], go: str, *, dangerous: bool = False) -> None:
-        super().__init__(title, lines)
-        self._go = go
-        self._dangerous = dangerous
-
-    def buttons(self) -> Sequence[Button]:
-        return [
-            Button("Cancel", id="cancel", compact=True),
-            Button(self._go, id="go", compact=True, variant="error" if self._dangerous else "success"),
-        ]
+        variant: ButtonVariant = "error" if dangerous else "success"
+        super().__init__(title, lines, button("Cancel", "cancel"), button(go, "go", variant))
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id == "go")
@@ -182,14 +175,13 @@ class Welcome(Dialog[str]):
             Content(""),
             Content("It finds a python with MLX on each, and prints what to do next."),
         ]
-        super().__init__("MLX Flight Deck", lines)
-
-    def buttons(self) -> Sequence[Button]:
-        return [
-            Button("Look around", id="close", compact=True),
-            Button("Run the demo", id="demo", compact=True, variant="success"),
-            Button("Quit", id="quit", compact=True),
-        ]
+        super().__init__(
+            "MLX Flight Deck",
+            lines,
+            button("Look around", "close"),
+            button("Run the demo", "demo", "success"),
+            button("Quit", "quit"),
+        )
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id)

@@ -14,7 +14,7 @@ from textual.widgets import Button
 from tui.actions import FixCommand
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, RUNNING
-from tui.screens.dialog import Confirm, Dialog
+from tui.screens.dialog import Confirm, Dialog, button
 from tui.state import DeckState
 from tui.widgets.text import pair
 
@@ -26,8 +26,8 @@ COMPARE = "ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub"
 """Run on the node itself, prints its fingerprint."""
 
 
-class UnknownKey(Dialog[bool]):
-    """Answers True when the person accepts the key; the focus is on Cancel."""
+class UnknownKey(Confirm):
+    """Answers True when the person accepts the key."""
 
     def __init__(self, node: str, offer: HostKeyOffer, width: int) -> None:
         lines = [
@@ -38,16 +38,7 @@ class UnknownKey(Dialog[bool]):
             pair("effect", "the key goes into Flight Deck's known_hosts, and the node is probed", width),
             pair("if it differs", "another machine answers in its place: cancel", width),
         ]
-        super().__init__(f"accept the host key of {node}?", lines)
-
-    def buttons(self) -> Sequence[Button]:
-        return [
-            Button("Cancel", id="cancel", compact=True),
-            Button("They are the same, accept it", id="go", compact=True, variant="success"),
-        ]
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "go")
+        super().__init__(f"accept the host key of {node}?", lines, "They are the same, accept it")
 
 
 class ChangedKey(Dialog[None]):
@@ -64,10 +55,7 @@ class ChangedKey(Dialog[None]):
             pair("then by hand", forget_command(change.target, home), width),
             pair("", "(and without -f, where ssh itself knows the old key); then r probes again and asks", width),
         ]
-        super().__init__(f"the host key of {node} has changed", lines)
-
-    def buttons(self) -> Sequence[Button]:
-        return [Button("Close", id="close", compact=True)]
+        super().__init__(f"the host key of {node} has changed", lines, button("Close", "close"))
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(None)
@@ -109,23 +97,17 @@ class FixDialog(Dialog[str]):
     def __init__(self, commands: Sequence[FixCommand], state: DeckState, width: int, again: str) -> None:
         self._commands = list(commands)
         self._width = width
-        self._again = again
-        super().__init__("fix", self._output_lines(state))
-
-    def buttons(self) -> Sequence[Button]:
-        return [
-            Button("Close, it goes on", id="close", compact=True),
-            Button(self._again, id="again", compact=True, variant="success", disabled=True),
-        ]
+        self._again = button(again, "again", "success")
+        self._again.disabled = True
+        super().__init__("fix", self._output_lines(state), button("Close, it goes on", "close"), self._again)
 
     def show(self, state: DeckState) -> None:
         """Redraw; called while the dialog is open."""
         self.set_body(self._output_lines(state))
-        again = self.query_one("#again", Button)
-        if all(command.ended for command in self._commands) and again.disabled:
+        if all(command.ended for command in self._commands) and self._again.disabled:
             self.query_one("#close", Button).label = "Close"
-            again.disabled = False
-            again.focus()
+            self._again.disabled = False
+            self._again.focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -10,7 +10,7 @@ from textual.widgets import Button
 
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, PENDING, RUNNING, STOPPED, UNKNOWN, Glyph
-from tui.screens.dialog import Dialog
+from tui.screens.dialog import Dialog, button
 from tui.state import DeckState
 from tui.widgets.run_summary import own_program
 
@@ -32,29 +32,23 @@ class Stopping(Dialog[None]):
 
     def __init__(self, state: DeckState, now: Callable[[], None]) -> None:
         self._now = now
-        super().__init__(f"aborting {_run(state)}", progress(state))
-
-    def buttons(self) -> Sequence[Button]:
-        return [
-            Button("Close, the abort goes on", id="close", compact=True),
-            Button("Skip the save, end it now", id="now", compact=True, variant="error"),
-        ]
+        self._close = button("Close, the abort goes on", "close")
+        self._end_now = button("Skip the save, end it now", "now", "error")
+        super().__init__(f"aborting {_run(state)}", progress(state), self._close, self._end_now)
 
     def show(self, state: DeckState) -> None:
         """Redraw; called while the dialog is open."""
         self.set_body(progress(state))
-        if not state.active:
-            for button in self.query("#now").results(Button):
-                button.display = False
-            for button in self.query("#close").results(Button):
-                button.label = "Close"
-                button.focus()
+        if not state.active and self.is_mounted:
+            self._end_now.display = False
+            self._close.label = "Close"
+            self._close.focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        if event.button.id == "now":
+        if event.button is self._end_now:
             self._now()
-            event.button.disabled = True
-            self.query_one("#close", Button).focus()
+            self._end_now.disabled = True
+            self._close.focus()
         else:
             self.dismiss(None)
 

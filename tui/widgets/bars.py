@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from textual.content import Content
@@ -46,12 +47,11 @@ KEY_GAP = 3
 class KeyBar(Text):
     """The action table's keys here and now; a click presses one."""
 
+    @dataclass
     class Pressed(Message):
         """An action of the bar was clicked."""
 
-        def __init__(self, action: Action) -> None:
-            super().__init__()
-            self.action = action
+        action: Action
 
     def __init__(self) -> None:
         super().__init__(id="keys")

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class HistoryPane(Pane):
-    """All runs, newest first."""
-
     NAME = "history"
     NUMBER = "5"
     HINTS = ("enter",)
@@ -36,7 +34,6 @@ class HistoryPane(Pane):
 
     @property
     def selected(self) -> str | None:
-        """Id of the run under the cursor."""
         return self.query_one(RowList).selected
 
     @property
@@ -78,7 +75,7 @@ def _took(state: DeckState, run: RunRecord) -> str:
 
 
 def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
-    none = state.glyphs.none
+    none, known = state.glyphs.none, state.glyphs.known
     steps = [f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else none for run in runs]
     where = [
         " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip() or none for run in runs
@@ -92,14 +89,9 @@ def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
         Column("started", [state.ago(run.created_at) for run in runs], 5, right=True),
         Column("took", [_took(state, run) for run in runs], 7, right=True),
         Column("step", steps, 4, right=True),
-        Column("loss", [loss(run.train_loss) if run.train_loss is not None else none for run in runs], 8, right=True),
-        Column("val", [loss(run.val_loss) if run.val_loss is not None else none for run in runs], 7, right=True),
-        Column(
-            "speed",
-            [rate(run.tokens_per_second) if run.tokens_per_second is not None else none for run in runs],
-            2,
-            right=True,
-        ),
+        Column("loss", [known(run.train_loss, loss) for run in runs], 8, right=True),
+        Column("val", [known(run.val_loss, loss) for run in runs], 7, right=True),
+        Column("speed", [known(run.tokens_per_second, rate) for run in runs], 2, right=True),
         Column("ranks", [str(run.world_size) for run in runs], 2, right=True),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from time import localtime, strftime
 from typing import ClassVar, Final
@@ -59,13 +60,12 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         "\n".join(f"& > .log-view--rank{number} {{ color: {style}; }}" for number, style in enumerate(RANK_STYLES)),
     )
 
+    @dataclass
     class Changed(Message):
         """The view's state has changed; a newer message replaces a waiting one."""
 
-        def __init__(self, view: LogView, state: LogState) -> None:
-            super().__init__()
-            self.view = view
-            self.state = state
+        view: LogView
+        state: LogState
 
         @property
         def control(self) -> LogView:
@@ -74,11 +74,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, LogView.Changed) and message.view is self.view
 
+    @dataclass
     class _Found(Message):
-        def __init__(self, seek: Seek, number: int | None) -> None:
-            super().__init__()
-            self.seek = seek
-            self.number = number
+        seek: Seek
+        number: int | None
 
     def __init__(self, *, redraw_s: float = REDRAW_S, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -100,27 +99,22 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     # Source and place
 
     def open(self, run_dir: RunDir | None, source: int | None = None) -> None:
-        """Show this run's log from now on, following; None: nothing."""
         self._window.open(run_dir, source)
         self._show()
 
     @property
     def sources(self) -> list[int]:
-        """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
         return self._window.sources
 
     def set_source(self, source: int | None) -> None:
-        """Show one source's log, or (None) all merged, at the same moment; search and filter stay."""
         self._window.set_source(source)
         self._show()
 
     def next_source(self, step: int = 1) -> None:
-        """Go through all merged, each rank, and the launcher, in a circle."""
         self._window.next_source(step)
         self._show()
 
     def follow(self, on: bool = True) -> None:
-        """Show the end, and what arrives there; or stay here."""
         if on:
             self._window.follow()
         else:
@@ -134,7 +128,6 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.refresh()
 
     def freeze(self, frozen: bool) -> None:
-        """Show nothing new; arriving lines are counted."""
         self._window.freeze(frozen)
         self._show()
 
@@ -180,7 +173,6 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._window.seek(ERRORS, -1)
 
     def jump_to(self, source: int | None, offset: int) -> None:
-        """Show the line that byte `offset` of a source's log belongs to; without a source nothing happens."""
         if source is not None:
             self._window.jump_to(source, offset)
         self._show()
@@ -273,7 +265,6 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.scroll_target_y = self.scroll_y = window.position
 
     def _on_scroll_to(self, message: ScrollTo) -> None:
-        """The scrollbar was dragged."""
         message.prevent_default().stop()
         if message.y is not None:
             self._window.scroll_to(round(message.y))
@@ -315,7 +306,6 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return Strip.blank(window.width, base)
 
     def _nothing(self) -> str:
-        """The text of an empty view."""
         if self._window.run_dir is None:
             return "no run is shown"
         if self.state.filter is None or not self.state.lines:

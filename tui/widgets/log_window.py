@@ -220,7 +220,6 @@ class LogWindow:
             self._scan.seek(Seek(pattern, from_line, step > 0, wrap))
 
     def answer(self, seek: Seek, number: int | None) -> None:
-        """Go to the line that a search has found, or note that there is none."""
         if number is not None:
             self.go_to(number)
             return
@@ -310,7 +309,6 @@ class LogWindow:
 
     @property
     def position(self) -> int:
-        """The place of the top line among the lines that are shown."""
         return self.rows[0].position if self.rows else 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from textual.app import ComposeResult
@@ -10,7 +11,8 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from engine.api import LAUNCHER_SOURCE, LogPattern, RunDir
+from engine.api import LAUNCHER_SOURCE, LogPattern
+from tui.formatting import plural
 from tui.state import DeckState
 from tui.widgets.log_view import REDRAW_S, LogState, LogView
 from tui.widgets.pane import Pane
@@ -35,14 +37,13 @@ class FilterBar(Horizontal):
     FilterBar .fault { width: auto; color: $text-error; padding: 0 1; }
     """
 
+    @dataclass
     class Answered(Message):
         """A pattern was entered: one that LogPattern takes, or nothing at all."""
 
-        def __init__(self, kind: str, text: str) -> None:
-            super().__init__()
-            self.kind = kind
-            """"search" or "filter"."""
-            self.text = text
+        kind: str
+        """"search" or "filter"."""
+        text: str
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -58,7 +59,6 @@ class FilterBar(Horizontal):
         return self.has_class("-open")
 
     def open(self, kind: str, text: str = "") -> None:
-        """Prompt for a search or a filter, with the one before as its text."""
         self.kind = kind
         self.query_one(".prompt", Static).update(_PROMPTS[kind])
         entry = self.query_one(Input)
@@ -92,17 +92,12 @@ class FilterBar(Horizontal):
 
 
 class LogsPane(Pane):
-    """Frame, title and keys of the log view."""
-
     NAME = "logs"
     HINTS = ("search", "filter", "next_rank", "follow")
 
+    @dataclass
     class SearchChanged(Message):
-        """A search of the log has been started or ended."""
-
-        def __init__(self, searching: bool) -> None:
-            super().__init__()
-            self.searching = searching
+        searching: bool
 
     def __init__(self, *, redraw_s: float | None = None) -> None:
         super().__init__()
@@ -141,17 +136,6 @@ class LogsPane(Pane):
         self.view.move(name)
         return True
 
-    def open(self, run_dir: RunDir | None) -> None:
-        """Show the log of this run from now on."""
-        self.view.open(run_dir)
-
-    def jump_to(self, source: int | None, offset: int) -> None:
-        """Put the line at this byte offset of a source's log on the screen."""
-        self.view.jump_to(source, offset)
-
-    def freeze(self, frozen: bool) -> None:
-        self.view.freeze(frozen)
-
     def on_log_view_changed(self, event: LogView.Changed) -> None:
         # A message of its own: one does not bubble past the widget whose handler caused it.
         self.post_message(self.SearchChanged(event.state.search is not None))
@@ -165,7 +149,6 @@ class LogsPane(Pane):
             self.view.filter(event.text)
 
     def do(self, action: str) -> None:
-        """A log action of the table."""
         view, prompt = self.view, self.query_one(FilterBar)
         {
             "search": lambda: prompt.open(SEARCH, view.state.search or ""),
@@ -208,7 +191,7 @@ def title(log: LogState, state: DeckState) -> str:
     elif log.following and state.active:
         parts.append("TAIL")
     if log.new_lines:
-        parts.append(f"+{log.new_lines:,} line{'s' if log.new_lines != 1 else ''}")
+        parts.append(f"+{plural(log.new_lines, 'line')}")
     if log.filter is not None:
         parts.append(f"filter {log.filter!r} {log.shown:,} of {log.lines:,}")
     if log.search is not None:

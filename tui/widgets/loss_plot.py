@@ -120,8 +120,13 @@ class Canvas:
                 error += run
                 y += step_y
 
+    def curve(self, dots: Sequence[tuple[int, int]], style: str, *, dotted: bool = False) -> None:
+        if len(dots) == 1:
+            self.dot(*dots[0], style)
+        for start, end in pairwise(dots):
+            self.line(start, end, style, dotted=dotted)
+
     def row(self, number: int, *, ascii: bool = False) -> Content:
-        """One line of cells as coloured text."""
         parts: list[str | tuple[str, str]] = []
         for mask, style in zip(self._masks[number], self._styles[number], strict=True):
             text = _ascii(mask) if ascii else (chr(_BLANK + mask) if mask else " ")
@@ -206,8 +211,8 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
     steps = [iteration for iteration, _ in (*train, *val)]
     step_axis = Axis(min(steps), max(*steps, min(steps) + 1), columns * 2)
     canvas = Canvas(columns, rows)
-    _curve(canvas, val, step_axis, loss_axis, VALIDATION, dotted=True)
-    _curve(canvas, train, step_axis, loss_axis, TRAIN)
+    canvas.curve(_dots(val, step_axis, loss_axis), VALIDATION, dotted=True)
+    canvas.curve(_dots(train, step_axis, loss_axis), TRAIN)
     lines = [_legend(series, width, glyphs, loss_axis.logarithmic)]
     edge, ticked = ("|", "+") if glyphs.ascii else ("│", "┤")
     for row in range(rows):
@@ -232,13 +237,9 @@ def _tick(value: float, ticks: Sequence[float]) -> str:
     return tick_text(value, step)
 
 
-def _curve(canvas: Canvas, points: Points, x: Axis, y: Axis, style: str, *, dotted: bool = False) -> None:
-    top = canvas.height * 4 - 1
-    dots = [(x.position(step), top - y.position(loss)) for step, loss in api.decimate(points, canvas.width * 2)]
-    if len(dots) == 1:
-        canvas.dot(*dots[0], style)
-    for start, end in pairwise(dots):
-        canvas.line(start, end, style, dotted=dotted)
+def _dots(points: Points, x: Axis, y: Axis) -> list[tuple[int, int]]:
+    """Dots of a canvas as large as the axes."""
+    return [(x.position(step), y.dots - 1 - y.position(loss)) for step, loss in api.decimate(points, x.dots)]
 
 
 def _mark(kind: str, glyphs: Glyphs) -> str:

@@ -280,6 +280,3 @@ def _rdma(facts: NodeFacts) -> Pairs:
         address = {True: "", False: ", no IPv4 in its GID table: no queue pair comes up", None: ""}[device.ipv4_gid]
         rows.append((device.name, state + address))
     return rows
-
-
-__all__ = ["connections", "detail"]

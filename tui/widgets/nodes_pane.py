@@ -20,7 +20,7 @@ from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 from tui.topology import least_width
 from tui.widgets.node_detail import connections, detail
 from tui.widgets.pane import Pane, RowList
-from tui.widgets.text import ColumnSpec, Table, Text
+from tui.widgets.text import Column, Table, Text
 
 if TYPE_CHECKING:
     from engine.models import NodeFacts, NodeTelemetry
@@ -32,28 +32,28 @@ Age = tuple[str | None, bool]
 """The age as text, and whether it is past its limit."""
 
 HEADS: Final = (
-    ColumnSpec("node", 9),
-    ColumnSpec("state", 9),
-    ColumnSpec("chip", 3, optional=True),
-    ColumnSpec("gpu cores", 2, right=True, optional=True),
-    ColumnSpec("memory", 7),
-    ColumnSpec("gpu", 5, right=True, optional=True),
-    ColumnSpec("power", 3, right=True, optional=True),
-    ColumnSpec("temp", 2, right=True, optional=True),
-    ColumnSpec("system", 1, optional=True),
-    ColumnSpec("thunderbolt", 2, optional=True),
-    ColumnSpec("rdma", 6, optional=True),
-    ColumnSpec("python", 2, optional=True),
-    ColumnSpec("mlx", 6),
-    ColumnSpec("mlx-lm", 4, optional=True),
-    ColumnSpec("disk free", 2, right=True, optional=True),
-    ColumnSpec("clock", 3, right=True, optional=True),
-    ColumnSpec("round trip", 2, right=True, optional=True),
-    ColumnSpec("rank", 6, right=True, optional=True),
-    ColumnSpec("step", 5, right=True, optional=True),
-    ColumnSpec("rss", 4, right=True, optional=True),
-    ColumnSpec("age", 8, right=True),
-    ColumnSpec("live", 4, right=True, optional=True),
+    Column("node", priority=9),
+    Column("state", priority=9),
+    Column("chip", priority=3, optional=True),
+    Column("gpu cores", priority=2, right=True, optional=True),
+    Column("memory", priority=7),
+    Column("gpu", priority=5, right=True, optional=True),
+    Column("power", priority=3, right=True, optional=True),
+    Column("temp", priority=2, right=True, optional=True),
+    Column("system", priority=1, optional=True),
+    Column("thunderbolt", priority=2, optional=True),
+    Column("rdma", priority=6, optional=True),
+    Column("python", priority=2, optional=True),
+    Column("mlx", priority=6),
+    Column("mlx-lm", priority=4, optional=True),
+    Column("disk free", priority=2, right=True, optional=True),
+    Column("clock", priority=3, right=True, optional=True),
+    Column("round trip", priority=2, right=True, optional=True),
+    Column("rank", priority=6, right=True, optional=True),
+    Column("step", priority=5, right=True, optional=True),
+    Column("rss", priority=4, right=True, optional=True),
+    Column("age", priority=8, right=True),
+    Column("live", priority=4, right=True, optional=True),
 )
 BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock", "live"})
 """Left out on the dashboard, where the pane is narrow."""
@@ -68,7 +68,7 @@ class NodeRows:
         self._rows: dict[str, tuple[tuple[object, ...], Cells]] = {}
 
     def of(
-        self, state: DeckState, nodes: list[str], heads: tuple[ColumnSpec, ...], sight: range | None = None
+        self, state: DeckState, nodes: list[str], heads: tuple[Column, ...], sight: range | None = None
     ) -> dict[str, Cells]:
         """By node, in order. Rows out of `sight` are not made again for their ages alone, which change every second."""
         versions = node_state.reference(state)
@@ -104,7 +104,7 @@ def _same(before: tuple[object, ...], now: tuple[object, ...], *, ages: bool) ->
     )
 
 
-def heads(state: DeckState, *, full: bool) -> tuple[ColumnSpec, ...]:
+def heads(state: DeckState, *, full: bool) -> tuple[Column, ...]:
     """The columns of the full view, or of the dashboard's pane; versions that differ are shown before all else."""
     differ = {field.replace("_", "-") for field in node_state.differing(state)}
     found = (replace(head, priority=_FIRST) if head.title in differ else head for head in HEADS)

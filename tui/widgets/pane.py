@@ -5,7 +5,7 @@ The list draws only its visible lines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from textual.containers import Vertical
@@ -33,12 +33,11 @@ class RowList(ScrollView, can_focus=True):
     RowList:focus > .row-list--cursor { background: $boost; }
     """
 
+    @dataclass
     class Moved(Message):
         """The cursor is on another row."""
 
-        def __init__(self, rows: RowList) -> None:
-            super().__init__()
-            self.rows = rows
+        rows: RowList
 
     class Chosen(Message):
         """The row under the cursor was clicked again."""
@@ -50,7 +49,6 @@ class RowList(ScrollView, can_focus=True):
 
     @property
     def selected(self) -> str | None:
-        """Id of the row under the cursor."""
         return self._rows[self._cursor][0] if self._cursor is not None else None
 
     @property
@@ -61,7 +59,6 @@ class RowList(ScrollView, can_focus=True):
 
     @property
     def texts(self) -> list[str]:
-        """All rows as plain text."""
         return [content.plain for _, content in self._rows]
 
     def move(self, name: str) -> bool:
@@ -75,7 +72,6 @@ class RowList(ScrollView, can_focus=True):
         return True
 
     def select(self, row: str) -> None:
-        """Put the cursor on the row of this id, where there is one."""
         index = next((index for index, (known, _) in enumerate(self._rows) if known == row), None)
         if index is not None:
             self._put_cursor(index)
@@ -146,13 +142,10 @@ class RowList(ScrollView, can_focus=True):
 class Pane(Vertical):
     """A bordered part of the deck. Subclasses fill `draw`; it is called only while the pane is on the screen."""
 
+    @dataclass
     class Selected(Message):
-        """The cursor of the pane's list is on another row."""
-
-        def __init__(self, pane: str, row: str | None) -> None:
-            super().__init__()
-            self.pane = pane
-            self.row = row
+        pane: str
+        row: str | None
 
     NAME: ClassVar[str]
     """The pane's id in DeckState.pane and in the action table."""

@@ -59,7 +59,6 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
 
 
 def _launch_key(state: DeckState, width: int) -> Content:
-    """The key that launches, or why it cannot."""
     blocked = BY_ID["launch"].why_not(state)
     if blocked:
         label = "n cannot launch now: "
@@ -114,7 +113,6 @@ def _why_shares(state: DeckState, config: Config) -> str:
 
 
 def _predicted(state: DeckState) -> str | None:
-    """The calibration's prediction for the launch."""
     found = state.prediction.throughput if state.prediction is not None else None
     if found is None or found.tokens_per_s is None or found.speed_up is None:
         return None

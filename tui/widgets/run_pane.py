@@ -125,7 +125,6 @@ class RunPane(Pane, can_focus=True):
 
 
 def _waiting(state: DeckState) -> Content:
-    """The stage of a run that has no loss yet."""
     assert state.snapshot is not None
     record = state.snapshot.record
     stages = {

@@ -43,7 +43,6 @@ NAMED_NODES: Final = 8
 
 
 def alarms(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
-    """The newest alarms of an active run."""
     if not state.active or not snapshot.alarms:
         return []
     mark = state.glyphs.shape(WARN)
@@ -122,12 +121,10 @@ def own_program(snapshot: RunSnapshot) -> bool:
 
 
 def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
-    """The slowest rank of an active run."""
     return slowest(snapshot.ranks) if state.active else None
 
 
 def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
-    """The straggler: the rank with the longest compute time, where it matters."""
     found = skew(ranks)
     return found[1] if found is not None and found[0] > MARKED_SKEW else None
 
@@ -145,7 +142,7 @@ def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
 
 def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
     """A line a rank, with a header line when `headed`."""
-    ranks, none = snapshot.ranks, state.glyphs.none
+    ranks, known = snapshot.ranks, state.glyphs.known
     if not ranks:
         return [Content.styled("no rank has started yet", MUTED)]
     longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
@@ -158,23 +155,27 @@ def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: b
         Column("node", [rank.node for rank in ranks], 3),
         Column("state", [state.glyphs.state(glyph, word) for glyph, word in found], 8),
         Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
-        Column("", [f"{rank.step_s:.3f} s" if rank.step_s is not None else none for rank in ranks], 9, right=True),
-        Column("step", [f"{r.iteration:,}" if r.iteration is not None else none for r in ranks], 5, right=True),
-        Column("peak", [size(r.memory_bytes) if r.memory_bytes else none for r in ranks], 6, right=True),
+        Column("", [known(rank.step_s, _seconds) for rank in ranks], 9, right=True),
+        Column("step", [known(rank.iteration, ",") for rank in ranks], 5, right=True),
+        Column("peak", [known(rank.memory_bytes or None, size) for rank in ranks], 6, right=True),
         Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8),
     ]
     if straggler is None:
         columns.pop()
     if headed:
-        waits = [f"{rank.exchange_s:.3f} s" if rank.exchange_s is not None else none for rank in ranks]
-        norms = [f"{rank.grad_norm:.3g}" if rank.grad_norm is not None else none for rank in ranks]
+        waits = [known(rank.exchange_s, _seconds) for rank in ranks]
+        norms = [known(rank.grad_norm, ".3g") for rank in ranks]
         place = [column.title for column in columns].index("step")
         columns.insert(place, Column("exchange", waits, 4, right=True))
         columns.insert(place + 2, Column("gradient", norms, 3, right=True))
-        reports = [age(rank.seen_at, state.now) if rank.seen_at else none for rank in ranks]
+        reports = [known(rank.seen_at, lambda seen: age(seen, state.now)) for rank in ranks]
         columns.insert(-1, Column("report", reports, 4, right=True))
     head, rows = lay_out(columns, width)
     return [head, *rows] if headed else rows
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s"
 
 
 def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
@@ -208,16 +209,16 @@ def _chunk(chunk: ChunkProgress) -> str:
 def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
     """The figures that the header leaves out, on one line, as far as there is room; "–" for one that is missing.
     `peak`: the highest of all ranks, where these are not shown one by one."""
-    record, none = snapshot.record, state.glyphs.none
+    record, known = snapshot.record, state.glyphs.known
     predicted, found = _predicted_rate(snapshot), skew(snapshot.ranks) if state.active else None
     peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
     parts = {
-        "val": loss(record.val_loss) if record.val_loss is not None else none,
-        "lr": f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else none,
+        "val": known(record.val_loss, loss),
+        "lr": known(snapshot.learning_rate, ".3g"),
         "peak": size(max(peaks)) if peaks else "",
-        "gradient": f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else none,
+        "gradient": known(snapshot.grad_norm, ".3g"),
         "skew": f"{found[0]:.0%}" if found is not None else "",
-        "speed": rate(record.tokens_per_second) if record.tokens_per_second is not None else none,
+        "speed": known(record.tokens_per_second, rate),
         "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
         "predicted": predicted or "not measured",
     }
@@ -301,7 +302,6 @@ def _unsupervised(state: DeckState) -> list[Content]:
 
 
 def _place(snapshot: RunSnapshot) -> str:
-    """The rank and node that ended it, with its exit or signal."""
     record, parts = snapshot.record, []
     if record.rank is not None:
         parts.append(f"rank {record.rank}" + (f" on {record.host}" if record.host else ""))

@@ -88,7 +88,6 @@ def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
 
 
 def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
-    """Without a calibration: the shares alone."""
     nodes, parts, none = node_names(state), shares(state) or {}, state.glyphs.none
     columns = [
         Column("node", nodes, 9),
@@ -195,13 +194,11 @@ def _speed_up(state: DeckState) -> list[Content | tuple[str, str]]:
 
 
 def _link_of_preflight(state: DeckState) -> str | None:
-    """The summary of preflight's real all_sum over the ring."""
     passed = (check.summary for check in state.shown_checks if check.name == ALL_SUM and check.status == "pass")
     return next(passed, None)
 
 
 def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Content]:
-    """The notes of the full view."""
     notes = [("shares", why(state))]
     if state.prediction is not None:
         notes += [
@@ -234,7 +231,6 @@ def _predicted(state: DeckState) -> str:
 
 
 def why(state: DeckState) -> str:
-    """The reason of the shares, one line."""
     if state.prediction is not None:
         return state.prediction.shares.reason
     fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)

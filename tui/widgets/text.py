@@ -51,10 +51,10 @@ GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its title, a cell a row, and its priority."""
+    """One column: its title, a cell a row (none for a `Table`, which has its rows apart), and its priority."""
 
     title: str
-    cells: Sequence[Content | str]
+    cells: Sequence[Content | str] = ()
     priority: int = 5
     """The lowest goes first when room is short; 9 never goes."""
     right: bool = False
@@ -63,44 +63,20 @@ class Column:
     """Takes the room that is left over, and gives way first."""
     minimum: int = 6
     """A growing column is never squeezed below this, cells."""
+    optional: bool = False
+    """Left out while no row has anything in it."""
 
-    @property
-    def width(self) -> int:
-        return max([len(self.title), *(_content(cell).cell_length for cell in self.cells)])
-
-
-def _content(cell: Content | str) -> Content:
-    return Content(cell) if isinstance(cell, str) else cell
+    def least(self, width: int) -> int:
+        """Cells that a column as wide as `width` cannot do without."""
+        return min(width, self.minimum) if self.grows else width
 
 
 def lay_out(columns: Sequence[Column], width: int) -> tuple[Content, list[Content]]:
     """The header line and one line a row, each at most `width` cells."""
-    kept = list(columns)
-    while len(kept) > 1 and _needed(kept) > width:
-        droppable = [column for column in kept if column.priority < 9]
-        if not droppable:
-            break
-        kept.remove(min(droppable, key=lambda column: (column.priority, -columns.index(column))))
-    widths = [column.width for column in kept]
-    growing = next((index for index, column in enumerate(kept) if column.grows), None)
-    if growing is not None:
-        others = sum(widths) - widths[growing] + GAP * (len(kept) - 1)
-        widths[growing] = max(kept[growing].minimum, width - others)
-    header = _line([Content.styled(column.title, MUTED) for column in kept], kept, widths, width)
-    count = len(columns[0].cells) if columns else 0
-    rows = [_line([_content(column.cells[row]) for column in kept], kept, widths, width) for row in range(count)]
-    return header, rows
-
-
-@dataclass(frozen=True)
-class ColumnSpec:
-    """A column of a `Table`; its fields are those of `Column`."""
-
-    title: str
-    priority: int = 5
-    right: bool = False
-    optional: bool = False
-    """Left out while no row has anything in it."""
+    cells = [[Content(cell) if isinstance(cell, str) else cell for cell in column.cells] for column in columns]
+    rows = {str(number): row for number, row in enumerate(zip(*cells, strict=True))}
+    header, lines = Table().lay_out(columns, rows, width)
+    return header, [line for _, line in lines]
 
 
 class Table:
@@ -112,30 +88,33 @@ class Table:
         self._lines: dict[str, tuple[Sequence[Content], object, Content]] = {}
 
     def lay_out(
-        self, heads: Sequence[ColumnSpec], rows: Mapping[str, Sequence[Content]], width: int, *, none: str = ""
+        self, columns: Sequence[Column], rows: Mapping[str, Sequence[Content]], width: int, *, none: str = ""
     ) -> tuple[Content, list[tuple[str, Content]]]:
         """The header line, and (id, line) of each row, every line at most `width` cells; `none` is an empty cell."""
         measured = [self._measured(row, cells) for row, cells in rows.items()]
-        widest = [max((len(head.title), *(w[i] for w in measured))) for i, head in enumerate(heads)]
-        kept = [
+        widest = [max((len(column.title), *(w[i] for w in measured))) for i, column in enumerate(columns)]
+        shown = [
             i
-            for i, head in enumerate(heads)
-            if not head.optional or any(cells[i].plain not in ("", none) for cells in rows.values())
+            for i, column in enumerate(columns)
+            if not column.optional or any(cells[i].plain not in ("", none) for cells in rows.values())
         ]
-        while len(kept) > 1 and sum(widest[i] for i in kept) + GAP * (len(kept) - 1) > width:
-            droppable = [i for i in kept if heads[i].priority < 9]
+        while len(shown) > 1 and sum(columns[i].least(widest[i]) + GAP for i in shown) - GAP > width:
+            droppable = [i for i in shown if columns[i].priority < 9]
             if not droppable:
                 break
-            kept.remove(min(droppable, key=lambda i: (heads[i].priority, -i)))
-        columns = [Column(heads[i].title, (), heads[i].priority, heads[i].right) for i in kept]
-        widths = [widest[i] for i in kept]
-        form = (tuple(kept), tuple(widths), width)
-        header = _line([Content.styled(column.title, MUTED) for column in columns], columns, widths, width)
+            shown.remove(min(droppable, key=lambda i: (columns[i].priority, -i)))
+        kept, widths = [columns[i] for i in shown], [widest[i] for i in shown]
+        growing = next((place for place, column in enumerate(kept) if column.grows), None)
+        if growing is not None:
+            others = sum(widths) - widths[growing] + GAP * (len(kept) - 1)
+            widths[growing] = max(kept[growing].minimum, width - others)
+        form = (tuple(shown), tuple(widths), width)
+        header = _line([Content.styled(column.title, MUTED) for column in kept], kept, widths, width)
         lines = []
         for row, cells in rows.items():
             known = self._lines.get(row)
             if known is None or known[0] is not cells or known[1] != form:
-                line = _line([cells[i] for i in kept], columns, widths, width)
+                line = _line([cells[i] for i in shown], kept, widths, width)
                 known = self._lines[row] = (cells, form, line)
             lines.append((row, known[2]))
         return header, lines
@@ -145,10 +124,6 @@ class Table:
         if known is None or known[0] is not cells:
             known = self._widths[row] = (cells, [cell.cell_length for cell in cells])
         return known[1]
-
-
-def _needed(columns: Sequence[Column]) -> int:
-    return sum(min(c.width, c.minimum) if c.grows else c.width for c in columns) + GAP * (len(columns) - 1)
 
 
 def _line(cells: Sequence[Content], columns: Sequence[Column], widths: Sequence[int], width: int) -> Content:

@@ -10,7 +10,8 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.launch.manual_launch import ManualLaunch, manual_launch
+from engine.launch.manual_launch import manual_launch
+from engine.plan.context import Launching
 from engine.plan.network import NetworkPlan
 from tests.unit.launch.host_layouts import configured_network
 
@@ -22,12 +23,12 @@ def config(*nodes: NodeConfig, settings: dict[str, Any] | None = None, **job: An
     return Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(**{**keys, **job}))
 
 
-def typed(job_config: Config, layers: int | None = None, backend: str = "ring") -> ManualLaunch:
+def typed(job_config: Config, layers: int | None = None, backend: str = "ring") -> Launching:
     network: NetworkPlan = configured_network(job_config.nodes, backend)
-    return manual_launch(job_config, network, HOSTFILE, layers=layers, launcher=Path("/venv/bin/mlx.launch"))
+    return manual_launch(job_config, network, HOSTFILE, layers=layers)
 
 
-def of_rank(launch: ManualLaunch, rank: int, home: Path) -> list[str]:
+def of_rank(launch: Launching, rank: int, home: Path) -> list[str]:
     """What the shell of a rank becomes: its program's arguments."""
     assert launch.command is not None
     argv = shlex.split(launch.command)
