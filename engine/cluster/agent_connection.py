@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.cluster.agent_client import AgentSession, open_session
+from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
 from engine.cluster.host_connection import ConnectionState, HostFacts, NodeFile, RankObservation
 from engine.cluster.probe_results import PortHolders
 from engine.cluster.replies import last_json
@@ -132,7 +132,7 @@ class AgentFile:
 
 
 HEARTBEAT_INTERVAL_S = 1.0
-OPEN_LIMIT_S = 12.0
+CONNECT_LIMIT_S = 12.0
 _CLOSE_LIMIT_S = 2.0
 _PORTS_LIMIT_S = 20.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
@@ -275,15 +275,11 @@ class AgentConnection:
 
     async def _connect_once(self) -> str:
         """One connection from its beginning to its end; why it has ended."""
+        limits = SessionLimits(
+            connect_s=CONNECT_LIMIT_S, heartbeat_interval_s=HEARTBEAT_INTERVAL_S, idle_s=float("inf")
+        )
         try:
-            session = await open_session(
-                self._node,
-                self._transport,
-                heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
-                idle_limit_s=float("inf"),
-                on_message=self._take,
-                limit_s=OPEN_LIMIT_S,
-            )
+            session = await open_session(self._node, self._transport, limits, self._take)
         except (FlightDeckError, OSError) as error:
             return str(error) or "no answer"
         try:

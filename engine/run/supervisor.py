@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.checks.runner import first_failure
+from engine.cluster.bundle import node_bundle
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import needs_all_nodes
 from engine.errors import FlightDeckError, LaunchError, StateError
@@ -331,6 +332,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("this run has another supervisor", file=sys.stderr)
         return 1
     os.set_inheritable(held, False)
+    # An upgrade of this package must not change what the run's nodes get.
+    node_bundle()
     try:
         plan = read_plan(run_dir.plan)
         recorder = RunRecorder(run_dir.journal, Store(run_dir.home).put_run, lambda: datetime.now(UTC))
