@@ -59,7 +59,7 @@ async def _anything_left(connections: HostConnections, *, fence: bool) -> bool:
     for connection in connections:
         await asyncio.to_thread(connection.request_processes, kill=fence)
     while time.monotonic() < deadline:
-        seen = [connection.observe(rank, thorough=True) for connection in connections for rank in connection.ranks]
+        seen = [connection.observe(rank) for connection in connections for rank in connection.ranks]
         left = [connection.processes() for connection in connections]
         if any(left) or any(each.record is not None for each in seen):
             return True
