@@ -460,7 +460,8 @@ class HostConnection:
         self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
         for rank, seen in self._observations.items():
             if seen.identity is not None and seen.identity.boot_id != message.boot_id:
-                self._update(rank, vanished=seen.record is None, restarted=True)
+                # A restart of this machine ended the supervisor, too: the next one knows it from the journal.
+                self._update(rank, vanished=seen.record is None, restarted=not self.local)
 
     def _take_ack(self, message: HeartbeatAck) -> None:
         sent_at = self._session.sent_at.get(message.number) if self._session is not None else None
