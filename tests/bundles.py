@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.cluster.bundle import bundle_files, bundle_name
+from engine.cluster.bundle import node_bundle
 from engine.node.bootstrap import install, prepare_root
 from engine.security.paths import make_private
 
@@ -12,10 +12,10 @@ from engine.security.paths import make_private
 def stage_bundle(node_root: Path) -> Path:
     """The folder of the bundle below a node root. Raises OSError."""
     make_private(node_root)
-    bundle = node_root / "bundles" / bundle_name()
+    bundle = node_root / "bundles" / node_bundle().name
     prepared = prepare_root(node_root, bundle.name)
     if "problem" in prepared:
         raise OSError(0, prepared["problem"], prepared["path"])
     if prepared["missing"]:
-        install(bundle, bundle_files())
+        install(bundle, node_bundle().files)
     return bundle

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -22,13 +22,13 @@ from engine.checks.leases import Leases
 from engine.cluster.probe_results import Count, ProbeResult, ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
-from engine.cluster.transport.base import Channel
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
 from engine.measurements import CalibrationProgress, MemoryProbe, NodeMeasure
 from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
+from engine.protocol.messages import RequestEnded
 from engine.security.paths import make_private
 from engine.security.sanitise import plain
 from engine.store.layout import node_root
@@ -79,8 +79,6 @@ SYNTHETIC_BATCH = 4
 _LOAD_LIMIT_S = 900.0
 """A large model from a slow disk."""
 _END_LIMIT_S = 4.0
-_READ_BYTES = 1 << 16
-_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -142,10 +140,10 @@ class _Measurement:
 
     async def put(self, layout: HostLayout) -> None:
         """Write the spec of each rank of the host."""
-        files = {f"rank{rank}.json": self._spec(rank, layout).to_json().encode() for rank in layout.ranks}
+        files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
         node = self.context.config.nodes[layout.ranks[0]]
         try:
-            await self.context.transport(node).put_tree(self._folder(layout), files)
+            await self.context.agent(node).write(self._folder(layout), files)
         except OSError as error:
             why, where = error.strerror or str(error), f"{node.name}:{self._folder(layout)}"
             raise LaunchError("the calibration's files could not be written", where=where, why=why) from error
@@ -169,21 +167,25 @@ class _Measurement:
         spec = self._folder(layout) / f"rank{rank}.json"
         argv = ["/usr/bin/env", f"{NONCE_ENV}={self.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
-        channel = await self.context.transport(node).open(argv, directory=PurePosixPath(layout.bundle))
+        limit_s = _LOAD_LIMIT_S + 5 * self.seconds
+        request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
         try:
-            async with asyncio.timeout(_LOAD_LIMIT_S + 5 * self.seconds):
-                async for line in _lines(channel):
+            async with asyncio.timeout(limit_s):
+                while isinstance(line := await request.next_line(limit_s), bytes):
                     output = parse_line(line, MeasureOutput)
                     if output is not None and output.measured is not None:
                         return output.measured
                     if output is not None and (now := output.progress) is not None:
                         self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
-            raise LaunchError("the measurement ended without a result", where=node.name, why=plain(channel.exit_output))
+            output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
+            why = plain(output_at_end.rpartition("\n")[2])
+            raise LaunchError("the measurement ended without a result", where=node.name, why=why)
         finally:
             # A node that does not answer is left to its lease.
-            with contextlib.suppress(NodeUnreachable, OSError, TimeoutError):
+            with contextlib.suppress(NodeUnreachable, TimeoutError):
                 async with asyncio.timeout(_END_LIMIT_S):
-                    await channel.close()
+                    await request.cancel()
+            request.close()
 
     def _report(
         self, node: NodeConfig, phase: str, elapsed_s: float, examples_per_s: float | None, note: str = ""
@@ -211,16 +213,6 @@ class _Measurement:
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
         return PurePosixPath(layout.root) / "runs" / self.check_id / "calibration"
-
-
-async def _lines(channel: Channel) -> AsyncIterator[bytes]:
-    """The lines of a program's output, at most the last MiB of each. Raises NodeUnreachable."""
-    partial = b""
-    while block := await channel.read(_READ_BYTES):
-        *lines, partial = (partial + block).split(b"\n")
-        partial = partial[-_LINE_BYTES:]
-        for line in lines:
-            yield line
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:

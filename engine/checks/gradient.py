@@ -26,7 +26,7 @@ from engine.checks.leases import Leases
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
 from engine.cluster.staging import HostLayout, gather_all
-from engine.cluster.transport.base import Completed, Transport
+from engine.cluster.transport.base import Completed
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch import ssh_shim
@@ -53,7 +53,7 @@ from engine.store.layout import node_root
 START_ALLOWANCE_S = 55.0
 """For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
 _ATTEMPT = 1
-_READ_BYTES = 1 << 20
+_RESULT_BYTES = 1 << 20
 _OUTPUT_BYTES = 4096
 _RESULT = TypeAdapter(AllSumResult)
 
@@ -124,13 +124,13 @@ class _AllSum:
 
     async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
         """Rank → its result and the last line of its output."""
-        layout, transport = await self.context.layout_of(node), self.context.transport(node)
+        layout, agent = await self.context.layout_of(node), self.context.agent(node)
         found = {}
         for rank in layout.ranks:
             if self.context.config.nodes[rank].name == node.name:
-                result = parse_result(await _content(transport, self._folder(layout) / f"rank{rank}.json"))
-                output = await _content(transport, self._folder(layout) / f"rank{rank}.log")
-                found[rank] = result, _last_line(output)
+                result = await agent.read_end(self._folder(layout) / f"rank{rank}.json", _RESULT_BYTES)
+                output = await agent.read_end(self._folder(layout) / f"rank{rank}.log", _OUTPUT_BYTES)
+                found[rank] = parse_result(result), _last_line(output)
         return found
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
@@ -151,7 +151,7 @@ class _AllSum:
         if environment is not None:
             files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
         try:
-            await self.context.transport(node).put_tree(folder, {name: text.encode() for name, text in files.items()})
+            await self.context.agent(node).write(folder, files)
         except OSError as error:
             why, where = error.strerror or str(error), f"{node.name}:{folder}"
             raise LaunchError("the check's files could not be written", where=where, why=why) from error
@@ -197,7 +197,7 @@ class _AllSum:
         assignments = [f"{name}={value}" for name, value in variables.items()]
         argv = ["/usr/bin/env", *assignments, "/bin/sh", str(folder / "start.sh")]
         try:
-            return await self.context.transport(node).run(argv, timeout_s=self._limit_s)
+            return await self.context.agent(node).run(argv, timeout_s=self._limit_s)
         except NodeUnreachable as error:
             return Completed(None, b"", str(error).encode())
 
@@ -215,13 +215,6 @@ def parse_result(content: bytes) -> AllSumResult | None:
         return _RESULT.validate_json(content)
     except ValidationError:
         return None
-
-
-async def _content(transport: Transport, path: PurePosixPath) -> bytes:
-    try:
-        return await transport.read_from(path, 0, _READ_BYTES)
-    except OSError:
-        return b""
 
 
 def _last_line(output: bytes) -> str:

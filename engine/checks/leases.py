@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from engine.checks.context import CheckContext, value_of
-from engine.cluster.agent_client import AgentRequest
+from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
 from engine.cluster.probe_results import LeaseHeld, LeaseReleased
 from engine.cluster.staging import gather_all
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
-from engine.security.identifiers import LOCAL
 
 LEASE_S = 7.0
 _HEARTBEAT_S = 1.0
 _ACQUIRE_LIMIT_S = 20.0
 _RELEASE_LIMIT_S = 4.0
 """An abort waits for it."""
-_THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable, workdir="/")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Leases:
         # mlx.launch and its ssh run on this machine also where no rank does.
         local = next((folder for node, folder in wanted if node.local), None)
         if local is None:
-            wanted.append((_THIS_MACHINE, [str(here)]))
+            wanted.append((THIS_MACHINE, [str(here)]))
         else:
             local.append(str(here))
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="leases")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from engine.cluster.bundle import bootstrap_text, bundle_name, packed_bundle
+from engine.cluster.bundle import node_bundle
+from engine.cluster.probe_results import WriteReport
 from engine.cluster.replies import parse_output
 from engine.cluster.transport.base import Channel, Completed, Transport, in_home
 from engine.config.models import NodeConfig
@@ -34,25 +38,23 @@ from engine.protocol.messages import (
     RequestOutput,
     encode,
 )
-from engine.security.identifiers import safe_repr
+from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import make_private, path_fault
 from engine.security.sanitise import plain
 from engine.store.layout import node_root
 
-OPEN_LIMIT_S = 30.0
-"""Far above the 0.2 s of a node that is awake: a Mac that wakes, or one whose disk is cold, takes its time."""
-HEARTBEAT_INTERVAL_S = 5.0
-IDLE_LIMIT_S = 60.0
-"""An agent without requests for as long is ended; the next request starts another one."""
 SILENCE_LIMIT_S = 20.0
 """A connection on which nothing comes for as long is given up; ssh's own keepalive is usually earlier."""
 _CLOSE_LIMIT_S = 2.0
 _READ_BYTES = 256 * 1024
 _CANCEL_LIMIT_S = 5.0
+_FILES_LIMIT_S = 30.0
 _LINE_LIMIT = 1 << 17
 _OUTPUT_LIMIT = 1 << 25
 """For what a login shell prints before the bootstrap's first line, and that line."""
 _CANNOT_RUN, _COMMAND_NOT_FOUND = 126, 127
+THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable, workdir="/")
+"""As a host, whether or not a rank runs here: its agent runs with the python that runs us."""
 _SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx"
 
 Result = TypeVar("Result", bound=BaseModel)
@@ -67,6 +69,20 @@ class AgentLost(NodeUnreachable):
 
 
 @dataclass(frozen=True)
+class SessionLimits:
+    """All in seconds. The defaults are far above the 0.2 s of a node that is awake: a Mac that wakes, or one whose disk
+    is cold, takes its time."""
+
+    connect_s: float = 30.0
+    """For the node's python to be started."""
+    start_s: float = 30.0
+    """From there to the agent's first message: a slow line takes its time for the bundle."""
+    heartbeat_interval_s: float = 5.0
+    idle_s: float = 60.0
+    """An agent without requests for as long is ended; the next request starts another one."""
+
+
+@dataclass(frozen=True)
 class AgentHome:
     """Where an agent runs, and how far the bundle could be staged there."""
 
@@ -78,50 +94,50 @@ class AgentHome:
     free_bytes: int | None = None
 
 
-@dataclass
-class _Pending:
-    """A request under way."""
+@dataclass(frozen=True)
+class StartedAgent:
+    """An agent after the exchange with its bootstrap."""
 
-    output: bytearray
-    changed: asyncio.Event
-    ended: RequestEnded | None = None
+    home: AgentHome
+    hello: Hello
+    received: bytes
+    """Bytes that came behind the Hello."""
 
 
 class AgentSession:
     """One connection to an agent, from its start to its end. Close with `aclose()`."""
 
     def __init__(
-        self, channel: Channel, home: AgentHome, hello: Hello, where: str, on_message: Callable[[Message], None]
+        self,
+        channel: Channel,
+        started: StartedAgent,
+        where: str,
+        limits: SessionLimits,
+        on_message: Callable[[Message], None],
     ) -> None:
-        """`on_message` receives what is no reply to a request."""
-        self.home = home
-        self.hello = hello
+        """`on_message` receives what is no reply to a request, and first the agent's Hello."""
+        self.home = started.home
         self.sent_at: dict[int, float] = {}
         """Heartbeat under way -> when it was sent (wall clock)."""
         self.received_at = time.monotonic()
+        self.ending = False
+        """No request is to begin any more: it was idle, or its connection has ended."""
+        self.why_ended: str | None = None
+        """None while it goes on."""
         self._channel = channel
         self._where = where
+        self._limits = limits
         self._on_message = on_message
         self._decoder = Decoder()
         self._outgoing = bytearray()
         self._to_write = asyncio.Event()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, AgentRequest] = {}
         self._heartbeat = self._answered = 0
         self._idle_since = time.monotonic()
-        self._ended: asyncio.Task[str] | None = None
-        self._why: str | None = None
-
-    def start(self, heartbeat_interval_s: float, idle_limit_s: float, received: bytes) -> None:
-        """Start the session's tasks; `received` came behind the Hello."""
-        self._take(received)
-        running = self._run(heartbeat_interval_s, idle_limit_s)
-        self._ended = asyncio.create_task(running, name=f"agent of {self._where}")
-
-    @property
-    def why_ended(self) -> str | None:
-        """None while it goes on."""
-        return self._why
+        on_message(started.hello)
+        self._take(started.received)
+        self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
 
     def send(self, message: Message) -> None:
         self._outgoing += encode(message)
@@ -129,40 +145,38 @@ class AgentSession:
 
     async def ended(self) -> str:
         """Wait for the end of the connection; why it ended."""
-        assert self._ended is not None
         return await asyncio.shield(self._ended)
 
     def begin(self, request: Callable[[int], Message]) -> AgentRequest:
         """Send a request made with its number. Raises AgentLost."""
         self.check()
         number = next(self._numbers)
-        pending = self._pending[number] = _Pending(bytearray(), asyncio.Event())
+        begun = self._pending[number] = AgentRequest(self, number)
         self.send(request(number))
         self._idle_since = time.monotonic()
-        return AgentRequest(self, number, pending)
+        return begun
 
     def check(self) -> None:
         """Raises AgentLost when the connection has ended."""
-        if self._why is not None:
-            raise AgentLost("its agent has ended", where=self._where, why=self._why)
+        if self.why_ended is not None:
+            raise AgentLost("its agent has ended", where=self._where, why=self.why_ended)
 
-    def forget(self, number: int) -> None:
-        pending = self._pending.pop(number, None)
-        if pending is not None and pending.ended is None and self._why is None:
-            self.send(CancelRequest(number))
+    def forget(self, request: AgentRequest) -> None:
+        known = self._pending.pop(request.number, None)
+        if known is not None and request.ended is None and self.why_ended is None:
+            self.send(CancelRequest(request.number))
 
     async def aclose(self) -> None:
         """End the agent, and what it has started."""
-        if self._ended is not None:
-            self._ended.cancel()
-            await asyncio.wait({self._ended})
+        self._ended.cancel()
+        await asyncio.wait({self._ended})
         await self._close("the connection was closed")
 
-    async def _run(self, heartbeat_interval_s: float, idle_limit_s: float) -> str:
+    async def _run(self) -> str:
         tasks = {
             asyncio.create_task(self._receive(), name="receive"),
             asyncio.create_task(self._write(), name="write"),
-            asyncio.create_task(self._send_heartbeats(heartbeat_interval_s, idle_limit_s), name="heartbeats"),
+            asyncio.create_task(self._send_heartbeats(), name="heartbeats"),
         }
         why = "the connection was closed"
         try:
@@ -171,6 +185,7 @@ class AgentSession:
         except (FlightDeckError, OSError, ValueError, KeyError, TypeError) as error:
             why = str(error) or type(error).__name__
         finally:
+            self.ending = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,10 +193,10 @@ class AgentSession:
         return why
 
     async def _close(self, why: str) -> None:
-        if self._why is None:
-            self._why = why
-            for pending in self._pending.values():
-                pending.changed.set()
+        if self.why_ended is None:
+            self.why_ended = why
+            for request in self._pending.values():
+                request.changed.set()
             with contextlib.suppress(FlightDeckError, OSError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
                     await self._channel.close()
@@ -206,18 +221,18 @@ class AgentSession:
             self._answered = self._heartbeat
 
     def _take_reply(self, message: RequestOutput | RequestEnded) -> None:
-        pending = self._pending.get(message.request)
-        if pending is None:
+        request = self._pending.get(message.request)
+        if request is None:
             return
         if isinstance(message, RequestEnded):
-            pending.ended = message
-        elif len(pending.output) + len(message.data) > _OUTPUT_LIMIT:
+            request.ended = message
+        elif len(request.output) + len(message.data) > _OUTPUT_LIMIT:
             # An agent of ours stops earlier: whatever this is, it does not fill the head's memory.
             self.send(CancelRequest(message.request))
-            pending.ended = RequestEnded(message.request, 1, f"more than {_OUTPUT_LIMIT:,} bytes of output")
-        elif pending.ended is None:
-            pending.output += message.data
-        pending.changed.set()
+            request.ended = RequestEnded(message.request, 1, f"more than {_OUTPUT_LIMIT:,} bytes of output")
+        elif request.ended is None:
+            request.output += message.data
+        request.changed.set()
 
     async def _write(self) -> str:
         while True:
@@ -227,55 +242,58 @@ class AgentSession:
             self._outgoing.clear()
             await self._channel.write(data)
 
-    async def _send_heartbeats(self, interval_s: float, idle_limit_s: float) -> str:
+    async def _send_heartbeats(self) -> str:
         while time.monotonic() - self.received_at < SILENCE_LIMIT_S:
             if self._pending:
                 self._idle_since = time.monotonic()
-            elif time.monotonic() - self._idle_since > idle_limit_s:
+            elif time.monotonic() - self._idle_since > self._limits.idle_s:
+                # At once: a request that comes while it is being closed is another agent's.
+                self.ending = True
                 return "it was idle"
             self._heartbeat += 1
             self.sent_at[self._heartbeat] = time.time()
             self.send(Heartbeat(self._heartbeat, self._answered))
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._limits.heartbeat_interval_s)
         return f"no answer for {SILENCE_LIMIT_S:.0f} s"
 
 
 class AgentRequest:
     """One request, and its output as it comes. Close with `close()`."""
 
-    def __init__(self, session: AgentSession, number: int, pending: _Pending) -> None:
+    def __init__(self, session: AgentSession, number: int) -> None:
+        self.number = number
+        self.output = bytearray()
+        """Received and not read yet."""
+        self.ended: RequestEnded | None = None
+        self.changed = asyncio.Event()
         self._session = session
-        self._number = number
-        self._pending = pending
 
     def send(self, data: bytes) -> None:
         """More stdin for a probe that goes on. Raises AgentLost."""
         self._session.check()
-        self._session.send(RequestInput(self._number, data))
+        self._session.send(RequestInput(self.number, data))
 
     async def completed(self, timeout_s: float) -> Completed:
         """Its end, exit code None when that does not come in time. Raises AgentLost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._pending.ended is None:
+                while self.ended is None:
                     await self._change()
-        ended = self._pending.ended
-        code, stderr = (None, "") if ended is None else (ended.exit_code, ended.stderr)
-        return Completed(code, bytes(self._pending.output), stderr.encode(errors="replace"))
+        code, stderr = (None, "") if self.ended is None else (self.ended.exit_code, self.ended.stderr)
+        return Completed(code, bytes(self.output), stderr.encode(errors="replace"))
 
     async def next_line(self, timeout_s: float) -> bytes | Late | RequestEnded:
         """The next line of its output, or its end. Raises AgentLost."""
         try:
             async with asyncio.timeout(timeout_s):
-                while b"\n" not in self._pending.output:
-                    if self._pending.ended is not None:
-                        return self._pending.ended
+                while b"\n" not in self.output:
+                    if self.ended is not None:
+                        return self.ended
                     await self._change()
         except TimeoutError:
             return Late(command="the probe", after_s=timeout_s)
-        line, _, rest = bytes(self._pending.output).partition(b"\n")
-        self._pending.output[:] = rest
-        return line
+        line, _, self.output = self.output.partition(b"\n")
+        return bytes(line)
 
     async def next_result(self, name: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """The next document of a probe that goes on. Raises AgentLost."""
@@ -290,17 +308,17 @@ class AgentRequest:
 
     async def cancel(self) -> None:
         """End it on the node, and wait until it has ended there. Raises AgentLost."""
-        self._session.send(CancelRequest(self._number))
+        self._session.send(CancelRequest(self.number))
         await self.completed(_CANCEL_LIMIT_S)
 
     def close(self) -> None:
         """Give up what has not ended."""
-        self._session.forget(self._number)
+        self._session.forget(self)
 
     async def _change(self) -> None:
         self._session.check()
-        self._pending.changed.clear()
-        await self._pending.changed.wait()
+        self.changed.clear()
+        await self.changed.wait()
 
 
 class AgentClient:
@@ -319,10 +337,14 @@ class AgentClient:
 
     async def session(self) -> AgentSession:
         """Raises LaunchError when no agent can be started there, NodeUnreachable."""
-        opening = self._opening
-        if opening is None or (opening.done() and self._over(opening)):
-            opening = self._opening = asyncio.create_task(open_session(self.node, self.transport))
-        return await asyncio.shield(opening)
+        while True:
+            opening = self._opening
+            if opening is None or (opening.done() and self._over(opening)):
+                opening = self._opening = asyncio.create_task(open_session(self.node, self.transport))
+            session = await asyncio.shield(opening)
+            if not session.ending:
+                return session
+            await session.ended()
 
     async def probe(self, name: str, *arguments: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """Run a probe of engine.node.probes; arguments may begin with `~/`. Raises LaunchError when no agent
@@ -337,14 +359,20 @@ class AgentClient:
     async def start_probe(self, name: str, *arguments: str) -> AgentRequest:
         """A probe that goes on until it is closed."""
         session = await self.session()
-        expanded = [_expanded(argument, session.home.home) for argument in arguments]
-        return session.begin(lambda number: ProbeRequest(number, name, expanded))
+        there = [expanded(argument, session.home.home) for argument in arguments]
+        return session.begin(lambda number: ProbeRequest(number, name, there))
+
+    async def start_command(
+        self, argv: Sequence[str], *, directory: str | None = None, stdin: bytes = b""
+    ) -> AgentRequest:
+        """A program that goes on until it ends, or is cancelled; without `directory` in the user's home."""
+        session = await self.session()
+        there = [expanded(argument, session.home.home) for argument in argv]
+        return session.begin(lambda number: CommandRequest(number, there, stdin, directory))
 
     async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> Completed:
         """Run a program in the user's home; exit code None when the time limit ended it, with all that it started."""
-        session = await self.session()
-        expanded = [_expanded(argument, session.home.home) for argument in argv]
-        request = session.begin(lambda number: CommandRequest(number, expanded, stdin))
+        request = await self.start_command(argv, stdin=stdin)
         try:
             completed = await request.completed(timeout_s)
             if completed.code is None:
@@ -352,6 +380,22 @@ class AgentClient:
             return completed
         finally:
             request.close()
+
+    async def write(self, folder: PurePath, files: Mapping[str, str | None]) -> None:
+        """Put a folder with these files (name -> text, or None for a FIFO) in place, all of it or nothing. Raises
+        OSError, LaunchError when that is not known, NodeUnreachable."""
+        outcome = await self.probe(
+            "write", str(folder), json.dumps(files), result_type=WriteReport, timeout_s=_FILES_LIMIT_S
+        )
+        if isinstance(outcome, NoValue):
+            raise LaunchError(str(outcome), where=self.node.name)
+        if outcome.problem is not None:
+            raise OSError(errno.EIO, outcome.problem, str(folder))
+
+    async def read_end(self, path: PurePath, size: int) -> bytes:
+        """The last `size` bytes of a file; none when it cannot be read. Raises LaunchError when no agent can be started
+        there, NodeUnreachable."""
+        return (await self.run(["tail", "-c", str(size), str(path)], timeout_s=_FILES_LIMIT_S)).stdout
 
     async def aclose(self) -> None:
         opening, self._opening = self._opening, None
@@ -376,7 +420,8 @@ class TransportProvider(Protocol):
     def agent(self, node: NodeConfig) -> AgentClient: ...
 
 
-def _expanded(argument: str, home: str) -> str:
+def expanded(argument: str, home: str) -> str:
+    """`~` and `~/…` as a path below `home`, anything else as it is."""
     inside = in_home(argument)
     return argument if inside is None else f"{home}/{inside}".rstrip("/")
 
@@ -388,11 +433,8 @@ def _ignore(message: Message) -> None:
 async def open_session(
     node: NodeConfig,
     transport: Transport,
-    *,
-    heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
-    idle_limit_s: float = IDLE_LIMIT_S,
+    limits: SessionLimits = SessionLimits(),
     on_message: Callable[[Message], None] = _ignore,
-    limit_s: float = OPEN_LIMIT_S,
 ) -> AgentSession:
     """Start an agent on the node's host, its bundle staged first when it is not there. Raises InterpreterMissing,
     LaunchError when no agent can be started there, NodeUnreachable."""
@@ -401,31 +443,28 @@ async def open_session(
         # What stands in the way is reported by the bootstrap.
         with contextlib.suppress(OSError):
             await asyncio.to_thread(make_private, node_root())
-    # Read once: a disk that stalls later holds up no reconnection.
-    text = await asyncio.to_thread(bootstrap_text)
-    name = await asyncio.to_thread(bundle_name)
+    bundle = await asyncio.to_thread(node_bundle)
+    limit_s = limits.connect_s
     try:
         async with asyncio.timeout(limit_s):
-            channel = await transport.open([node.python, "-I", "-S", "-c", text, name, *root])
-            try:
-                start = _Start(node, channel)
-                home, hello, rest = await start.run()
-                session = AgentSession(channel, home, hello, node.name, on_message)
-                on_message(hello)
-                session.start(heartbeat_interval_s, idle_limit_s, rest)
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                await _close_quietly(channel)
-                raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
-            except BaseException:
-                await _close_quietly(channel)
-                raise
+            channel = await transport.open([node.python, "-I", "-S", "-c", bundle.bootstrap, bundle.name, *root])
+        limit_s = limits.start_s
+        try:
+            async with asyncio.timeout(limit_s):
+                started = await _Start(node, channel).run()
+            return AgentSession(channel, started, node.name, limits, on_message)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            await _close_quietly(channel)
+            raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
+        except BaseException:
+            await _close_quietly(channel)
+            raise
     except FileNotFoundError as error:
         raise _no_python(node, error.strerror or str(error)) from error
     except TimeoutError:
         raise NodeUnreachable(f"no answer from {node.python}", where=node.name, why=f"{limit_s:g} s are over") from None
     except OSError as error:
         raise _cannot_run(node, error.strerror or str(error)) from error
-    return session
 
 
 async def _close_quietly(channel: Channel) -> None:
@@ -442,8 +481,7 @@ class _Start:
         self._channel = channel
         self._received = b""
 
-    async def run(self) -> tuple[AgentHome, Hello, bytes]:
-        """Where it runs, its Hello, and what has come behind that."""
+    async def run(self) -> StartedAgent:
         report = await self._bootstrap_line()
         home = report.get("home")
         if not isinstance(home, str) or path_fault(home) or not home.startswith("/") or ".." in home.split("/"):
@@ -451,7 +489,7 @@ class _Start:
             raise LaunchError(f"the home on {self._node.name} cannot be used", where=self._node.ssh, why=why)
         agent_home = AgentHome(home)
         if report.get("missing"):
-            await self._channel.write(await asyncio.to_thread(packed_bundle))
+            await self._channel.write(await asyncio.to_thread(lambda: node_bundle().packed))
             staged = await self._bootstrap_line()
             if staged.get("staged") is not True:
                 problem = report if "problem" in report else staged
@@ -462,7 +500,7 @@ class _Start:
                     plain(problem.get("path"), 300),
                     free_bytes if isinstance(free_bytes, int) else None,
                 )
-        return agent_home, await self._hello(), self._received
+        return StartedAgent(agent_home, await self._hello(), self._received)
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import json
 import zlib
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import engine.node
-from engine.node.bootstrap import PACKAGE, bundle_hash, python_files
+from engine.node.bootstrap import PACKAGE, hash_files, read_package
 
 SOURCE = Path(engine.node.__file__).parents[1]
-BOOTSTRAP = SOURCE / "node" / "bootstrap.py"
+
+
+class NodeBundle:
+    """Its files as they were when it was made."""
+
+    def __init__(self, source: Path = SOURCE) -> None:
+        files = read_package(source)
+        self.name = hash_files(files)
+        self.bootstrap = files["node/bootstrap.py"].decode()
+        self.files = {f"{PACKAGE}/{name}": content.decode() for name, content in files.items()}
+        """Relative name -> text."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """As the bootstrap receives it."""
+        data = zlib.compress(json.dumps(self.files).encode())
+        return b"%d\n" % len(data) + data
 
 
 @cache
-def bundle_name() -> str:
-    """The hash of this package's bundle."""
-    return bundle_hash(SOURCE)
-
-
-@cache
-def bootstrap_text() -> str:
-    return BOOTSTRAP.read_text(encoding="utf-8")
-
-
-def bundle_files(source: Path = SOURCE) -> dict[str, str]:
-    """Relative name -> text."""
-    return {
-        f"{PACKAGE}/{path.relative_to(source).as_posix()}": path.read_text(encoding="utf-8")
-        for path in python_files(source)
-    }
-
-
-@cache
-def packed_bundle() -> bytes:
-    """As the bootstrap receives it."""
-    data = zlib.compress(json.dumps(bundle_files()).encode())
-    return b"%d\n" % len(data) + data
+def node_bundle() -> NodeBundle:
+    """Read once by each process, so that a supervisor goes on with the one that it began with when this package is
+    upgraded under it, and so that a disk that stalls holds up no connection."""
+    return NodeBundle()

@@ -1,24 +1,51 @@
-"""One host of an attempt as the supervisor sees it, whether that is this machine or behind ssh; and the one for this
-machine, which needs no agent.
+"""The supervisor's connection to one host of an attempt: its ranks, heartbeats, commands, and its files as they grow.
+
+Its own task does all the waiting: it connects to the host's agent, also to that of this machine, and reconnects without
+end. The caller's thread reads what was left in memory, so that an unreachable host costs the others nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
-import signal
-import subprocess
+import random
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from engine.node import processes
-from engine.node.probes.network import find_port_holder
-from engine.node.processes import Process, oom_kill_count
-from engine.protocol.attempt import HEARTBEAT, ExitRecord, Identity, NodeFiles, read_exit, read_identity
-from engine.protocol.events import ExitOutput, exit_output
+from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
+from engine.cluster.probe_results import PortHolders
+from engine.cluster.replies import last_json
+from engine.cluster.transport.base import Transport
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError
+from engine.node.processes import Process
+from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
+from engine.protocol.events import ExitOutput
+from engine.protocol.messages import (
+    ExitOutputReply,
+    ExitOutputRequest,
+    FileData,
+    FileError,
+    HeartbeatAck,
+    Hello,
+    KillRanks,
+    ListProcesses,
+    Message,
+    ProbeRequest,
+    ProcessList,
+    RankCommand,
+    RankEnded,
+    RankStarted,
+    ReadFile,
+    Watch,
+)
 
 SILENCE_S = 3.0
 """A host that has not answered for as long is not waited for by those that do."""
@@ -117,195 +144,346 @@ class LocalFile:
             os.close(self._descriptor)
 
 
-def describe_port_holder(port: int) -> str | None:
-    """Who listens on TCP `port` of this machine, as "pid 12 (command)"; None when nobody does."""
-    held = find_port_holder("", port)
-    return str(held["holder"]) if held is not None else None
+WINDOW_BYTES = 1 << 20
+"""Limit for one file, in memory and under way together."""
 
 
-class HostConnection(Protocol):
+class AgentFile:
+    """A NodeFile that the agent sends. Its reader and its writer are two threads."""
+
+    def __init__(self, name: str, order: Callable[[ReadFile], None]) -> None:
+        self._name = name
+        self._order = order
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+        self._start = -1
+        """Offset of the buffer's first byte; -1 before the first read."""
+        self._until = 0
+        self._at_end = False
+        self._size: int | None = None
+        self._problem: str | None = None
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Another number with each connection."""
+        return self._generation
+
+    def size(self) -> int | None:
+        """Known when nothing will be added any more."""
+        return self._size
+
+    def read_from(self, offset: int, size: int) -> bytes:
+        """Bytes received so far from `offset`, at most `size`. Raises OSError when the agent cannot read it."""
+        with self._lock:
+            self._go_to(offset)
+            return bytes(self._buffer[:size])
+
+    def read_whole(self, offset: int, size: int) -> bytes | None:
+        """`size` bytes from `offset`, fewer only at the file's end; None while they have not come."""
+        with self._lock:
+            self._go_to(offset)
+            return bytes(self._buffer[:size]) if len(self._buffer) >= size or self._at_end else None
+
+    def take(self, begin: int, data: bytes, *, end: bool) -> None:
+        """Keep what the agent has sent, apart from what is here already or was under way when the order changed."""
+        with self._lock:
+            known = self._start + len(self._buffer) - begin
+            if not 0 <= known <= len(data):
+                return
+            self._buffer += data[known:]
+            self._at_end = end
+            self._problem = None
+
+    def fail(self, problem: str) -> None:
+        """Reads raise from now on: the agent cannot read it."""
+        self._problem = problem
+
+    def settle(self, size: int) -> None:
+        """Nobody is left who could add to its `size` bytes."""
+        self._size = size
+
+    def reconnect(self) -> ReadFile | None:
+        """The request for a new agent; None when nothing was requested yet."""
+        with self._lock:
+            self._generation += 1
+            self._problem = None
+            if self._start < 0:
+                return None
+            self._until = self._start + WINDOW_BYTES
+            return ReadFile(self._name, self._until, self._start + len(self._buffer))
+
+    def _go_to(self, offset: int) -> None:
+        if self._problem is not None:
+            raise OSError(errno.EIO, f"the node cannot read it: {self._problem}")
+        passed = offset - self._start
+        if self._start < 0 or not 0 <= passed <= len(self._buffer):
+            self._buffer.clear()
+            self._start, self._until, self._at_end = offset, offset + WINDOW_BYTES, False
+            self._order(ReadFile(self._name, self._until, offset))
+            return
+        del self._buffer[:passed]
+        self._start = offset
+        if offset + WINDOW_BYTES - self._until >= WINDOW_BYTES // 2:
+            self._until = offset + WINDOW_BYTES
+            self._order(ReadFile(self._name, self._until))
+
+
+HEARTBEAT_INTERVAL_S = 1.0
+CONNECT_LIMIT_S = 12.0
+_CLOSE_LIMIT_S = 2.0
+_PORTS_LIMIT_S = 20.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
+
+
+@dataclass(frozen=True)
+class AttemptOnHost:
+    """The part of an attempt that runs on one host."""
+
+    files: NodeFiles
+    """The attempt's directory there."""
+    nonce: str
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> the name of its node."""
+    known: Mapping[int, Identity] = field(default_factory=dict)
+    """Identities that an earlier supervisor has seen, also of ranks on other hosts."""
+
+
+class HostConnection:
     """One host of the attempt. No method waits for the host or for the network; none raises for what they do. Once it
-    has been started, it passes a heartbeat to its ranks' keepers every second, until it is closed."""
+    has been started, it passes a heartbeat to its ranks' keepers every second, until it is closed.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its nodes, one for each of its ranks."""
-        ...
+    Methods are called from the supervisor's thread, tasks run on the loop that `start` was called on.
+    """
 
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-    @property
-    def local(self) -> bool:
+    def __init__(self, node: NodeConfig, transport: Transport, part: AttemptOnHost) -> None:
+        """`node` is that of the host's first rank."""
+        self.names = tuple(part.nodes.values()) or (node.name,)
+        self.ranks = tuple(part.nodes)
+        self.local = node.local
         """It is this machine."""
-        ...
-
-    @property
-    def state(self) -> ConnectionState: ...
-
-    @property
-    def facts(self) -> HostFacts | None:
+        self.facts: HostFacts | None = None
         """None until it has answered."""
-        ...
+        self._node = node
+        self._transport = transport
+        self._attempt = part
+        self._rng = random.Random()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._session: AgentSession | None = None
+        self._answered_at = time.monotonic()
+        self._answered = False
+        self._problem: str | None = None
+        self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
+        self._exit_outputs: dict[int, ExitOutput] = {}
+        self._standing: dict[int, bytes] = {}
+        """The last STOP, EMERGENCY_CHECKPOINT or END to each rank, sent again after each reconnect."""
+        self._agent_files: dict[str, AgentFile] = {}
+        self._files_lock = threading.Lock()
+        self._list_number = 0
+        self._unanswered: ListProcesses | None = None
+        self._processes: list[Process] | None = None
+        self._port_holders: dict[int, str] | None = None
+        self._port_request: asyncio.Task[None] | None = None
 
-    def observe(self, rank: int, *, thorough: bool) -> RankObservation:
-        """One of its ranks; `thorough` may cost a process on macOS."""
-        ...
+    @property
+    def state(self) -> ConnectionState:
+        session = self._session
+        answered_at = max(self._answered_at, session.received_at) if session is not None else self._answered_at
+        return ConnectionState(session is not None, time.monotonic() - answered_at, self._answered, self._problem)
+
+    def observe(self, rank: int) -> RankObservation:
+        return self._observations[rank]
 
     def exit_output(self, rank: int) -> ExitOutput:
         """As last received: whole once the rank has ended, or `request_exit_output` has been answered."""
-        ...
+        return self._exit_outputs.get(rank, ExitOutput())
 
     def request_exit_output(self) -> None:
-        """Request the exit output of all its ranks."""
-        ...
+        for rank in self.ranks:
+            self._send(ExitOutputRequest(rank))
 
     def send_command(self, rank: int, command: bytes) -> None:
         """STOP, EMERGENCY_CHECKPOINT or END to a keeper; while the host is away it is kept for its return."""
-        ...
+        # An END stays an END: STOP and EMERGENCY_CHECKPOINT come before it if at all.
+        self._standing[rank] = command
+        self._send(_rank_command(rank, command))
 
     def kill_ranks(self) -> None:
         """KILL to the groups of its ranks' programs."""
-        ...
+        self._send(KillRanks())
 
     def request_processes(self, *, kill: bool) -> None:
         """Request the processes of the attempt, all that carry its nonce. With `kill`, they are killed after they were
         listed, and nothing of the attempt can start there any more."""
-        ...
+        request = self._unanswered
+        if request is None or request.kill != kill:
+            # The same request, sent again before it was answered, keeps its number: an answer that takes longer than
+            # the time between two requests is an answer all the same.
+            self._list_number += 1
+            request = ListProcesses(self._list_number, kill)
+        self._processes, self._unanswered = None, request
+        self._send(request)
 
     def processes(self) -> list[Process] | None:
         """The answer to the last `request_processes`; None until there is one."""
-        ...
+        return self._processes
 
     def request_port_holders(self, ports: Sequence[int]) -> None:
         """Request who holds these TCP ports there."""
-        ...
+        self._port_holders = None
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._begin_port_request, tuple(ports))
 
     def port_holders(self) -> dict[int, str] | None:
         """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
-        ...
+        return self._port_holders
 
     def file(self, name: str) -> NodeFile:
         """A file of the attempt's directory, by its name there."""
-        ...
-
-    def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-HEARTBEAT_INTERVAL_S = 1.0
-THIS_MACHINE = "this machine"
-_HERE = ConnectionState(connected=True, silent_s=0.0, answered=True)
-
-
-class LocalConnection:
-    """This machine. Heartbeats come from a thread of their own: no stalled disk of the head holds them up."""
-
-    local = True
-    state = _HERE
-
-    def __init__(
-        self,
-        files: NodeFiles,
-        nonce: str,
-        ranks: Sequence[int] = (),
-        names: Sequence[str] = (),
-        *,
-        known: Mapping[int, Identity] | None = None,
-    ) -> None:
-        """`known` are identities that an earlier supervisor has seen."""
-        self.ranks = tuple(ranks)
-        self.names = tuple(names) or (THIS_MACHINE,)
-        self.facts: HostFacts | None = HostFacts(processes.boot_id(), oom_kill_count(), 0.0)
-        self._files = files
-        self._nonce = nonce
-        self._fifos: dict[int, int] = {}
-        self._opening = threading.Lock()
-        self._boot_id = processes.boot_id()
-        self._identities = {rank: identity for rank, identity in (known or {}).items() if rank in self.ranks}
-        self._left: list[Process] | None = None
-        self._holders: dict[int, str] | None = None
-        self._closing = threading.Event()
-        self._heartbeats: threading.Thread | None = None
+        with self._files_lock:
+            if name not in self._agent_files:
+                self._agent_files[name] = AgentFile(name, self._send)
+            return self._agent_files[name]
 
     def start(self) -> None:
-        if self.ranks and self._heartbeats is None:
-            self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
-            self._heartbeats.start()
+        """On the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._answered_at = time.monotonic()
+        self._task = asyncio.create_task(self._stay_connected(), name=f"connection to {self._node.ssh}")
 
     async def close(self) -> None:
-        self._closing.set()
-        with self._opening:
-            for fifo in self._fifos.values():
-                os.close(fifo)
-            self._fifos.clear()
+        while self._task is not None and not self._task.done():
+            # Again: a cancellation that meets the end of a wait within it is lost.
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_CLOSE_LIMIT_S)
 
-    def observe(self, rank: int, *, thorough: bool) -> RankObservation:
-        identity = self._identities.get(rank) or read_identity(self._files.identity(rank))
-        if identity is not None:
-            self._identities[rank] = identity
-        # Liveness before the record: a keeper that leaves in between has written it by then.
-        gone = thorough and identity is not None and not self._keeper_alive(identity)
-        record = read_exit(self._files.exit(rank))
-        return RankObservation(identity, record, vanished=gone and record is None)
+    def _send(self, message: Message) -> None:
+        """To the agent, from any thread; nothing while there is none: what must reach it is sent again then."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                # The loop may be closing: then nothing will be sent any more.
+                self._loop.call_soon_threadsafe(self._put, message)
 
-    def exit_output(self, rank: int) -> ExitOutput:
-        return exit_output(self._files, rank)
+    def _put(self, message: Message) -> None:
+        if self._session is not None:
+            self._session.send(message)
 
-    def request_exit_output(self) -> None:
-        return
-
-    def send_command(self, rank: int, command: bytes) -> None:
-        with self._opening:
-            if self._closing.is_set():
-                return
-            try:
-                if rank not in self._fifos:
-                    # Reading too, so that opening never waits and a keeper that is late finds the command.
-                    flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-                    self._fifos[rank] = os.open(self._files.control(rank), flags)
-                os.write(self._fifos[rank], command)
-            except OSError:
-                # Not there yet; or full: a keeper that does not read has heartbeats enough, and is ended by signals.
-                # Whatever else it is (no descriptor free, say), the next heartbeat is sent all the same.
-                return
-
-    def kill_ranks(self) -> None:
-        for identity in self._identities.values():
-            if processes.alive(identity.trainer_pid, identity.trainer_start):
-                processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
-
-    def request_processes(self, *, kill: bool) -> None:
-        if kill:
-            self._files.fence()
-        try:
-            self._left = processes.with_nonce(self._nonce)
-        except (OSError, subprocess.SubprocessError):
-            # Without an answer there is no proof.
-            self._left = None
-        for process in (self._left or ()) if kill else ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
-
-    def processes(self) -> list[Process] | None:
-        return self._left
-
-    def request_port_holders(self, ports: Sequence[int]) -> None:
-        self._holders = {port: who for port in ports if (who := describe_port_holder(port)) is not None}
-
-    def port_holders(self) -> dict[int, str] | None:
-        return self._holders
-
-    def file(self, name: str) -> NodeFile:
-        return LocalFile(Path(self._files.directory) / name)
-
-    def _keeper_alive(self, identity: Identity) -> bool:
-        return identity.boot_id == self._boot_id and processes.alive(identity.keeper_pid, identity.keeper_start)
-
-    def _send_heartbeats(self) -> None:
+    async def _stay_connected(self) -> None:
+        """Connect, and again whenever the connection ends, until cancelled."""
+        retry_s = FIRST_RETRY_S
         while True:
-            for rank in self.ranks:
-                self.send_command(rank, HEARTBEAT)
-            if self._closing.wait(HEARTBEAT_INTERVAL_S):
-                return
+            started = time.monotonic()
+            try:
+                self._problem = await self._connect_once()
+            except Exception as fault:
+                # Whatever it is, ours or the node's: without this task the node's ranks get no heartbeats, and end.
+                traceback.print_exception(fault, chain=False)
+                self._problem = f"{type(fault).__name__}: {fault}"
+            retry_s = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * retry_s, LAST_RETRY_S)
+            await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
+
+    async def _connect_once(self) -> str:
+        """One connection from its beginning to its end; why it has ended."""
+        limits = SessionLimits(
+            connect_s=CONNECT_LIMIT_S, heartbeat_interval_s=HEARTBEAT_INTERVAL_S, idle_s=float("inf")
+        )
+        try:
+            session = await open_session(self._node, self._transport, limits, self._take)
+        except (FlightDeckError, OSError) as error:
+            return str(error) or "no answer"
+        try:
+            self._session = session
+            self._send_state()
+            return await session.ended()
+        finally:
+            self._session = None
+            self._answered_at = max(self._answered_at, session.received_at)
+            await session.aclose()
+
+    def _send_state(self) -> None:
+        """Everything that a new agent must know, in the order in which it is to answer."""
+        known = [seen.identity for seen in self._observations.values() if seen.identity is not None]
+        self._put(Watch(str(self._attempt.files.directory), self._attempt.nonce, list(self.ranks), known))
+        for rank, command in list(self._standing.items()):
+            self._put(_rank_command(rank, command))
+        with self._files_lock:
+            files = list(self._agent_files.values())
+        for file in files:
+            if (order := file.reconnect()) is not None:
+                self._put(order)
+        if self._unanswered is not None:
+            # Behind the files: with its answer the agent reports how long they are.
+            self._put(self._unanswered)
+
+    def _begin_port_request(self, ports: tuple[int, ...]) -> None:
+        session = self._session
+        if session is not None and session.why_ended is None:
+            self._port_request = asyncio.create_task(self._ask_port_holders(session, ports), name="port holders")
+
+    async def _ask_port_holders(self, session: AgentSession, ports: tuple[int, ...]) -> None:
+        request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
+        try:
+            done = await request.completed(_PORTS_LIMIT_S)
+        except FlightDeckError:
+            return
+        finally:
+            request.close()
+        found = last_json(done.stdout, PortHolders)
+        if found is not None:
+            self._port_holders = {
+                port: held.holder for port, held in zip(ports, found.ports, strict=False) if held is not None
+            }
+
+    def _take(self, message: Message) -> None:
+        self._answered, self._problem = True, None
+        if isinstance(message, FileData):
+            self._agent_files[message.file].take(message.begin, message.data, end=message.end)
+        elif isinstance(message, FileError):
+            self._agent_files[message.file].fail(message.problem)
+        elif isinstance(message, HeartbeatAck):
+            self._take_ack(message)
+        elif isinstance(message, Hello):
+            self._take_hello(message)
+        elif isinstance(message, RankStarted):
+            self._update(message.rank, identity=message.identity)
+        elif isinstance(message, RankEnded):
+            self._take_end(message)
+        elif isinstance(message, ExitOutputReply):
+            self._exit_outputs[message.rank] = message.output
+        elif isinstance(message, ProcessList) and message.number == self._list_number:
+            self._take_processes(message)
+
+    def _take_hello(self, message: Hello) -> None:
+        ahead = self.facts.clock_ahead_s if self.facts is not None else message.at - time.time()
+        self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
+        for rank, seen in self._observations.items():
+            if seen.identity is not None and seen.identity.boot_id != message.boot_id:
+                # A restart of this machine ended the supervisor, too: the next one knows it from the journal.
+                self._update(rank, vanished=seen.record is None, restarted=not self.local)
+
+    def _take_ack(self, message: HeartbeatAck) -> None:
+        sent_at = self._session.sent_at.get(message.number) if self._session is not None else None
+        if sent_at is not None and self.facts is not None:
+            self.facts = replace(self.facts, clock_ahead_s=message.at - (sent_at + time.time()) / 2)
+
+    def _take_end(self, message: RankEnded) -> None:
+        self._exit_outputs[message.rank] = message.output
+        if self.facts is not None:
+            self.facts = replace(self.facts, memory_kills=message.memory_kills)
+        self._update(message.rank, record=message.record, vanished=message.record is None)
+
+    def _take_processes(self, message: ProcessList) -> None:
+        found = [Process(int(pid), str(command)) for pid, command in message.processes]
+        if not found:
+            for name, size in message.sizes.items():
+                self._agent_files[name].settle(size)
+        self._unanswered, self._processes = None, found
+
+    def _update(self, rank: int, **seen: Any) -> None:
+        self._observations[rank] = replace(self._observations[rank], **seen)
+
+
+def _rank_command(rank: int, command: bytes) -> RankCommand:
+    return RankCommand(rank, command.decode().strip())

@@ -242,6 +242,12 @@ class BundleReport(ProbeResult):
     sha256: str
 
 
+class WriteReport(ProbeResult):
+    """`write`."""
+
+    problem: ShortText | None
+
+
 class MlxReport(ProbeResult):
     """`mlx`."""
 

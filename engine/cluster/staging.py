@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider
-from engine.cluster.bundle import bundle_name
+from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider, expanded, open_session
+from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import BundleReport
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.node.bootstrap import ROOT
+from engine.outcomes import NoValue
 from engine.store.layout import node_root
 
 _ENOUGH_BYTES = 1_000_000
@@ -54,9 +55,7 @@ class HostLayout:
 
     def expanded(self, path: str) -> str:
         """A path of this host's configuration, absolute."""
-        if path == "~":
-            return self.home
-        return str(PurePosixPath(self.home) / path.removeprefix("~/")) if path.startswith("~/") else path
+        return expanded(path, self.home)
 
 
 def hosts_of(nodes: Sequence[NodeConfig]) -> dict[str, tuple[int, ...]]:
@@ -79,25 +78,29 @@ async def prepare(fleet: TransportProvider, nodes: Sequence[NodeConfig]) -> tupl
 async def _prepare_host(fleet: TransportProvider, nodes: Sequence[NodeConfig], ranks: tuple[int, ...]) -> HostLayout:
     node = nodes[ranks[0]]
     agent = fleet.agent(node)
-    if agent.connected and not await _is_staged(agent):
-        # A new agent's bootstrap stages it again.
-        await agent.aclose()
+    verified_now = not agent.connected
     home = (await agent.session()).home
+    if not verified_now and (home.staging_problem is not None or not await _is_staged(agent)):
+        # A bootstrap stages it; the agent that is there goes on serving its other requests.
+        session = await open_session(node, fleet.to(node))
+        await session.aclose()
+        home = session.home
     if home.staging_problem is not None:
         raise _not_staged(node, home)
     # A node is not asked where on it we are to write.
     root = node_root() if node.local else PurePosixPath(home.home) / ROOT
-    bundle = str(root / "bundles" / bundle_name())
+    bundle = str(root / "bundles" / node_bundle().name)
     layout = HostLayout(node.ssh, ranks, home.home, str(root), bundle, node.python)
     return replace(layout, python=layout.expanded(node.python))
 
 
 async def _is_staged(agent: AgentClient) -> bool:
     """The bundle of an agent that was started before is still there, with its hash."""
-    if (await agent.session()).home.staging_problem is not None:
-        return False
     outcome = await agent.probe("bundle", result_type=BundleReport, timeout_s=_VERIFY_LIMIT_S)
-    return isinstance(outcome, BundleReport) and outcome.sha256 == bundle_name()
+    if isinstance(outcome, NoValue):
+        where = agent.node.name
+        raise LaunchError(f"the node bundle on {where} could not be verified", where=where, why=str(outcome))
+    return outcome.sha256 == node_bundle().name
 
 
 def _not_staged(node: NodeConfig, home: AgentHome) -> LaunchError:

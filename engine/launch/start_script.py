@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from engine.cluster.agent_client import TransportProvider
+from engine.cluster.agent_client import AgentClient, TransportProvider
 from engine.cluster.staging import gather_all
-from engine.cluster.transport.base import Transport
 from engine.config.models import NodeConfig
-from engine.errors import NodeUnreachable
+from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
@@ -122,7 +121,8 @@ class StartFailure:
 @dataclass(frozen=True)
 class RankStart:
     rank: int
-    node: NodeConfig
+    host: NodeConfig
+    """The first node of its host: the rank's own python may be missing, which start.sh reports."""
     files: NodeFiles
     environment: Mapping[str, str]
     """Shows in `ps` on the node: nothing secret is in it."""
@@ -134,31 +134,29 @@ async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tupl
     A keeper detaches from the connection, so the call returns as soon as the rank's program runs, and a later loss of
     the connection does not touch the rank.
     """
-    failures = await gather_all(_start_rank(fleet.to(each.node), each) for each in starts)
+    failures = await gather_all(_start_rank(fleet.agent(each.host), each) for each in starts)
     return tuple(failure for failure in failures if failure is not None)
 
 
-async def _start_rank(transport: Transport, rank: RankStart) -> StartFailure | None:
+async def _start_rank(agent: AgentClient, rank: RankStart) -> StartFailure | None:
     variables = [f"{name}={value}" for name, value in rank.environment.items()]
     argv = ["/usr/bin/env", *variables, "/bin/sh", str(rank.files.start)]
     try:
-        completed = await transport.run(argv, timeout_s=START_LIMIT_S)
-    except NodeUnreachable as error:
+        completed = await agent.run(argv, timeout_s=START_LIMIT_S)
+    except FlightDeckError as error:
         return StartFailure(rank.rank, None, str(error))
-    except OSError as error:
-        return StartFailure(rank.rank, None, error.strerror or str(error))
     if completed.code == 0:
         return None
     if completed.code is None:
         return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
-    output = await _keeper_output(transport, rank) or completed.exit_output
+    output = await _keeper_output(agent, rank) or completed.exit_output
     return StartFailure(rank.rank, completed.code, sanitise(output.encode(errors="replace"), 300))
 
 
-async def _keeper_output(transport: Transport, rank: RankStart) -> str:
+async def _keeper_output(agent: AgentClient, rank: RankStart) -> str:
     try:
-        log = await transport.read_from(rank.files.keeper_log(rank.rank), 0, _LOG_BYTES)
-    except (OSError, NodeUnreachable):
+        log = await agent.read_end(rank.files.keeper_log(rank.rank), _LOG_BYTES)
+    except FlightDeckError:
         return ""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else ""

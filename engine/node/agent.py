@@ -1,4 +1,4 @@
-"""The head's agent on one host: `python -m engine.node.agent`, started by the bootstrap, one for each connection.
+"""The head's agent on one host: what the bootstrap becomes, one for each connection.
 
 Its stdin and stdout carry the messages of engine.protocol.messages. It serves requests (probes and commands, in
 children), and it watches the ranks of one attempt. It keeps nothing: when its stdin ends, or nothing was received for
@@ -16,8 +16,10 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
-from engine.node import processes
+from engine.node import probes, processes
 from engine.node.attempt_watch import POLL_INTERVAL_S, AttemptWatch
 from engine.node.requests import Requests
 from engine.protocol.messages import (
@@ -41,7 +43,6 @@ from engine.protocol.messages import (
 )
 
 SILENCE_S = 30.0
-_REAP_INTERVAL_S = 0.01
 _MAX_OUTGOING_BYTES = 256 * 1024
 
 
@@ -56,7 +57,15 @@ class Agent:
         self._outgoing = bytearray()
         self._boot_id = processes.boot_id()
         self._watch: AttemptWatch | None = None
-        self._requests = Requests(self._send)
+        self._requests = requests = Requests(self._send)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Heartbeat: self._acknowledge,
+            Watch: self._begin_watch,
+            ProbeRequest: requests.start_probe,
+            CommandRequest: requests.start_command,
+            RequestInput: requests.feed,
+            CancelRequest: requests.cancel,
+        }
         self._received_at = time.monotonic()
         self._polled_at = float("-inf")
 
@@ -64,6 +73,8 @@ class Agent:
         """Until the head is gone; the exit code."""
         os.set_blocking(self._receive_pipe, False)
         os.set_blocking(self._send_pipe, False)
+        # A probe's child then imports nothing, whatever becomes of the bundle.
+        probes.preload()
         self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -108,13 +119,10 @@ class Agent:
         return len(self._outgoing) < _MAX_OUTGOING_BYTES
 
     def _timeout_s(self) -> float:
-        now = time.monotonic()
-        due = self._received_at + SILENCE_S
+        due = min(self._received_at + SILENCE_S, self._requests.due_at)
         if self._watch is not None:
             due = min(due, self._polled_at + POLL_INTERVAL_S)
-        if self._requests.ending:
-            due = min(due, now + _REAP_INTERVAL_S)
-        return max(0.0, due - now)
+        return max(0.0, due - time.monotonic())
 
     def _receive(self) -> bool:
         """False when the head has closed the connection."""
@@ -130,34 +138,25 @@ class Agent:
         return True
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, Heartbeat):
-            if self._watch is not None:
-                self._watch.pass_heartbeat(message)
-            self._send(HeartbeatAck(message.number, time.time()))
-        elif isinstance(message, ProbeRequest):
-            self._requests.start_probe(message)
-        elif isinstance(message, CommandRequest):
-            self._requests.start_command(message)
-        elif isinstance(message, RequestInput):
-            self._requests.feed(message.request, message.data)
-        elif isinstance(message, CancelRequest):
-            self._requests.cancel(message.request)
-        elif isinstance(message, Watch):
-            self._watch = AttemptWatch(message, self._boot_id, self._send)
-        elif self._watch is not None:
-            self._handle_attempt(self._watch, message)
+        handle = self._handlers.get(type(message))
+        # What belongs to an attempt is for nobody before it is watched.
+        if handle is not None:
+            handle(message)
 
-    def _handle_attempt(self, watch: AttemptWatch, message: Message) -> None:
-        if isinstance(message, RankCommand):
-            watch.send_command(message)
-        elif isinstance(message, ReadFile):
-            watch.read_file(message)
-        elif isinstance(message, KillRanks):
-            watch.kill_ranks()
-        elif isinstance(message, ListProcesses):
-            watch.list_processes(message)
-        elif isinstance(message, ExitOutputRequest):
-            watch.send_exit_output(message)
+    def _acknowledge(self, heartbeat: Heartbeat) -> None:
+        if self._watch is not None:
+            self._watch.pass_heartbeat(heartbeat)
+        self._send(HeartbeatAck(heartbeat.number, time.time()))
+
+    def _begin_watch(self, message: Watch) -> None:
+        self._watch = watch = AttemptWatch(message, self._boot_id, self._send)
+        self._handlers.update({
+            RankCommand: watch.send_command,
+            ReadFile: watch.read_file,
+            KillRanks: watch.kill_ranks,
+            ListProcesses: watch.list_processes,
+            ExitOutputRequest: watch.send_exit_output,
+        })  # fmt: skip
 
     def _read_files(self, watch: AttemptWatch) -> None:
         """A part of each file in turn, while there is room."""

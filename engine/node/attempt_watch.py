@@ -33,6 +33,7 @@ from engine.protocol.messages import (
     FileData,
     FileError,
     Heartbeat,
+    KillRanks,
     ListProcesses,
     Message,
     ProcessList,
@@ -126,7 +127,8 @@ class WatchedRank:
                 # Reading too, so that opening never waits.
                 self._fifo = os.open(self._files.control(self.rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             os.write(self._fifo, command)
-        except (FileNotFoundError, BlockingIOError):
+        except OSError:
+            # Whatever it is (no descriptor free, say), the next heartbeat is sent all the same.
             return
 
     def keeper_gone(self, boot_id: str, *, compare_start: bool) -> bool:
@@ -199,7 +201,7 @@ class AttemptWatch:
             stream = self._streams.setdefault(message.file, FileStream(self._files.directory / message.file))
             stream.order(message.begin, message.until)
 
-    def kill_ranks(self) -> None:
+    def kill_ranks(self, _message: KillRanks) -> None:
         for rank in self._ranks.values():
             rank.kill()
 

@@ -1,5 +1,5 @@
-"""Runs on a node before anything else of ours: `python -I -S -c TEXT SHA256 [ROOT]`, with the node's own python (any
-from 3.9) and the standard library.
+"""engine.node.agent begins here: `python -I -S -c TEXT SHA256 [ROOT]`, with the node's own python (any from 3.9) and
+the standard library. (`ps` shows this text for as long as the agent lives.)
 
 It makes the node root and verifies the bundle of that hash: nothing that was staged earlier vouches for itself. It
 prints one line of JSON, in which `missing` asks for the bundle; that comes over stdin, and a second line tells whether
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.abc
-import importlib.util
+import importlib.machinery
 import json
 import os
 import shutil
@@ -29,20 +28,25 @@ ROOT = ".flightdeck"
 AGENT = "engine.node.agent"
 
 
-def bundle_hash(package: Path) -> str:
-    """SHA-256 over the names and contents of the package's files that are shipped."""
+def read_package(package: Path) -> dict[str, bytes]:
+    """The files of `engine` that a node gets, by their names in it."""
+    shipped = [path for name in SHIPPED for path in (package / name).rglob("*.py")]
+    files = [path for path in [package / "__init__.py", *shipped] if path.is_file()]
+    return {path.relative_to(package).as_posix(): path.read_bytes() for path in files}
+
+
+def hash_files(files: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and contents."""
     digest = hashlib.sha256()
-    for path in python_files(package):
-        name, content = path.relative_to(package).as_posix().encode(), path.read_bytes()
+    for path, content in sorted(files.items()):
+        name = path.encode()
         # Lengths keep "a" + "bc" and "ab" + "c" apart.
         digest.update(b"%d %d\n" % (len(name), len(content)) + name + content)
     return digest.hexdigest()
 
 
-def python_files(package: Path) -> list[Path]:
-    """The files of `engine` that a node gets."""
-    shipped = [path for name in SHIPPED for path in (package / name).rglob("*.py")]
-    return sorted(path for path in [package / "__init__.py", *shipped] if path.is_file())
+def bundle_hash(package: Path) -> str:
+    return hash_files(read_package(package))
 
 
 def make_private(directory: Path) -> None:
@@ -52,28 +56,15 @@ def make_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def is_whole(bundle: Path, expected: str) -> bool:
-    """True if the bundle exists with its hash; a damaged one is removed. Raises OSError."""
-    if not os.path.lexists(bundle):
-        return False
-    if (bundle / PACKAGE).is_dir() and bundle_hash(bundle / PACKAGE) == expected:
-        return True
-    aside = bundle.with_name(f".{bundle.name[:12]}-{os.getpid()}.damaged")
-    try:
-        bundle.rename(aside)
-    except FileNotFoundError:
-        # Somebody else who stages it has seen the same.
-        return False
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink()
-    return False
+def is_whole(bundle: Path) -> bool:
+    """The bundle exists with the hash that is its name. Raises OSError."""
+    return (bundle / PACKAGE).is_dir() and bundle_hash(bundle / PACKAGE) == bundle.name
 
 
 def install(bundle: Path, files: Mapping[str, str]) -> None:
     """Write the bundle, all of it or nothing. Raises OSError, also when the files have another hash than its name."""
     partial = bundle.with_name(f".{bundle.name[:12]}-{os.urandom(4).hex()}.partial")
+    damaged = partial.with_suffix(".damaged")
     try:
         for name, text in files.items():
             path = partial / name
@@ -84,14 +75,23 @@ def install(bundle: Path, files: Mapping[str, str]) -> None:
                 os.fsync(file.fileno())
         if bundle_hash(partial / PACKAGE) != bundle.name:
             raise OSError(0, "what arrived is not what was sent", str(bundle))
+        if os.path.lexists(bundle) and not is_whole(bundle):
+            # Not before there is another one to take its place: a running attempt may import from it.
+            with contextlib.suppress(FileNotFoundError):
+                bundle.rename(damaged)
         try:
             partial.rename(bundle)
         except OSError:
             # Somebody else has staged the same meanwhile.
-            if not is_whole(bundle, bundle.name):
+            if not is_whole(bundle):
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if damaged.is_dir() and not damaged.is_symlink():
+            shutil.rmtree(damaged, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                damaged.unlink()
 
 
 def prepare_root(root: Path, expected: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def prepare_root(root: Path, expected: str) -> dict[str, Any]:
     try:
         make_private(root)
         make_private(root / "bundles")
-        return {"missing": not is_whole(root / "bundles" / expected, expected)}
+        return {"missing": not is_whole(root / "bundles" / expected)}
     except OSError as error:
         return {"missing": True, **_problem(error, root)}
 
@@ -113,9 +113,10 @@ def main(expected: str, root: Path) -> None:
         problem = _stage(bundle, files) if "problem" not in prepared else {"problem": prepared["problem"]}
         _report({"staged": not problem, **problem})
         if problem:
-            _run_from_memory(files)
+            sys.meta_path.insert(0, MemoryImporter(files))
+            _become_agent([])
     os.chdir(bundle)
-    os.execv(sys.executable, [sys.executable, "-m", AGENT])
+    _become_agent([str(bundle)])
 
 
 def _stage(bundle: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -162,19 +163,24 @@ def _read(size: int) -> bytes:
     return block
 
 
-class MemoryImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the bundle's modules from its files in memory."""
+class MemoryImporter:
+    """Imports the bundle's modules from its files in memory: a finder and a loader without importlib.abc, which takes
+    long to import."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = files
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         del path, target
         base = fullname.replace(".", "/")
         for name, is_package in ((f"{base}/__init__.py", True), (f"{base}.py", False)):
             if name in self._files:
-                return importlib.util.spec_from_loader(fullname, self, origin=name, is_package=is_package)
+                loader: Any = self
+                return importlib.machinery.ModuleSpec(fullname, loader, origin=name, is_package=is_package)
         return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """The default one."""
 
     def exec_module(self, module: Any) -> None:
         name = module.__spec__.origin
@@ -182,10 +188,14 @@ class MemoryImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._files[name], name, "exec"), module.__dict__)
 
 
-def _run_from_memory(files: Mapping[str, str]) -> None:
-    # -S has left out what the node's python has installed, which the facts tell.
-    importlib.import_module("site").main()
-    sys.meta_path.insert(0, MemoryImporter(files))
+def _become_agent(path: list[str]) -> None:
+    """Never returns. -I and -S have left out what a rank's python has: installed packages, PYTHONPATH, and the user's
+    own packages."""
+    site = importlib.import_module("site")
+    site.main()
+    sys.path[:0] = [*path, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if sys.prefix == sys.base_prefix:
+        site.addsitedir(site.getusersitepackages())
     sys.exit(importlib.import_module(AGENT).main())
 
 

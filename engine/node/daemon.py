@@ -1,5 +1,5 @@
 """Daemonizes the keeper (two forks and setsid, because macOS has no setsid command), and forks the reaper that kills
-the rank's process group when the keeper itself is killed.
+a process group when its keeper, or its agent, is itself killed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _redirect(log: Path) -> None:
 
 
 class GroupReaper:
-    """The keeper's side. Created before the keeper opens anything: the forked reaper inherits what is open."""
+    """The side of the process that is watched."""
 
     def __init__(self) -> None:
         read_end, self._write_end = os.pipe()
@@ -104,17 +104,17 @@ class GroupReaper:
         os.close(read_end)
 
     def set_group(self, pgid: int) -> None:
-        """From now on, process group `pgid` does not outlive the keeper."""
+        """From now on, process group `pgid` does not outlive this process."""
         self._send(pgid)
 
     def release(self) -> None:
-        """The group is gone and the keeper about to exit."""
+        """The group has ended, or is to be left alone."""
         self._send(0)
         os.close(self._write_end)
         os.waitpid(self.pid, 0)
 
     def _send(self, pgid: int) -> None:
-        # A keeper whose reaper was killed works without it.
+        # Who is watched works without a reaper that was killed.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._write_end, b"%d\n" % pgid)
 

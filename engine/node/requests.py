@@ -10,28 +10,42 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 from engine.node import probes
-from engine.protocol.messages import CommandRequest, Message, ProbeRequest, RequestEnded, RequestOutput
+from engine.node.daemon import GroupReaper
+from engine.protocol.messages import (
+    CancelRequest,
+    CommandRequest,
+    Message,
+    ProbeRequest,
+    RequestEnded,
+    RequestInput,
+    RequestOutput,
+)
 
 _OUTPUT_LIMIT = 1 << 24
 """Limit for the output of one request that does not stream; the rest is dropped."""
 _STDERR_LIMIT = 1 << 12
 _BLOCK = 1 << 16
 _MAX_DESCRIPTOR = 4096
+_LEAVES_S = 1.5
+"""For a probe that streams to end by itself once its stdin has ended."""
+_REAP_INTERVAL_S = 0.01
 
 
 class Child:
     """A request's process. Its pipes are closed at their end."""
 
-    def __init__(
-        self, request: int, pid: int, pipes: tuple[int, int, int], *, probe: probes.Probe | None = None
-    ) -> None:
-        """`pipes` are our ends of its stdin, stdout and stderr; without `probe` it is a command."""
+    def __init__(self, request: int, pid: int, pipes: tuple[int, int, int], runs: probes.Probe | GroupReaper) -> None:
+        """`pipes` are our ends of its stdin, stdout and stderr; a command has a reaper, which ends its group when the
+        agent is killed."""
         self.request = request
         self.pid = pid
-        self._probe = probe
+        self.kill_at = float("inf")
+        self._probe = runs if isinstance(runs, probes.Probe) else None
+        self._reaper = runs if isinstance(runs, GroupReaper) else None
         self._stdin, self._stdout, self._stderr = pipes
         self._input = bytearray()
         self._input_ends = False
@@ -88,10 +102,18 @@ class Child:
     def complaint(self) -> str:
         return self._complaint.decode(errors="replace")
 
-    def end(self) -> None:
-        """Close its stdin when that ends it, as a probe that streams; else kill it, a command with its group."""
+    def cancel(self) -> None:
+        """End it: a probe that streams by the end of its stdin, and by KILL when that takes long."""
         if self._probe is not None and self._probe.streams:
             self.feed(b"", end=True)
+            self.kill_at = time.monotonic() + _LEAVES_S
+        else:
+            self.kill()
+
+    def kill(self) -> None:
+        """KILL, to a command's whole group; not to what only the end of its stdin may end."""
+        self.kill_at = float("inf")
+        if self._probe is not None and self._probe.outlives_agent:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._probe is None:
@@ -103,6 +125,8 @@ class Child:
         for pipe in (self._stdin, *self.readable):
             if pipe >= 0:
                 os.close(pipe)
+        if self._reaper is not None:
+            self._reaper.release()
 
 
 class Requests:
@@ -113,9 +137,11 @@ class Requests:
         self._children: dict[int, Child] = {}
 
     @property
-    def ending(self) -> bool:
-        """There is a child whose pipes are closed and that has not ended yet."""
-        return any(not child.readable for child in self._children.values())
+    def due_at(self) -> float:
+        """When `reap` has something to do without any pipe's showing it (monotonic seconds)."""
+        if any(not child.readable for child in self._children.values()):
+            return time.monotonic() + _REAP_INTERVAL_S
+        return min((child.kill_at for child in self._children.values()), default=float("inf"))
 
     def readable(self) -> dict[int, Child]:
         return {pipe: child for child in self._children.values() for pipe in child.readable}
@@ -132,13 +158,13 @@ class Requests:
     def start_command(self, message: CommandRequest) -> None:
         self._start(message.request, lambda: _start_command(message))
 
-    def feed(self, request: int, data: bytes) -> None:
-        if request in self._children:
-            self._children[request].feed(data)
+    def feed(self, message: RequestInput) -> None:
+        if message.request in self._children:
+            self._children[message.request].feed(message.data)
 
-    def cancel(self, request: int) -> None:
-        if request in self._children:
-            self._children[request].end()
+    def cancel(self, message: CancelRequest) -> None:
+        if message.request in self._children:
+            self._children[message.request].cancel()
 
     def read(self, pipe: int, child: Child) -> None:
         output = child.read(pipe)
@@ -146,9 +172,12 @@ class Requests:
             self._send(RequestOutput(child.request, output))
 
     def reap(self) -> None:
-        """Report the children that have ended."""
-        for child in [child for child in self._children.values() if not child.readable]:
-            code = child.exit_code()
+        """Report the children that have ended, and kill those that should have."""
+        now = time.monotonic()
+        for child in list(self._children.values()):
+            if now >= child.kill_at:
+                child.kill()
+            code = child.exit_code() if not child.readable else None
             if code is not None:
                 del self._children[child.request]
                 child.close()
@@ -157,7 +186,7 @@ class Requests:
     def close(self) -> None:
         """End what still runs."""
         for child in self._children.values():
-            child.end()
+            child.kill()
             child.close()
 
     def _start(self, request: int, start: Callable[[], Child]) -> None:
@@ -180,7 +209,7 @@ def _fork_probe(message: ProbeRequest) -> Child:
         _run_child(message, (its_in, its_out, its_err))
     for pipe in (its_in, its_out, its_err):
         os.close(pipe)
-    return Child(message.request, pid, (stdin, stdout, stderr), probe=probes.PROBES[message.probe])
+    return Child(message.request, pid, (stdin, stdout, stderr), probes.PROBES[message.probe])
 
 
 def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
@@ -193,9 +222,10 @@ def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
         os.closerange(3, _MAX_DESCRIPTOR)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # An agent that runs from memory has no files to start another interpreter with.
-        if probes.PROBES[message.probe].own_process and os.path.exists(probes.__file__):  # noqa: PTH110
-            if message.probe == "lease":
-                # It must outlive what ends the agent's process group.
+        probe = probes.PROBES[message.probe]
+        if probe.own_process and os.path.exists(probes.__file__):  # noqa: PTH110
+            if probe.outlives_agent:
+                # Also what ends the agent's process group.
                 os.setsid()
             argv = [sys.executable, "-m", probes.__name__, message.probe, *message.arguments]
             os.execv(sys.executable, argv)
@@ -214,14 +244,20 @@ def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
 
 
 def _start_command(message: CommandRequest) -> Child:
-    process = subprocess.Popen(
-        message.argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        cwd=os.path.expanduser("~"),  # noqa: PTH111
-    )
+    reaper = GroupReaper()
+    try:
+        process = subprocess.Popen(
+            message.argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd=message.directory or os.path.expanduser("~"),  # noqa: PTH111
+        )
+    except BaseException:
+        reaper.release()
+        raise
+    reaper.set_group(process.pid)
     pipes = (process.stdin, process.stdout, process.stderr)
     stdin, stdout, stderr = (os.dup(pipe.fileno()) for pipe in pipes if pipe is not None)
     for pipe in pipes:
@@ -229,6 +265,6 @@ def _start_command(message: CommandRequest) -> Child:
             pipe.close()
     # The child is waited for by its pid; Popen would warn that nobody does.
     process.returncode = 0
-    child = Child(message.request, process.pid, (stdin, stdout, stderr))
+    child = Child(message.request, process.pid, (stdin, stdout, stderr), reaper)
     child.feed(message.data, end=True)
     return child

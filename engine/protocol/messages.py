@@ -1,13 +1,12 @@
 """The messages between the head and the agent of a host, and their frames on one pair of pipes: a line of JSON, then
 as many raw bytes as it announces.
 
-A frame's JSON has the message's `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
+A frame's JSON has the message's class in `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Union
@@ -15,7 +14,7 @@ from typing import Any, Union
 from engine.protocol.attempt import ExitRecord, Identity
 from engine.protocol.events import ExitOutput
 
-VERSION = 2
+VERSION = 3
 MAX_LINE_BYTES = 4 << 20
 MAX_DATA_BYTES = 4 << 20
 
@@ -89,11 +88,13 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class CommandRequest:
-    """Run a program in a session of its own, in the user's home; `data` is its stdin."""
+    """Run a program in a session of its own; `data` is its stdin."""
 
     request: int
     argv: list[str]
     data: bytes = b""
+    directory: str | None = None
+    """None is the user's home."""
 
 
 @dataclass(frozen=True)
@@ -199,19 +200,14 @@ Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
 ]  # fmt: skip
 
 
-def _kind(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-_TYPES: dict[str, Any] = {_kind(kind.__name__): kind for kind in Message.__args__}  # type: ignore[attr-defined]
-_KINDS = {kind: name for name, kind in _TYPES.items()}
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
 _NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
 _PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
 
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    document = {"kind": _KINDS[type(message)], **_document(message)}
+    document = {"kind": type(message).__name__, **_document(message)}
     data = document.pop("data", b"")
     if data:
         document["bytes"] = len(data)

@@ -32,7 +32,7 @@ from engine.launch.start_script import RankStart, StartFailure, start_ranks, sta
 from engine.node.processes import kill_group, oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import NONCE_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
+from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec
 from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
@@ -161,7 +161,8 @@ def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> li
         files = attempt.files(plan.run_id, rank)
         variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, attempt.network, rank)}
         variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
-        starts.append(RankStart(rank, plan.config.nodes[rank], files, variables))
+        host = plan.config.nodes[attempt.layout(rank).ranks[0]]
+        starts.append(RankStart(rank, host, files, variables))
     return starts
 
 
@@ -188,26 +189,14 @@ async def _put_files(
 ) -> None:
     there, node = attempt.files_at(layout, plan.run_id), plan.config.nodes[layout.ranks[0]]
     try:
-        if node.local:
-            await asyncio.to_thread(_write_here, there, contents, layout.ranks)
-        else:
-            encoded = {name: text.encode() for name, text in contents.items()}
-            await fleet.to(node).put_tree(there.directory, encoded)
+        # The FIFOs before the keepers make them, so that no early command is lost.
+        fifos = {there.control(rank).name: None for rank in layout.ranks}
+        await fleet.agent(node).write(there.directory, {**contents, **fifos})
     except OSError as error:
         raise _not_written(node.name, f"{node.ssh}:{there.directory}", error) from error
     except NodeUnreachable as error:
         what = f"{node.name} was lost in the middle of the launch"
         raise LaunchError(what, where=node.ssh, why=str(error)) from error
-
-
-def _write_here(there: NodeFiles, texts: Mapping[str, str], ranks: Sequence[int]) -> None:
-    there.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_atomic(there.directory / name, text)
-    for rank in ranks:
-        # Before the keeper makes it, so that no early command is lost.
-        if not there.control(rank).exists():
-            os.mkfifo(there.control(rank), 0o600)
 
 
 def _not_written(node: str, where: str, error: OSError) -> LaunchError:

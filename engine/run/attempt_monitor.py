@@ -184,7 +184,7 @@ class AttemptMonitor:
         # Liveness is read before the last read of a log.
         launcher_alive = self._launcher is not None and self._launcher.alive(thorough=check_pids)
         lost = self._health.poll()
-        changed = self._ranks.poll(check_pids=check_pids) + self._poll_launcher() + self._ranks.lose(lost)
+        changed = self._ranks.poll() + self._poll_launcher() + self._ranks.lose(lost)
         self._mirror.pump()
         self.intake.poll()
         self._record_changes(changed)
@@ -311,7 +311,7 @@ class AttemptMonitor:
     def _try_to_confirm(self) -> None:
         now = time.monotonic()
         self._health.poll()
-        self._ranks.poll(check_pids=False)
+        self._ranks.poll()
         self._mirror.pump()
         for connection in [each for each in self._unsent if not self._mirror.incomplete(each)]:
             self._unsent.remove(connection)

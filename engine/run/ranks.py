@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cluster.agent_client import TransportProvider
-from engine.cluster.agent_connection import AgentConnection
-from engine.cluster.host_connection import HostConnection, LocalConnection
+from engine.cluster.agent_client import THIS_MACHINE, TransportProvider
+from engine.cluster.host_connection import AttemptOnHost, HostConnection
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
 from engine.run.events import Attempt, Note, RankExited, RankLaunched
 from engine.run.history import AttemptHistory
@@ -49,16 +48,15 @@ def host_connections(
     rank on it; `known` are the identities that an earlier supervisor recorded."""
     connections: list[HostConnection] = []
     for layout in attempt.layouts:
-        names = [plan.ranks[rank].node for rank in layout.ranks]
-        files = attempt.files_at(layout, plan.run_id)
         node = plan.config.nodes[layout.ranks[0]]
-        if node.local:
-            connections.append(LocalConnection(files, attempt.nonce, layout.ranks, names, known=known))
-        else:
-            way, ranks = fleet.to(node), layout.ranks
-            connections.append(AgentConnection(node, ranks, files, attempt.nonce, way, names=names, known=known))
+        # On this machine with the python that runs us: a rank's broken one must not leave its processes unproved.
+        node = THIS_MACHINE if node.local else node
+        nodes = {rank: plan.ranks[rank].node for rank in layout.ranks}
+        part = AttemptOnHost(attempt.files_at(layout, plan.run_id), attempt.nonce, nodes, known)
+        connections.append(HostConnection(node, fleet.to(node), part))
     if not any(connection.local for connection in connections):
-        connections.append(LocalConnection(NodeFiles.for_attempt(here, plan.run_id, attempt.number), attempt.nonce))
+        part = AttemptOnHost(NodeFiles.for_attempt(here, plan.run_id, attempt.number), attempt.nonce)
+        connections.append(HostConnection(THIS_MACHINE, fleet.to(THIS_MACHINE), part))
     return HostConnections(connections)
 
 
@@ -115,13 +113,12 @@ class Ranks:
         self.connections = connections
         self.all = [Rank(rank) for rank in planned]
 
-    def poll(self, *, check_pids: bool) -> list[Rank]:
-        """Update all ranks; those that have changed. `check_pids`: also check that the keepers are alive, which costs a
-        process per rank on macOS."""
+    def poll(self) -> list[Rank]:
+        """Update all ranks; those that have changed."""
         changed = []
         for rank in (rank for rank in self.all if rank.record is None):
             before = rank.started, rank.ended
-            seen = self.connections.to(rank.number).observe(rank.number, thorough=check_pids)
+            seen = self.connections.to(rank.number).observe(rank.number)
             rank.identity = rank.identity or seen.identity
             rank.record = seen.record
             rank.vanished = rank.record is None and (rank.vanished or seen.vanished)
@@ -200,7 +197,7 @@ async def _anything_left(connections: HostConnections, *, fence: bool) -> bool:
     for connection in connections:
         await asyncio.to_thread(connection.request_processes, kill=fence)
     while time.monotonic() < deadline:
-        seen = [connection.observe(rank, thorough=True) for connection in connections for rank in connection.ranks]
+        seen = [connection.observe(rank) for connection in connections for rank in connection.ranks]
         left = [connection.processes() for connection in connections]
         if any(left) or any(each.record is not None for each in seen):
             return True

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.checks.runner import first_failure
+from engine.cluster.bundle import node_bundle
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import needs_all_nodes
 from engine.errors import FlightDeckError, LaunchError, StateError
@@ -286,6 +287,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("this run has another supervisor", file=sys.stderr)
         return 1
     os.set_inheritable(held, False)
+    # An upgrade of this package must not change what the run's nodes get.
+    node_bundle()
     try:
         plan = read_plan(run_dir.plan)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)

@@ -69,11 +69,10 @@ class Flown:
 
     async def read(self, rank: int, name: str) -> bytes:
         """A file of the attempt on the node of `rank`."""
-        files, node = self.attempt.files(self.plan.run_id, rank), self.plan.config.nodes[rank]
-        try:
-            return await self.fleet.to(node).read_from(files.directory / name, 0, 1 << 20)
-        except FileNotFoundError:
-            return b""
+        files = self.attempt.files(self.plan.run_id, rank)
+        # The rank's own python may be missing.
+        node = self.plan.config.nodes[self.attempt.layout(rank).ranks[0]]
+        return await self.fleet.agent(node).read_end(files.directory / name, 1 << 20)
 
     async def record(self, rank: int) -> ExitRecord:
         """Awaits the rank's end."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -121,27 +121,26 @@ class CutAfterFiles:
         self._fleet, self._node = fleet, cluster[name]
 
     def to(self, node: NodeConfig) -> Transport:
-        way = self._fleet.to(node)
-        return cast(Transport, Cutting(way, self._node)) if node.ssh == self._node.name else way
+        return self._fleet.to(node)
 
     def agent(self, node: NodeConfig) -> AgentClient:
-        return self._fleet.agent(node)
+        agent = self._fleet.agent(node)
+        return cast(AgentClient, Cutting(agent, self._node)) if node.ssh == self._node.name else agent
 
 
 class Cutting:
-    """The way to the node that will be lost."""
+    """The agent of the node that will be lost."""
 
-    def __init__(self, way: Transport, node: Node) -> None:
-        self._way, self._node = way, node
+    def __init__(self, agent: AgentClient, node: Node) -> None:
+        self._agent, self._node = agent, node
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._way, name)
+        return getattr(self._agent, name)
 
-    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
-        await self._way.put_tree(path, files)
-        if "attempts" in path.parts:
-            await self._way.close()
-            await asyncio.to_thread(self._node.stop_sshd)
+    async def write(self, folder: PurePath, files: Mapping[str, str | None]) -> None:
+        await self._agent.write(folder, files)
+        await self._agent.transport.close()
+        await asyncio.to_thread(self._node.stop_sshd)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

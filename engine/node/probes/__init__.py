@@ -1,5 +1,5 @@
-"""Probes: how the head inspects a node. Each is a function of strings that returns one JSON document, or yields
-several.
+"""Probes: how the head inspects a node, and writes an attempt's files there. Each is a function of strings that returns
+one JSON document, or yields several.
 
 The agent runs them in forked children; `python -m engine.node.probes NAME ARGUMENT…` runs one by itself. They use
 Python's standard library alone, with the node's own python.
@@ -22,37 +22,47 @@ from engine.node.processes import end_with_parent
 class Probe:
     """Where a probe is, and how the agent runs it."""
 
-    function: str
-    """`module.function`, below this package."""
+    module: str
+    """Below this package; its function is `probe_<name>`."""
     streams: bool = False
     """It goes on until its stdin ends."""
     own_process: bool = False
     """It needs an interpreter of its own: it imports MLX, or is found by its command line."""
+    outlives_agent: bool = False
+    """Nothing but the end of its stdin may end it."""
 
 
 PROBES = {
-    "addresses": Probe("network.probe_addresses"),
-    "bundle": Probe("files.probe_bundle"),
-    "configuration": Probe("model.probe_configuration"),
-    "examples": Probe("dataset.probe_examples"),
-    "facts": Probe("facts.probe_facts"),
-    "free_ports": Probe("network.probe_free_ports"),
-    "hashes": Probe("files.probe_hashes"),
-    "jsonl": Probe("dataset.probe_jsonl"),
-    "lease": Probe("leases.probe_lease", streams=True, own_process=True),
-    "listen": Probe("network.probe_listen", streams=True),
-    "load": Probe("load.probe_load"),
-    "mlx": Probe("mlx_import.probe_mlx", own_process=True),
-    "mlx_lm": Probe("mlx_import.probe_mlx_lm", own_process=True),
-    "model": Probe("model.probe_model"),
-    "ports": Probe("network.probe_ports"),
-    "program": Probe("program.probe_program"),
-    "reach": Probe("network.probe_reach"),
-    "stale": Probe("leases.probe_stale"),
-    "storage": Probe("storage.probe_storage"),
-    "telemetry": Probe("telemetry.probe_telemetry", streams=True),
-    "tree": Probe("files.probe_tree"),
+    "addresses": Probe("network"),
+    "bundle": Probe("files"),
+    "configuration": Probe("model"),
+    "examples": Probe("dataset"),
+    "facts": Probe("facts"),
+    "free_ports": Probe("network"),
+    "hashes": Probe("files"),
+    "jsonl": Probe("dataset"),
+    "lease": Probe("leases", streams=True, own_process=True, outlives_agent=True),
+    "listen": Probe("network", streams=True),
+    "load": Probe("load"),
+    "mlx": Probe("mlx_import", own_process=True),
+    "mlx_lm": Probe("mlx_import", own_process=True),
+    "model": Probe("model"),
+    "ports": Probe("network"),
+    "program": Probe("program"),
+    "reach": Probe("network"),
+    "stale": Probe("leases"),
+    "storage": Probe("storage"),
+    "telemetry": Probe("telemetry", streams=True),
+    "tree": Probe("files"),
+    "write": Probe("files"),
 }
+
+
+def preload() -> None:
+    """Import what runs in forked children."""
+    for probe in PROBES.values():
+        if not probe.own_process:
+            importlib.import_module(f"{__name__}.{probe.module}")
 
 
 def run(name: str, arguments: list[str]) -> None:
@@ -60,8 +70,8 @@ def run(name: str, arguments: list[str]) -> None:
     probe = PROBES[name]
     if not probe.streams:
         end_with_parent()
-    module, _, function = probe.function.rpartition(".")
-    report = getattr(importlib.import_module(f"{__name__}.{module}"), function)(*arguments)
+    module = importlib.import_module(f"{__name__}.{probe.module}")
+    report = getattr(module, f"probe_{name}")(*arguments)
     for document in report if isinstance(report, Iterator) else [report]:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()

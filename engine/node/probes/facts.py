@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -157,9 +156,12 @@ def files_below(directory: str, names: list[str]) -> list[dict[str, str]]:
 
 
 def version(distribution: str) -> str | None:
+    # It takes as long to import as all the rest of an agent.
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 

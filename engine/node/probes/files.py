@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,28 @@ def probe_tree(folder: str, request: str) -> dict[str, Any]:
     target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
     """
     return manifest(Path(folder), json.loads(request))
+
+
+def probe_write(folder: str, files: str) -> dict[str, Any]:
+    """Put a folder with these files (JSON: name -> text, or null for a FIFO) in place, all of it or nothing, for its
+    user alone; its parents are made. `problem` says why that failed, also when there is such a folder already."""
+    os.umask(0o077)
+    target, content = Path(folder), json.loads(files)
+    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    try:
+        if target.exists():
+            raise FileExistsError(0, "is there already")
+        partial.mkdir(parents=True)
+        for name, text in content.items():
+            if text is None:
+                os.mkfifo(partial / name)
+                continue
+            with (partial / name).open("wb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        return {"problem": error.strerror or str(error)}
+    return {"problem": None}

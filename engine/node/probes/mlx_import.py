@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -91,7 +90,7 @@ def imported() -> dict[str, Any]:
 def found() -> dict[str, Any]:
     if importlib.util.find_spec("mlx_lm") is None:
         return {"mlx_lm_error": "ModuleNotFoundError: No module named 'mlx_lm'"}
-    return {"mlx_lm": importlib.metadata.version("mlx-lm")}
+    return {"mlx_lm": importlib.import_module("importlib.metadata").version("mlx-lm")}
 
 
 def probe_mlx() -> dict[str, Any]:

@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path, PurePath
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 
 from engine.cluster import agent_client, probe_results
-from engine.cluster.agent_client import AgentClient, AgentLost, InterpreterMissing
+from engine.cluster.agent_client import (
+    AgentClient,
+    AgentLost,
+    AgentSession,
+    InterpreterMissing,
+    SessionLimits,
+    open_session,
+)
 from engine.cluster.probe_results import AddressProblems, ExampleCount, ModelConfiguration, ModelFiles
+from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
-from engine.errors import LaunchError
+from engine.errors import LaunchError, NodeUnreachable
 from engine.node.processes import start_time
 from engine.outcomes import Failed, Late, Unparsable
 from tests.unit.cluster.fake_agent import FakeNode
@@ -143,6 +152,31 @@ async def test_a_command_that_is_late_has_ended_when_that_is_reported(agent: Age
     assert start_time(int(pid.read_text())) is None
 
 
+async def test_a_folder_is_written_whole_and_for_its_user_alone(agent: AgentClient, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "r" / "attempts" / "1"
+    await agent.write(folder, {"spec.json": "{}", "rank0.in": None})
+    assert (folder / "spec.json").read_text() == "{}" and (folder / "rank0.in").is_fifo()
+    made = [folder / "spec.json", folder / "rank0.in", folder, folder.parent, tmp_path / "runs"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o600, 0o600, 0o700, 0o700, 0o700]
+    with pytest.raises(OSError, match="is there already"):
+        await agent.write(folder, {"other": ""})
+    assert await agent.read_end(folder / "spec.json", 1) == b"}"
+    assert await agent.read_end(folder / "other", 1) == b""
+
+
+async def test_a_folder_that_cannot_be_written_whole_leaves_nothing(agent: AgentClient, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(OSError, match="No such file or directory"):
+        await agent.write(tmp_path / "there" / "runs", {"good": "", "no/such/folder": ""})
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+async def test_a_command_that_goes_on_is_read_by_lines(agent: AgentClient, tmp_path: Path) -> None:
+    request = await agent.start_command(["/bin/sh", "-c", "pwd; read word; echo $word"], directory=str(tmp_path))
+    assert await request.next_line(20) == str(tmp_path).encode()
+    request.close()
+
+
 async def test_closing_leaves_nothing(agent: AgentClient) -> None:
     pid = await agent_pid(agent)
     running = asyncio.create_task(agent.run(["/bin/sleep", "600"], timeout_s=60))
@@ -169,22 +203,68 @@ async def test_when_the_agent_is_killed_all_who_wait_fail_and_the_next_request_s
     assert await agent_pid(agent) != pid
 
 
+def impatient(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    """From now on agents are opened with these limits."""
+    opened = agent_client.open_session
+
+    async def open_session(node: NodeConfig, transport: LocalTransport) -> AgentSession:
+        return await opened(node, transport, SessionLimits(**limits))
+
+    monkeypatch.setattr(agent_client, "open_session", open_session)
+
+
 async def test_an_idle_agent_is_ended_and_the_next_request_starts_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_client, "HEARTBEAT_INTERVAL_S", 0.05)
+    impatient(monkeypatch, heartbeat_interval_s=0.05, idle_s=0.2)
     agent = AgentClient(HERE, LocalTransport())
-    opened = agent_client.open_session
-
-    async def impatient(node: NodeConfig, transport: LocalTransport, **options: Any) -> Any:
-        return await opened(node, transport, heartbeat_interval_s=0.05, idle_limit_s=0.2, **options)
-
-    monkeypatch.setattr(agent_client, "open_session", impatient)
     session = await agent.session()
     await asyncio.wait_for(session.ended(), 20)
     assert session.why_ended == "it was idle"
     assert await own_address(agent) == AddressProblems(problems=[None])
     await agent.aclose()
+
+
+async def test_a_request_in_the_moment_when_an_idle_agent_ends_is_another_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch, heartbeat_interval_s=0.01, idle_s=0.1)
+    agent = AgentClient(HERE, LocalTransport())
+    session = await agent.session()
+    while not session.ending:
+        await asyncio.sleep(0)
+    assert session.why_ended is None, "it is still being closed"
+    asked = [asyncio.create_task(own_address(agent)) for _ in range(3)]
+    assert await asyncio.gather(*asked) == [AddressProblems(problems=[None])] * 3
+    assert session.why_ended == "it was idle"
+    await agent.aclose()
+
+
+class SlowLine(LocalTransport):
+    """Programs start at once, and what they print comes `delay_s` later."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+        channel = await super().open(argv, directory=directory)
+        read = channel.read
+
+        async def read_late(size: int) -> bytes:
+            await asyncio.sleep(self.delay_s)
+            return await read(size)
+
+        monkey = cast(Any, channel)
+        monkey.read = read_late
+        return channel
+
+
+async def test_the_bundle_may_take_longer_than_the_connection() -> None:
+    limits = SessionLimits(connect_s=5.0, start_s=20.0)
+    session = await open_session(HERE, SlowLine(3.0), limits)
+    await session.aclose()
+    with pytest.raises(NodeUnreachable, match=r"0\.5 s are over"):
+        await open_session(HERE, SlowLine(3.0), SessionLimits(start_s=0.5))
 
 
 async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
@@ -211,6 +291,21 @@ async def test_an_agent_runs_from_memory_where_the_disk_takes_no_bundle(
     assert await own_address(agent) == AddressProblems(problems=[None])
     staged = (await agent.session()).home
     assert staged.staging_problem is not None and staged.staging_path == str(home / "node" / "bundles")
+
+
+async def test_an_agent_in_memory_finds_the_packages_that_a_rank_would(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On PYTHONPATH, and those that the user has installed."""
+    (home / "node").mkdir(parents=True)
+    (home / "node" / "bundles").write_text("in the way")
+    (tmp_path / "path" / "mlx_lm").mkdir(parents=True)
+    (tmp_path / "path" / "mlx_lm" / "__init__.py").write_text("__version__ = '0.99.1'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    agent = AgentClient(HERE, LocalTransport())
+    found = await agent.probe("mlx_lm", "import", result_type=probe_results.MlxLmReport, timeout_s=30)
+    assert isinstance(found, probe_results.MlxLmReport) and found.mlx_lm == "0.99.1"
+    await agent.aclose()
 
 
 @pytest.mark.parametrize("home", ["../../..", "/Users/../etc", "/a\nb\x1b[2J", "", None, 7, ["/Users/ana"]])

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
+import os
+import shutil
 import stat
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
-from engine.cluster.bundle import SOURCE
+from engine.cluster import staging
+from engine.cluster.bundle import SOURCE, NodeBundle
 from engine.cluster.staging import prepare
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.node.bootstrap import bundle_hash
+from engine.node.bootstrap import bundle_hash, install
 from tests.bundles import stage_bundle
 
 
@@ -69,6 +76,64 @@ def test_what_python_leaves_beside_the_sources_does_not_count(tmp_path: Path) ->
     (source / "__pycache__").mkdir()
     (source / "__pycache__" / "a.pyc").write_bytes(b"x")
     assert bundle_hash(source) == before
+
+
+def test_a_damaged_bundle_stays_until_there_is_another_to_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running attempt may import from it."""
+    bundle = stage_bundle(tmp_path)
+    (bundle / "engine" / "node" / "keeper.py").write_text("torn")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space left"):
+            stage_bundle(tmp_path)
+    assert (bundle / "engine" / "node" / "agent.py").exists()
+    assert [path.name for path in bundle.parent.iterdir()] == [bundle.name]
+
+
+def test_a_process_goes_on_with_the_bundle_that_it_began_with(tmp_path: Path) -> None:
+    """The package may be upgraded under it."""
+    source = shutil.copytree(SOURCE, tmp_path / "engine")
+    bundle = NodeBundle(source)
+    before = bundle.bootstrap
+    for path in (source / "node").glob("*.py"):
+        path.write_text("an upgrade")
+    size, _, packed = bundle.packed.partition(b"\n")
+    assert int(size) == len(packed)
+    place = tmp_path / bundle.name
+    install(place, json.loads(zlib.decompress(packed)))
+    assert bundle_hash(place / "engine") == bundle.name
+    assert (place / "engine" / "node" / "bootstrap.py").read_text() == before
+
+
+HERE = NodeConfig(name="here", python=sys.executable, workdir="/")
+
+
+async def test_a_lost_bundle_is_staged_again_and_nobody_loses_an_agent(home: Path) -> None:
+    async with Fleet((HERE,), home) as fleet:
+        (layout,) = await prepare(fleet, [HERE])
+        running = asyncio.create_task(fleet.agent(HERE).run(["/bin/sh", "-c", "sleep 2; echo done"], timeout_s=30))
+        shutil.rmtree(layout.bundle)
+        assert await prepare(fleet, [HERE]) == (layout,)
+        assert bundle_hash(Path(layout.bundle) / "engine") == Path(layout.bundle).name
+        assert (await running).stdout == b"done\n"
+
+
+async def test_a_bundle_that_could_not_be_verified_is_not_taken_for_a_missing_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Fleet((HERE,), home) as fleet:
+        await prepare(fleet, [HERE])
+        session = await fleet.agent(HERE).session()
+        monkeypatch.setattr(staging, "_VERIFY_LIMIT_S", 0.0)
+        with pytest.raises(LaunchError, match=r"could not be verified.*gave no answer within 0 s"):
+            await prepare(fleet, [HERE])
+        assert await fleet.agent(HERE).session() is session
 
 
 async def test_a_place_that_cannot_be_written_is_one_line(home: Path) -> None:

@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cluster.host_connection import describe_port_holder
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import hostfile
 from engine.launch.hostfile import port_count, ports_of, write_hostfile
-from engine.node.probes.network import bindable
+from engine.node.probes.network import bindable, find_port_holder
 from engine.plan.network import LaunchHost, NetworkPlan
 from tests.unit.launch.host_layouts import configured_network, ring_ports
 
@@ -145,9 +144,9 @@ async def test_attempts_do_not_share_their_first_port() -> None:
 
 def test_the_holder_of_a_port_is_named_by_pid_and_command() -> None:
     with listening("127.0.0.1") as busy:
-        holder = describe_port_holder(busy)
-    assert holder is not None and holder.startswith(f"pid {os.getpid()} (") and "py" in holder
+        held = find_port_holder("", busy)
+    assert held is not None and held["holder"].startswith(f"pid {os.getpid()} (") and "py" in held["holder"]
 
 
 def test_nobody_holds_a_free_port() -> None:
-    assert describe_port_holder(ring_ports(1)) is None
+    assert find_port_holder("", ring_ports(1)) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import uuid
@@ -13,7 +12,7 @@ from typing import Any
 
 import engine
 from engine.node import processes
-from engine.node.bootstrap import python_files
+from engine.node.bootstrap import read_package
 from engine.protocol.attempt import (
     NONCE_ENV,
     AttemptSpec,
@@ -32,10 +31,10 @@ SOURCE = Path(engine.__file__).parent
 
 def stage_bundle(to: Path, trainer: str | None = None) -> Path:
     """A copy of the worker as a node holds it; `trainer` is the source of another program in the trainer's place."""
-    for path in python_files(SOURCE):
-        copied = to / "engine" / path.relative_to(SOURCE)
+    for name, content in read_package(SOURCE).items():
+        copied = to / "engine" / name
         copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copied)
+        copied.write_bytes(content)
     if trainer is not None:
         (to / "engine" / "trainer" / "main.py").write_text(trainer)
     return to

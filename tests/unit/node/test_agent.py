@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from engine.node import agent, processes
 from engine.node.agent import Agent
+from engine.node.attempt_watch import WatchedRank
 from engine.protocol.attempt import HEARTBEAT, NONCE_ENV, ExitRecord, Identity, NodeFiles, write_atomic
 from engine.protocol.messages import (
     CancelRequest,
@@ -42,6 +44,7 @@ from engine.protocol.messages import (
 )
 from tests.machine import WATCHED
 from tests.unit.node.keeper_runner import stage_bundle
+from tests.waiting import wait_until
 
 Kind = TypeVar("Kind")
 
@@ -364,3 +367,54 @@ def test_its_end_is_the_end_of_what_it_has_started(head: Head) -> None:
     while processes.start_time(pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def suspended_listener(head: Head) -> int:
+    """The pid of a probe that streams and does not react to the end of its stdin."""
+    head.send(ProbeRequest(1, "listen", ["60", "127.0.0.1"]))
+    head.receive(RequestOutput)
+    agent_pid = head.process.pid
+    pid = int(Path(f"/proc/{agent_pid}/task/{agent_pid}/children").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.needs("linux")
+def test_a_probe_that_hangs_though_its_stdin_has_ended_is_killed(head: Head) -> None:
+    suspended_listener(head)
+    head.send(CancelRequest(1))
+    assert head.receive(RequestEnded) == RequestEnded(1, -signal.SIGKILL, "")
+
+
+@pytest.mark.needs("linux")
+def test_no_probe_that_hangs_outlives_the_agent(head: Head) -> None:
+    pid = suspended_listener(head)
+    assert head.close() == 0
+    wait_until(lambda: processes.start_time(pid) is None, within_s=10)
+
+
+def test_what_a_command_has_started_ends_also_with_an_agent_that_is_killed(head: Head) -> None:
+    head.send(CommandRequest(1, ["/bin/sh", "-c", "sleep 600 & echo $$ $!; wait"]))
+    pids = [int(pid) for pid in head.receive(RequestOutput).data.split()]
+    head.process.kill()
+    for pid in pids:
+        wait_until(lambda pid=pid: processes.start_time(pid) is None, within_s=10)  # type: ignore[misc]
+
+
+def test_what_a_command_leaves_behind_stays(head: Head) -> None:
+    """As a shell of the user would have it."""
+    head.send(CommandRequest(1, ["/bin/sh", "-c", "sleep 600 >&- 2>&- & echo $!"]))
+    pid = int(head.receive(RequestOutput).data)
+    assert head.receive(RequestEnded).exit_code == 0
+    assert head.close() == 0
+    assert processes.start_time(pid) is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_keeper_that_does_not_read_blocks_nobody(tmp_path: Path) -> None:
+    rank = WatchedRank(0, NodeFiles(tmp_path), None)
+    rank.send_command(HEARTBEAT)
+    os.mkfifo(NodeFiles(tmp_path).control(0))
+    for _ in range(100_000):
+        rank.send_command(HEARTBEAT)
+    rank.close()

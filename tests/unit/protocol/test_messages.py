@@ -66,9 +66,9 @@ def test_a_stream_may_be_cut_anywhere(messages: list[Message], sizes: list[int])
         b'{"kind": 3}\n',
         b'{"kind": []}\n',
         b'{"kind": "no_such_kind"}\n',
-        b'{"kind": "file_data", "bytes": -1}\n',
-        b'{"kind": "file_data", "bytes": "9"}\n',
-        b'{"kind": "file_data", "bytes": %d}\n' % (MAX_DATA_BYTES + 1),
+        b'{"kind": "FileData", "bytes": -1}\n',
+        b'{"kind": "FileData", "bytes": "9"}\n',
+        b'{"kind": "FileData", "bytes": %d}\n' % (MAX_DATA_BYTES + 1),
         b"[" * 100_000 + b"\n",
         b"x" * (MAX_LINE_BYTES + 1),
     ],
@@ -90,4 +90,4 @@ def test_what_is_not_a_frame_is_refused(stream: bytes) -> None:
 )
 def test_a_message_with_other_fields_or_types_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not a message"):
-        list(Decoder().feed(json.dumps({"kind": "heartbeat", **fields}).encode() + b"\n"))
+        list(Decoder().feed(json.dumps({"kind": "Heartbeat", **fields}).encode() + b"\n"))

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from engine.cluster.host_connection import LocalConnection
 from engine.models import RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import ExitRecord, Identity, write_atomic
@@ -24,6 +23,7 @@ from engine.run.failure_evidence import AttemptOrigin
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import AttemptContext, HostConnections
 from engine.run.signatures import BY_ID
+from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
 
 PATIENCE_S = 10.0
@@ -46,7 +46,7 @@ class MonitoredAttempt:
             self._start(rank, attempt.nonce, run.id)
             if steps:
                 self.report(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
-        connections = HostConnections([LocalConnection(self.files, attempt.nonce, (0, 1), ("node0", "node1"))])
+        connections = HostConnections([FileHost(self.files, (0, 1), ("node0", "node1"))])
         context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
         self.monitor = AttemptMonitor(context, AttemptOrigin(), self._may_restart)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.cluster.host_connection import LocalConnection
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
@@ -17,6 +16,7 @@ from engine.run.ranks import AttemptContext, HostConnections, Rank
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network
+from tests.unit.run.file_host import FileHost
 
 
 def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: P
         network=configured_network(config.nodes),
     )
     files = NodeFiles(tmp_path)
-    connections = HostConnections([LocalConnection(files, "nonce", (0,), ("left",))])
+    connections = HostConnections([FileHost(files, (0,), ("left",))])
     recorder = RunRecorder(tmp_path / "journal.jsonl", plan, print)
     context = AttemptContext(RunDir(tmp_path), plan, attempt, connections, recorder)
     message = "no such word: raven\u2028\x85 or crow"

@@ -6,28 +6,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.host_connection import ConnectionState, HostFacts, LocalConnection
+from engine.cluster.host_connection import ConnectionState, HostFacts
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, RecoveryConfig
 from engine.protocol.attempt import NodeFiles
 from engine.run.events import NodeConditionChanged
 from engine.run.node_health import UNREACHABLE_S, NodeHealth, lost_after_s
 from engine.run.ranks import HostConnections
+from tests.unit.run.file_host import FileHost
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-class Away(LocalConnection):
+class Away(FileHost):
     """A connection whose state the test sets."""
 
-    local = False
-
     def __init__(self, *ranks: int) -> None:
-        super().__init__(NodeFiles(Path("/none")), "n", ranks, [f"n{rank}" for rank in ranks])
+        super().__init__(NodeFiles(Path("/none")), ranks, [f"n{rank}" for rank in ranks], ssh="away")
         self.facts = HostFacts("boot", 3, 0.0)
         self.silent(0.0, heard=False)
 
     def silent(self, seconds: float, *, heard: bool = True, why: str | None = None) -> None:
-        self.state = ConnectionState(connected=why is None, silent_s=seconds, answered=heard, problem=why)
+        self.shown = ConnectionState(connected=why is None, silent_s=seconds, answered=heard, problem=why)
 
 
 class Watched:
@@ -36,7 +35,7 @@ class Watched:
     def __init__(self, limit_s: float | None = 40.0, before: list[NodeConditionChanged] | None = None) -> None:
         self.link = Away(1)
         self.events: list[NodeConditionChanged] = []
-        links = HostConnections([LocalConnection(NodeFiles(Path("/none")), "n", (0,), ("head",)), self.link])
+        links = HostConnections([FileHost(NodeFiles(Path("/none")), (0,), ("head",)), self.link])
         self.health = NodeHealth(links, self.events.append, limit_s, before or (), lambda: START)
 
     def after(self, seconds: float, **state: Any) -> list[int]:

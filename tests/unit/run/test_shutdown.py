@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.cluster.host_connection import ConnectionState, LocalConnection
+from engine.cluster.host_connection import ConnectionState
 from engine.config.models import RecoveryConfig
 from engine.node.processes import Process
 from engine.protocol.attempt import ExitRecord, NodeFiles, write_atomic
@@ -23,28 +22,28 @@ from engine.run.shutdown import (
     Shutdown,
     StopPlan,
 )
+from tests.unit.run.file_host import FileHost
 
 GRACES = RecoveryConfig(stop_grace_s=2.5, save_grace_s=30.0, term_grace_s=0.8)
 NOBODY = 2**22 + 7
 """A pid above Linux's highest: a signal to it reaches nobody."""
 
 
-class Host(LocalConnection):
+class Host(FileHost):
     """A host whose processes and silence the test sets."""
 
     def __init__(self, files: NodeFiles, ranks: Sequence[int], left: Sequence[Process]) -> None:
-        super().__init__(files, "nonce", ranks, [f"n{rank}" for rank in ranks])
+        super().__init__(files, ranks, [f"n{rank}" for rank in ranks])
         self.there = list(left)
-        self.come_back()
 
     def fall_silent(self, seconds: float = 60.0) -> None:
-        self.state = ConnectionState(connected=False, silent_s=seconds, answered=True, problem="no route")
+        self.shown = ConnectionState(connected=False, silent_s=seconds, answered=True, problem="no route")
 
     def come_back(self) -> None:
-        self.state = ConnectionState(connected=True, silent_s=0.0, answered=True)
+        self.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
 
     def request_processes(self, *, kill: bool) -> None:
-        self._left = list(self.there) if self.state.connected else None
+        self.left = list(self.there) if self.state.connected else None
 
 
 class Ending:
@@ -60,8 +59,6 @@ class Ending:
         first_failure: int | None = None,
     ) -> None:
         self.files = NodeFiles(directory)
-        for rank in (0, 1):
-            os.mkfifo(self.files.control(rank))
         self.hosts = [Host(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
         self.ranks = Ranks(
             HostConnections(self.hosts), [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)]
@@ -90,16 +87,11 @@ class Ending:
     def exit(self, *ranks: int) -> None:
         for rank in ranks:
             write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, 0, None, 0.0, 0))))
-        self.ranks.poll(check_pids=False)
+        self.ranks.poll()
 
     def received(self, rank: int) -> bytes:
-        fifo = os.open(self.files.control(rank), os.O_RDWR | os.O_NONBLOCK)
-        try:
-            return os.read(fifo, 4096)
-        except BlockingIOError:
-            return b""
-        finally:
-            os.close(fifo)
+        """The commands that its keeper was sent."""
+        return b"".join(command for _, command in self.hosts[rank].commands)
 
 
 def test_keepers_get_one_stop_and_proof_follows_the_last_record(tmp_path: Path) -> None:
@@ -205,15 +197,6 @@ def test_a_moment_of_silence_does_not_cut_a_last_checkpoint_short(tmp_path: Path
     assert ending.advance(0.5) == [StopStage.STOP, StopStage.VERIFYING, StopStage.STOPPED]
 
 
-def words(ending: Ending, rank: int) -> bytes:
-    """The commands that a keeper received."""
-    fifo = os.open(ending.files.control(rank), os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.read(fifo, 4096)
-    finally:
-        os.close(fifo)
-
-
 def saving(directory: Path, first_failure: int | None, phases: dict[int, str], sizes: Mapping[int, int] = {}) -> Ending:
     ending = Ending(directory, cooperative=False, save_state=True, first_failure=first_failure)
     ending.progress.checkpoint_phases = phases
@@ -224,7 +207,7 @@ def saving(directory: Path, first_failure: int | None, phases: dict[int, str], s
 def test_before_a_restart_the_first_failure_is_ended_and_the_others_save_their_state(tmp_path: Path) -> None:
     ending = saving(tmp_path, 1, {})
     assert ending.advance(0.2) == [StopStage.EMERGENCY_CHECKPOINT]
-    assert (words(ending, 0), words(ending, 1)) == (b"emergency_checkpoint\n", b"end\n")
+    assert (ending.received(0), ending.received(1)) == (b"emergency_checkpoint\n", b"end\n")
     ending.exit(0, 1)
     assert ending.advance(0.5) == [StopStage.EMERGENCY_CHECKPOINT, StopStage.VERIFYING, StopStage.STOPPED]
 

@@ -15,8 +15,8 @@ from typing import TypeVar
 import pytest
 import pytest_asyncio
 
-from engine.cluster import agent_connection
-from engine.cluster.agent_connection import WINDOW_BYTES, AgentConnection, AgentFile
+from engine.cluster import host_connection
+from engine.cluster.host_connection import WINDOW_BYTES, AgentFile, AttemptOnHost, HostConnection
 from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
@@ -78,7 +78,7 @@ class Host:
             directory, [sys.executable, "-u", "-c", source], spec_fields={"lease_s": 60.0}
         )
         self.road = Road()
-        self.link = AgentConnection(THERE, (0,), self.kept.files, self.kept.nonce, self.road, names=["there"])
+        self.link = HostConnection(THERE, self.road, AttemptOnHost(self.kept.files, self.kept.nonce, {0: "there"}))
 
     async def agent(self) -> int:
         """The pid of the agent that runs now."""
@@ -113,13 +113,13 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: Host) -> None:
     assert not host.link.state.answered
-    await until(lambda: host.link.observe(0, thorough=True).identity is not None)
+    await until(lambda: host.link.observe(0).identity is not None)
     assert host.link.state.answering and host.link.facts is not None
     assert abs(host.link.facts.clock_ahead_s) < 0.5
     await until(lambda: b"line" in host.kept.output())
     host.link.send_command(0, STOP)
-    await until(lambda: host.link.observe(0, thorough=True).record is not None)
-    record = host.link.observe(0, thorough=True).record
+    await until(lambda: host.link.observe(0).record is not None)
+    record = host.link.observe(0).record
     assert record is not None and record.stopped_by == "stop"
     assert host.link.exit_output(0).log.startswith("line") or "line" in host.link.exit_output(0).log
     host.link.request_processes(kill=True)
@@ -143,7 +143,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
         await until(lambda before=before: copied() > before)  # type: ignore[misc]
         os.kill(await host.agent(), signal.SIGKILL)
     host.link.send_command(0, END)
-    await until(lambda: host.link.observe(0, thorough=True).record is not None)
+    await until(lambda: host.link.observe(0).record is not None)
     host.kept.process.wait(20)
     host.link.request_processes(kill=True)
     await until(lambda: host.link.processes() == [])
@@ -154,7 +154,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
 
 
 async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host: Host) -> None:
-    await until(lambda: host.link.observe(0, thorough=True).identity is not None)
+    await until(lambda: host.link.observe(0).identity is not None)
     host.road.closed = True
     os.kill(await host.agent(), signal.SIGKILL)
     await until(lambda: not host.link.state.connected and host.link.state.problem is not None)
@@ -164,7 +164,7 @@ async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host:
     assert host.link.processes() is None
     await until(lambda: "no route" in str(host.link.state.problem))
     host.road.closed = False
-    await until(lambda: host.link.observe(0, thorough=True).record is not None)
+    await until(lambda: host.link.observe(0).record is not None)
     await until(lambda: host.link.processes() is not None)
 
 
@@ -172,7 +172,7 @@ async def test_an_agent_that_cannot_start_is_why_a_host_is_not_connected(tmp_pat
     host = Host(tmp_path, "print('done')")
     host.kept.process.wait(20)
     node = THERE.model_copy(update={"python": "/bin/false"})
-    link = AgentConnection(node, (0,), host.kept.files, host.kept.nonce, host.road, names=["there"])
+    link = HostConnection(node, host.road, AttemptOnHost(host.kept.files, host.kept.nonce, {0: "there"}))
     link.start()
     await until(lambda: link.state.problem is not None)
     assert not link.state.answered
@@ -219,17 +219,17 @@ STARTED = b'{"kind": "bootstrap", "home": "/home/ana", "missing": false}\n'
 
 
 @pytest_asyncio.fixture
-async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Line, AgentConnection]]:
-    monkeypatch.setattr(agent_connection, "HEARTBEAT_INTERVAL_S", 0.01)
+async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Line, HostConnection]]:
+    monkeypatch.setattr(host_connection, "HEARTBEAT_INTERVAL_S", 0.01)
     line = Line()
-    link = AgentConnection(THERE, (0,), NodeFiles(tmp_path), "nonce", line.transport, names=["there"])
+    link = HostConnection(THERE, line.transport, AttemptOnHost(NodeFiles(tmp_path), "nonce", {0: "there"}))
     link.start()
     await until(lambda: link.state.answered)
     yield line, link
     await link.close()
 
 
-async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, AgentConnection]) -> None:
+async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, HostConnection]) -> None:
     agent, link = line
     log = link.file("rank0.log")
     await until(lambda: len(agent.of(Heartbeat)) > MAX_UNANSWERED_HEARTBEATS)
@@ -240,7 +240,7 @@ async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tup
     assert link.state.answering
 
 
-async def test_an_answer_that_comes_after_the_request_was_repeated_is_taken(line: tuple[Line, AgentConnection]) -> None:
+async def test_an_answer_that_comes_after_the_request_was_repeated_is_taken(line: tuple[Line, HostConnection]) -> None:
     agent, link = line
     link.request_processes(kill=True)
     link.request_processes(kill=True)
@@ -256,7 +256,7 @@ async def test_an_answer_that_comes_after_the_request_was_repeated_is_taken(line
 
 
 async def test_after_a_break_the_files_are_requested_before_the_open_request(
-    line: tuple[Line, AgentConnection],
+    line: tuple[Line, HostConnection],
 ) -> None:
     agent, link = line
     log = link.file("rank0.log")

@@ -1,0 +1,55 @@
+"""A host of an attempt without an agent: its files are read where the test writes them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from engine.cluster.host_connection import (
+    AttemptOnHost,
+    ConnectionState,
+    HostConnection,
+    LocalFile,
+    NodeFile,
+    RankObservation,
+)
+from engine.cluster.transport.local import LocalTransport
+from engine.config.models import NodeConfig
+from engine.node import processes
+from engine.node.processes import Process
+from engine.protocol.attempt import NodeFiles, read_exit, read_identity
+from engine.protocol.events import ExitOutput, exit_output
+from engine.security.identifiers import LOCAL
+
+
+class FileHost(HostConnection):
+    """A connection that answers at once, and whose state and processes the test may set."""
+
+    def __init__(self, files: NodeFiles, ranks: Sequence[int], names: Sequence[str], *, ssh: str = LOCAL) -> None:
+        node = NodeConfig(name=names[0], ssh=ssh, python=sys.executable, workdir="/")
+        super().__init__(node, LocalTransport(), AttemptOnHost(files, "nonce", dict(zip(ranks, names, strict=True))))
+        self.left: list[Process] | None = []
+        self.commands: list[tuple[int, bytes]] = []
+        self.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
+
+    @property
+    def state(self) -> ConnectionState:
+        return self.shown
+
+    def observe(self, rank: int) -> RankObservation:
+        identity = read_identity(self._attempt.files.identity(rank))
+        gone = identity is not None and not processes.alive(identity.keeper_pid, identity.keeper_start)
+        record = read_exit(self._attempt.files.exit(rank))
+        return RankObservation(identity, record, vanished=gone and record is None)
+
+    def exit_output(self, rank: int) -> ExitOutput:
+        return exit_output(self._attempt.files, rank)
+
+    def send_command(self, rank: int, command: bytes) -> None:
+        self.commands.append((rank, command))
+
+    def processes(self) -> list[Process] | None:
+        return self.left
+
+    def file(self, name: str) -> NodeFile:
+        return LocalFile(self._attempt.files.directory / name)
