@@ -10,9 +10,9 @@ import shlex
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.plan import network
+from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
 from engine.plan.document import DistributedSection, PlannedHostfile, Rationale, RdmaSection, Source
-from engine.plan.thunderbolt_setup import setup_commands
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
