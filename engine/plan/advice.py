@@ -102,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "size_70b",
-        lambda case: case.full and case.billions(60) and case.strategy == "data" and case.memory.fits is not True,
+        lambda case: case.full and case.billions(60) and case.strategy == "data" and not case.memory.fits,
         "full fine-tuning of 70B and more does not fit a single Mac: plan with --strategy sharded or pipeline",
         USER_REPORTS,
         refuses=True,
@@ -146,11 +146,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sharded_on_ring",
-        lambda case: (
-            case.strategy == "sharded"
-            and case.context.inputs.network is not None
-            and case.context.inputs.network.backend == "ring"
-        ),
+        lambda case: case.strategy == "sharded" and case.context.backend == "ring",
         "sharded training reduces gradients with sum_scatter, which the ring backend lacks: it uses all_sum instead, "
         "and sends the whole gradient over the network",
         "MLX's ring backend",

@@ -36,12 +36,11 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
     found = context.throughput
-    key = "performance_targets.throughput"
+    source = Source.CALIBRATION
+    reason = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
     if found.examples_per_s is None:
-        rationale.explain(key, Source.UNKNOWN, found.why_not or "not predicted")
-    else:
-        text = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
-        rationale.explain(key, Source.CALIBRATION, text)
+        source, reason = Source.UNKNOWN, found.why_not or "not predicted"
+    rationale.explain("performance_targets.throughput", source, reason)
     iterations = int(context.settings["iters"]) if context.settings else None
     return PerformanceSection(
         throughput=found.examples_per_s,
@@ -58,7 +57,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     qos = _QOS if context.platform == "apple" else "not on macOS"
     rationale.explain(
         "hardware_calibration.workload_distribution",
-        {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[context.shares.source],
+        context.shares_source,
         context.shares.reason,
     )
     if calibration is None or not inputs.config.calibration.enabled:

@@ -28,10 +28,19 @@ class MemoryFit:
     split: LayerSplit | None = None
     largest_batch: int | None = None
     """Most sequences per rank that fit every node; 0 if none does."""
-    parameters: int | None = None
-    trainable_share: float | None = None
-    fits: bool | None = None
-    """None if a limit or the need is unknown."""
+
+    @property
+    def parameters(self) -> int | None:
+        return self.section.parameters if isinstance(self.section, MemorySection) else None
+
+    @property
+    def trainable_share(self) -> float | None:
+        return self.section.trainable_share if isinstance(self.section, MemorySection) else None
+
+    @property
+    def fits(self) -> bool:
+        """True if every node is known to have enough memory."""
+        return isinstance(self.section, MemorySection) and all(row.fits for row in self.section.ranks)
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,6 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     _refuse(context, rows, rationale)
     whole = shape.total_parameters
     trained = _trained(estimates, split)
-    fits = None if any(row.fits is None for row in rows) else all(row.fits for row in rows)
     section = MemorySection(
         parameters=whole,
         trainable_parameters=trained,
@@ -79,7 +87,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         ranks=tuple(rows),
     )
     largest = min(most) if len(most) == context.ranks else None
-    return MemoryFit(section, split, largest, whole, section.trainable_share, fits)
+    return MemoryFit(section, split, largest)
 
 
 def _unknown(reason: str, rationale: Rationale) -> Disabled:
