@@ -21,8 +21,7 @@ from engine.config.formats import (
     resolved,
 )
 from engine.config.models import ClusterConfig, NodeConfig
-from engine.security.identifiers import IDENTIFIER_FORM as IDENTIFIER
-from engine.security.identifiers import LOCAL, SshTarget, is_identifier
+from engine.security.identifiers import LOCAL, SshTarget
 
 NODE_LIMIT = 64
 SHARES = (1e-6, 1e6)
@@ -55,9 +54,7 @@ class Defaults:
 
 def read_cluster(faults: Faults, location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
     faults.unknown(location, table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
-    name = table.get("name")
-    if isinstance(name, str) and not is_identifier(name):
-        faults.add(location, "name", name, IDENTIFIER)
+    faults.check_name(location, table)
     return faults.validated(location, ClusterConfig, table)
 
 
@@ -117,9 +114,7 @@ class _NodeReader:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
         faults.unknown(location, values, NodeConfig.model_fields, {})
-        name = values["name"]
-        if isinstance(name, str) and not is_identifier(name):
-            faults.add(location, "name", name, IDENTIFIER)
+        faults.check_name(location, values)
         local = self._check_host(location, values)
         self._check_addresses(location, values)
         self._check_devices(location, values, rank)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.errors import ConfigFault
-from engine.security.identifiers import is_identifier, safe_repr
+from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
 
 UNKNOWN_LIMIT = 20
 """Unknown keys of a table that are reported individually; the rest are only counted."""
@@ -62,6 +62,11 @@ class Faults:
         fault = ConfigFault(location.file, location.key(key), value_text(value), accepted)
         if fault not in self.found:
             self.found.append(fault)
+
+    def check_name(self, location: Location, table: Mapping[str, Any]) -> None:
+        name = table.get("name")
+        if isinstance(name, str) and not is_identifier(name):
+            self.add(location, "name", name, IDENTIFIER_FORM)
 
     def missing(self, location: Location, key: object, accepted: str) -> None:
         """Report a required key."""

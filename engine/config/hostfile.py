@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -67,9 +66,7 @@ def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str
         faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
         return NodeTable(location, None)
     values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
-    if entry.get("rdma"):
-        values["rdma"] = entry["rdma"]
-    return NodeTable(location, values)
+    return NodeTable(location, values | ({"rdma": entry["rdma"]} if entry.get("rdma") else {}))
 
 
 def _backend(faults: Faults, here: Location, name: Any) -> str | None:
@@ -113,30 +110,24 @@ def _from_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
         if not 1 <= slots <= NODE_LIMIT - len(found.tables):
             faults.add(here, f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
             return ImportedHosts()
-        location = Location(file, f"line {number}")
-        found.tables += [_slot(location, match["host"], len(found.tables) + slot, names) for slot in range(slots)]
+        for rank in range(len(found.tables), len(found.tables) + slots):
+            values: dict[str, Any] = {"name": _name(match["host"], rank, names), "ssh": match["host"], "ips": []}
+            found.tables.append(NodeTable(Location(file, f"line {number}"), values))
     if not found.tables:
         faults.found.append(ConfigFault(file, "the file", "(no hosts)", _WANTED))
     return found
 
 
-def _slot(location: Location, host: str, rank: int, names: set[str]) -> NodeTable:
-    values: Mapping[str, Any] = {"name": _name(host, rank, names), "ssh": host, "ips": []}
-    return NodeTable(location, values)
-
-
 def _name(host: Any, rank: int, names: set[str]) -> str:
     """The first label of the host, or "node<rank>" for an address; unique."""
+    name = f"node{rank}"
     try:
         label = SshTarget.parse(host).host if isinstance(host, str) else ""
         ipaddress.ip_address(label)
     except InputError:
-        label = ""
+        pass
     except ValueError:
-        label = make_identifier(label.partition(".")[0], "")[: MAX_IDENTIFIER_LENGTH // 2]
-    else:
-        label = ""
-    name = label or f"node{rank}"
+        name = make_identifier(label.partition(".")[0], "")[: MAX_IDENTIFIER_LENGTH // 2] or name
     while name in names:
         name = f"{name}-{rank}"
     names.add(name)

@@ -15,8 +15,7 @@ from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
 from engine.config.models import JobConfig
 from engine.protocol.partition import parse_split
-from engine.security.identifiers import IDENTIFIER_FORM as IDENTIFIER
-from engine.security.identifiers import is_identifier, make_identifier
+from engine.security.identifiers import make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
@@ -24,6 +23,10 @@ PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("MLX_", "FLIGHTDECK_")
+_REQUIRED = {
+    "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
+    "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl",
+}
 _EITHER = 'model = "<directory in mlx-lm\'s format>" and data, or command = ["python", "my_script.py"]'
 
 
@@ -46,9 +49,7 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     report = table.get("data_quality_report")
     if isinstance(report, str) and (accepted := path_form(report)):
         faults.add(location, "data_quality_report", report, accepted)
-    name = table.get("name")
-    if isinstance(name, str) and not is_identifier(name):
-        faults.add(location, "name", name, IDENTIFIER)
+    faults.check_name(location, table)
     command = "command" in table
     if command:
         settings, locations = _command(faults, location, table), dict[str, Location]()
@@ -125,12 +126,12 @@ def _training(
         elif key in PATH_KEYS and (accepted := path_form(value)):
             faults.add(locations[key], key, given.pop(key), accepted)
             invalid.add(key)
-    if "model" not in locations and "data" not in locations:
+    if _REQUIRED.keys().isdisjoint(locations):
         faults.missing(location, "model", _EITHER)
-    elif "model" not in locations:
-        faults.missing(location, "model", "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors")
-    elif "data" not in locations:
-        faults.missing(location, "data", "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl")
+    else:
+        for key, accepted in _REQUIRED.items():
+            if key not in locations:
+                faults.missing(location, key, accepted)
     settings = with_defaults(given)
     settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations

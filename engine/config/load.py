@@ -6,14 +6,14 @@ import ipaddress
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
 from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
-from engine.config.formats import address_form, host_form, on_node, path_form, remote_path_form, resolved
+from engine.config.formats import address_form, on_node, path_form, remote_path_form, resolved
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
@@ -121,13 +121,18 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
         faults.add(job.locations.get(key, inline), key, settings[key], accepted)
 
 
-_SECTIONS = ("preflight", "consistency", "calibration", "checkpoint", "recovery", "ui")
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "preflight": PreflightConfig,
+    "consistency": ConsistencyConfig,
+    "calibration": CalibrationConfig,
+    "checkpoint": CheckpointConfig,
+    "recovery": RecoveryConfig,
+    "ui": UiConfig,
+}
 _TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
 _HINTS = {"nodes": "[[node]], one table per rank"}
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
-
-Section = TypeVar("Section", bound=BaseModel)
 
 
 def load_config(path: Path) -> Config:
@@ -151,18 +156,7 @@ def load_config(path: Path) -> Config:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     nodes = read_nodes(faults, tables, defaults, file.parent)
     job = read_job(faults, Location(name, "job"), job_table, file.parent)
-    preflight = _section(faults, name, document, "preflight", PreflightConfig)
-    _check_preflight_paths(faults, Location(name, "preflight"), preflight)
-    consistency = _section(faults, name, document, "consistency", ConsistencyConfig)
-    calibration = _section(faults, name, document, "calibration", CalibrationConfig)
-    checkpoint = _section(faults, name, document, "checkpoint", CheckpointConfig)
-    _check_destination(faults, Location(name, "checkpoint"), checkpoint, nodes)
-    recovery = _section(faults, name, document, "recovery", RecoveryConfig)
-    if recovery is not None and recovery.min_nodes is not None and recovery.min_nodes > len(nodes) > 0:
-        faults.add(
-            Location(name, "recovery"), "min_nodes", recovery.min_nodes, f"at most {len(nodes)}, the number of nodes"
-        )
-    ui = _section(faults, name, document, "ui", UiConfig)
+    sections = _read_sections(faults, name, document, nodes)
     _check_nodes(faults, tables)
     if cluster is not None:
         _check_devices(faults, tables, cluster.backend)
@@ -173,25 +167,31 @@ def load_config(path: Path) -> Config:
         _check_training(faults, Location(name, "job"), len(tables), job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
-    if faults.found or not (
-        cluster and good and job.config and preflight and recovery and ui and consistency and calibration and checkpoint
-    ):
-        raise ConfigError(faults.found)
     config = job.config
+    if faults.found or cluster is None or config is None:
+        raise ConfigError(faults.found)
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
-    return Config(
-        file=file,
-        cluster=cluster,
-        nodes=tuple(_with_job(node, config.model, config.data, file.parent) for node in good),
-        job=config,
-        preflight=preflight,
-        consistency=consistency,
-        calibration=calibration,
-        checkpoint=checkpoint,
-        recovery=recovery,
-        ui=ui,
-    )
+    placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
+    return Config(file=file, cluster=cluster, nodes=placed, job=config, **sections)
+
+
+def _read_sections(
+    faults: Faults, file: str, document: Mapping[str, Any], nodes: Sequence[NodeConfig | None]
+) -> dict[str, Any]:
+    """The tables of _SECTIONS; None for one with faults."""
+    sections = {}
+    for name, kind in _SECTIONS.items():
+        table, location = _table(faults, file, document, name), Location(file, name)
+        faults.unknown(location, table, kind.model_fields, {})
+        section = sections[name] = faults.validated(location, kind, table)
+        if isinstance(section, PreflightConfig):
+            _check_preflight_paths(faults, location, section)
+        elif isinstance(section, CheckpointConfig):
+            _check_destination(faults, location, section.destination, nodes)
+        elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
+            faults.add(location, "min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
+    return sections
 
 
 def _read_hostfile(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
@@ -207,8 +207,7 @@ def _read_hostfile(faults: Faults, name: str, cluster: Mapping[str, Any], base: 
 
 def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
     """`~user` is only valid on this machine."""
-    # Invalid hosts are already reported.
-    if all(host_form(node.ssh) is not None or node.local for node in nodes):
+    if all(node.local for node in nodes):
         return
     for key in PATH_KEYS:
         value = job.settings.get(key)
@@ -216,9 +215,7 @@ def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) 
             faults.add(job.locations[key], key, value, accepted)
 
 
-def _check_preflight_paths(faults: Faults, location: Location, preflight: PreflightConfig | None) -> None:
-    if preflight is None:
-        return
+def _check_preflight_paths(faults: Faults, location: Location, preflight: PreflightConfig) -> None:
     if accepted := path_form(preflight.sync_script):
         faults.add(location, "sync_script", preflight.sync_script, accepted)
     for number, root in enumerate(preflight.roots):
@@ -227,17 +224,16 @@ def _check_preflight_paths(faults: Faults, location: Location, preflight: Prefli
 
 
 def _check_destination(
-    faults: Faults, location: Location, checkpoint: CheckpointConfig | None, nodes: Sequence[NodeConfig | None]
+    faults: Faults, location: Location, named: str | None, nodes: Sequence[NodeConfig | None]
 ) -> None:
     """The destination is a path on the node, or a URL for fsspec there."""
-    if checkpoint is None or checkpoint.destination is None:
+    if named is None:
         return
-    named = checkpoint.destination
     if "://" in named:
         if not _URL.fullmatch(named):
             faults.add(location, "destination", named, "a URL such as s3://bucket/folder, without spaces")
         return
-    local = all(node is None or host_form(node.ssh) is not None or node.local for node in nodes)
+    local = all(node is None or node.local for node in nodes)
     if accepted := path_form(named) if local or not named.startswith("~") else remote_path_form(named):
         faults.add(location, "destination", named, f"{accepted}; or a URL such as s3://bucket/folder")
 
@@ -255,9 +251,3 @@ def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) ->
         return found
     faults.add(Location(file), name, found, f"a table: [{name}] on its own line, with its keys below")
     return {}
-
-
-def _section(faults: Faults, file: str, document: Mapping[str, Any], name: str, kind: type[Section]) -> Section | None:
-    table, location = _table(faults, file, document, name), Location(file, name)
-    faults.unknown(location, table, kind.model_fields, {})
-    return faults.validated(location, kind, table)

@@ -3,53 +3,52 @@ marked; rules that refuse a launch name the override."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from engine.models import NodeFacts
+from engine.plan.context import PlanContext
+from engine.plan.document import OVERRIDE, PlannedAdvice, Rationale
+from engine.plan.memory.fit import MemoryFit
+from engine.plan.strategy import is_m4_max
 
 USER_REPORTS = "reported by users of M4 Max and M3 Ultra"
 MAINTAINERS = "MLX's maintainers"
-OVERRIDE = "flightdeck launch --skip hardware_layer"
 _DISPUTED = (
     "The cause is disputed. MLX's maintainers hold that a GPU waits for a slower peer inside a command buffer; our "
     "trainer evaluates the gradients first and communicates on the CPU stream, which is their remedy"
 )
 _BILLION = 1e9
-_M4_MAX_BYTES = 136 * 10**9
-"""Above the largest M4 Max (128 GiB)."""
 
 
 @dataclass(frozen=True)
 class Case:
     """The input of the rules."""
 
-    ranks: int
-    parameters: int | None
-    strategy: str
-    fine_tune_type: str | None
-    """None for a custom command."""
-    backend: str | None
-    settings: Mapping[str, Any]
-    facts: Mapping[str, NodeFacts]
-    """Last known facts by node; nodes that were never probed are missing."""
-    trainable_share: float | None = None
-    known_to_fit: bool = False
-    """According to the memory estimate, on every node."""
-    m4_max: tuple[str, ...] = field(init=False)
-    """Nodes that are an M4 Max."""
-
-    def __post_init__(self) -> None:
-        found = tuple(name for name, facts in self.facts.items() if is_m4_max(facts))
-        object.__setattr__(self, "m4_max", found)
+    context: PlanContext
+    memory: MemoryFit
 
     @property
     def full(self) -> bool:
-        return self.fine_tune_type == "full"
+        return self.context.full
+
+    @property
+    def strategy(self) -> str:
+        return self.context.inputs.strategy
+
+    @property
+    def ranks(self) -> int:
+        return self.context.ranks
+
+    @property
+    def m4_max(self) -> list[str]:
+        return [name for name, facts in self.context.inputs.facts.items() if is_m4_max(facts)]
+
+    def sets(self, key: str) -> object:
+        return self.context.settings.get(key)
 
     def billions(self, least: float, below: float = float("inf")) -> bool:
-        return self.parameters is not None and least * _BILLION <= self.parameters < below * _BILLION
+        parameters = self.memory.parameters
+        return parameters is not None and least * _BILLION <= parameters < below * _BILLION
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,6 @@ class Rule:
     source: str
     disputed: bool = False
     refuses: bool = False
-
-
-def is_m4_max(facts: NodeFacts | None) -> bool:
-    """An M4 Max with at most 128 GB."""
-    if facts is None or "M4 Max" not in (facts.chip or ""):
-        return False
-    return (facts.memory_total_bytes or 0) <= _M4_MAX_BYTES
 
 
 RULES: tuple[Rule, ...] = (
@@ -110,14 +102,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "size_70b",
-        lambda case: case.full and case.billions(60) and case.strategy == "data" and not case.known_to_fit,
+        lambda case: case.full and case.billions(60) and case.strategy == "data" and not case.memory.fits,
         "full fine-tuning of 70B and more does not fit a single Mac: plan with --strategy sharded or pipeline",
         USER_REPORTS,
         refuses=True,
     ),
     Rule(
         "grad_checkpoint",
-        lambda case: case.full and case.billions(20) and not case.settings.get("grad_checkpoint"),
+        lambda case: case.full and case.billions(20) and not case.sets("grad_checkpoint"),
         "grad_checkpoint = true trades time for activation memory: at this size it decides whether the model fits",
         USER_REPORTS,
     ),
@@ -140,23 +132,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "trained_layers",
-        lambda case: case.fine_tune_type is not None and case.trainable_share is not None,
+        lambda case: case.memory.trainable_share is not None,
         "{share} of the parameters are trained. mlx-lm trains the last num_layers layers (default 16; here all of them "
         'for full fine-tuning), and "full" keeps embeddings, final norm and head frozen',
         "mlx-lm's lora.py",
     ),
     Rule(
         "adam_in_16_bits",
-        lambda case: (
-            case.settings.get("optimizer_precision") == "parameter" and case.settings.get("optimizer") != "sgd"
-        ),
+        lambda case: case.sets("optimizer_precision") == "parameter" and case.sets("optimizer") != "sgd",
         "optimizer_precision = \"parameter\" keeps moments in the model's own type: in bfloat16 Adam's beta2 of 0.999 "
         "rounds to 1, so the second moment never decays and small steps vanish",
         "measured: 200 steps at 1e-5 move a weight by 0.0018 in bfloat16, by 0.0074 in float32",
     ),
     Rule(
         "sharded_on_ring",
-        lambda case: case.strategy == "sharded" and case.backend == "ring",
+        lambda case: case.strategy == "sharded" and case.context.backend == "ring",
         "sharded training reduces gradients with sum_scatter, which the ring backend lacks: it uses all_sum instead, "
         "and sends the whole gradient over the network",
         "MLX's ring backend",
@@ -172,11 +162,19 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def text_of(rule: Rule, case: Case) -> str:
-    share = f"{case.trainable_share:.2%}" if case.trainable_share is not None else "an unknown part"
-    return rule.text.format(nodes=", ".join(case.m4_max), share=share)
-
-
-def advice(case: Case) -> list[Rule]:
-    """The rules that apply, in the order of the table."""
-    return [rule for rule in RULES if rule.applies(case)]
+def advice_section(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[PlannedAdvice, ...]:
+    """The rules that apply, in the order of the table; those that refuse the launch are refusals too."""
+    case = Case(context, memory)
+    share = f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else ""
+    found = []
+    for rule in RULES:
+        if not rule.applies(case):
+            continue
+        text = rule.text.format(nodes=", ".join(case.m4_max), share=share)
+        override = OVERRIDE if rule.refuses else None
+        if rule.refuses:
+            rationale.refuse(rule.name, text, override)
+        found.append(
+            PlannedAdvice(name=rule.name, text=text, source=rule.source, disputed=rule.disputed, override=override)
+        )
+    return tuple(found)

@@ -103,7 +103,7 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
     total, settings = context.total_batch, context.settings
     if total is None:
         rationale.explain(_KEY + "total_batch_size", Source.UNKNOWN, "the job runs a custom command")
-        return _unknown()
+        return BatchSection.model_validate(dict.fromkeys(BatchSection.model_fields))
     _explain_batch(context, fits, rationale)
     rule = scaling_rule(str(settings["optimizer"]))
     base = BASE_RATES[rule]
@@ -144,27 +144,22 @@ def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale)
     if context.inputs.strategy == "pipeline":
         rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
     else:
-        source = {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[context.shares.source]
-        rationale.explain(_KEY + "micro_batch", source, context.shares.reason)
-    if fits is None:
-        rationale.explain(
-            _KEY + "largest_per_gpu_batch_size", Source.UNKNOWN, "the memory or its limit is not known for every node"
-        )
-    else:
-        rationale.explain(
-            _KEY + "largest_per_gpu_batch_size", Source.RULE, f"{fits} fit every node according to the memory estimate"
-        )
+        rationale.explain(_KEY + "micro_batch", context.shares_source, context.shares.reason)
+    source, reason = Source.UNKNOWN, "the memory or its limit is not known for every node"
+    if fits is not None:
+        source, reason = Source.RULE, f"{fits} fit every node according to the memory estimate"
+    rationale.explain(_KEY + "largest_per_gpu_batch_size", source, reason)
 
 
-def _explain_rate(context: PlanContext, rule: str, by_rule: float, rationale: Rationale) -> None:
+def _explain_rate(context: PlanContext, rule: ScalingRule, by_rule: float, rationale: Rationale) -> None:
     settings = context.settings
+    source, reason = Source.DEFAULT, "mlx-lm's default; the job sets none"
     if settings.get("lr_schedule"):
-        rationale.explain(_KEY + "learning_rate", Source.USER, "the highest rate in lr_schedule")
+        source, reason = Source.USER, "the highest rate in lr_schedule"
     elif context.given("learning_rate"):
-        rationale.explain(_KEY + "learning_rate", Source.USER, "the job sets it")
-    else:
-        rationale.explain(_KEY + "learning_rate", Source.DEFAULT, "mlx-lm's default; the job sets none")
-    base = BASE_RATES["linear" if rule == "linear" else "sqrt"]
+        source, reason = Source.USER, "the job sets it"
+    rationale.explain(_KEY + "learning_rate", source, reason)
+    base = BASE_RATES[rule]
     rationale.explain(
         _KEY + "rule_learning_rate",
         Source.RULE,
@@ -233,7 +228,3 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
         warmup_epochs=warm / per_epoch if per_epoch else None,
         job_keys="\n".join(keys),
     )
-
-
-def _unknown() -> BatchSection:
-    return BatchSection.model_validate(dict.fromkeys(BatchSection.model_fields))

@@ -14,7 +14,7 @@ from engine.config.models import Config, JobConfig, Strategy
 from engine.measurements import Calibration, Division
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
-from engine.plan.document import PlannedCheck, Rationale
+from engine.plan.document import PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
 from engine.plan.prediction import ThroughputPrediction, predict_throughput
@@ -111,6 +111,15 @@ class PlanContext:
     def settings(self) -> Mapping[str, Any]:
         """mlx-lm's keys; {} for a custom command."""
         return {} if self.job.command is not None else self.job.mlx_lm
+
+    @property
+    def backend(self) -> str | None:
+        """None if the ranks cannot be connected."""
+        return self.inputs.network.backend if self.inputs.network is not None else None
+
+    @property
+    def shares_source(self) -> Source:
+        return {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[self.shares.source]
 
     @property
     def names(self) -> list[str]:

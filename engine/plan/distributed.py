@@ -10,9 +10,9 @@ import shlex
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.plan import network
+from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
 from engine.plan.document import DistributedSection, PlannedHostfile, Rationale, RdmaSection, Source
-from engine.plan.thunderbolt_setup import setup_commands
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
@@ -38,13 +38,10 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
     elif inputs.strategy != _STOCK:
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {inputs.strategy}",)
-    key = "distributed_config.mlx_launch_command"
+    source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:
-        rationale.explain(key, Source.UNKNOWN, "; ".join(notes) or "not requested")
-    else:
-        rationale.explain(
-            key, Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
-        )
+        source, reason = Source.UNKNOWN, "; ".join(notes) or "not requested"
+    rationale.explain("distributed_config.mlx_launch_command", source, reason)
     rationale.explain(
         "distributed_config.mlx_env_vars", Source.RULE, "set for every rank by flightdeck launch; secrets are not shown"
     )
@@ -70,7 +67,7 @@ _FAST_SYNCH = "MLX_METAL_FAST_SYNCH=1 is not set: MLX documents that it can dead
 
 def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     inputs = context.inputs
-    plan, backend = inputs.network, inputs.network.backend if inputs.network is not None else None
+    plan, backend = inputs.network, context.backend
     infiniband = plan is not None and plan.infiniband
     enabled = backend in _OVER_RDMA or infiniband
     if plan is None:
@@ -84,13 +81,10 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     source = Source.USER if inputs.config.cluster.backend != "auto" else Source.FACT
     rationale.explain("rdma_config.backend", source if backend else Source.UNKNOWN, reason)
     speed_up = context.throughput.speed_up if enabled else None
+    source, why = Source.CALIBRATION, "all ranks compared with the fastest node alone"
     if speed_up is None:
-        why = "no RDMA" if not enabled else context.throughput.why_not or "not predicted"
-        rationale.explain("rdma_config.expected_speedup", Source.UNKNOWN, why)
-    else:
-        rationale.explain(
-            "rdma_config.expected_speedup", Source.CALIBRATION, "all ranks compared with the fastest node alone"
-        )
+        source, why = Source.UNKNOWN, "no RDMA" if not enabled else context.throughput.why_not or "not predicted"
+    rationale.explain("rdma_config.expected_speedup", source, why)
     calibration = usable_calibration(inputs)
     measured = calibration.all_ranks if calibration is not None else None
     # The gradient's size does not change with the calibration's age.
@@ -111,10 +105,9 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
 
 def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
     inputs = context.inputs
-    backend = inputs.network.backend if inputs.network is not None else None
     if context.ranks == 1:
         return ()
-    if backend == "nccl":
+    if context.backend == "nccl":
         steps = [
             "flightdeck launch sets env_vars for every rank; [job] env overrides them",
             f"InfiniBand for training is supported from {network.INFINIBAND_PLATFORM}",
@@ -147,15 +140,14 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     for node in inputs.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(_VERSIONS)}"))
     hosts = {node.ssh: node for node in inputs.config.nodes}.values()
-    backend = inputs.network.backend if inputs.network is not None else None
-    if backend in ("jaccl", "jaccl-ring"):
+    if context.backend in _OVER_RDMA:
         for node in hosts:
             steps += [_on(node, "rdma_ctl status"), _on(node, "ibv_devices")]
         steps += [_on(node, "system_profiler SPThunderboltDataType -json") for node in hosts]
-    elif backend == "nccl":
+    elif context.backend == "nccl":
         steps += [_on(node, "ibstat") for node in hosts]
     steps += [f"{deck} preflight{config}", f"{deck} calibrate --quick{config}", f"{deck} launch --follow{config}"]
-    if backend == "nccl":
+    if context.backend == "nccl":
         steps.append(f'{deck} logs last | grep "Using network"')
     return (*dict.fromkeys(steps), f"{deck} show last")
 

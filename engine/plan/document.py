@@ -42,6 +42,9 @@ class ChoiceReason(BaseModel):
     """One sentence."""
 
 
+OVERRIDE: Final = "flightdeck launch --skip hardware_layer"
+
+
 class PlanIssue(BaseModel):
     """A named warning or refusal."""
 

@@ -98,8 +98,5 @@ def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
         "ips": node.ips,
         "model": node.model,
         "data": node.data,
-        "chip": facts.chip if facts else None,
-        "python": facts.python if facts else None,
-        "mlx": facts.mlx if facts else None,
-        "mlx_lm": facts.mlx_lm if facts else None,
+        **{name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")},
     }

@@ -59,11 +59,13 @@ INFINIBAND_PLATFORM = "Red Hat OpenShift AI 2.19 or later"
 """Supports InfiniBand for distributed training."""
 
 
-def has_infiniband(names: Sequence[str], facts: Mapping[str, NodeFacts]) -> bool:
-    return all(
-        any(device.port_state == "PORT_ACTIVE" for device in facts[name].rdma_devices) if name in facts else False
-        for name in names
-    )
+def _infiniband_devices(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> dict[str, str | None]:
+    """By node the first active device."""
+    found = {}
+    for node in nodes:
+        devices = facts[node.name].rdma_devices if node.name in facts else ()
+        found[node.name] = next((device.name for device in devices if device.port_state == "PORT_ACTIVE"), None)
+    return found
 
 
 def nccl_environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[str, str]:
@@ -255,7 +257,7 @@ def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology)
     rows = choice.rdma_rows if choice.rdma_rows is not None else [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
-        infiniband=choice.backend == "nccl" and has_infiniband([node.name for node in nodes], known),
+        infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, known).values()),
         hosts=tuple(
             LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=ips, rdma=row)
             for node, ips, row in zip(nodes, addresses.ips, rows, strict=True)
@@ -313,11 +315,8 @@ def _other_ring_order(nodes: Sequence[NodeConfig], topology: Topology) -> Sequen
 
 
 def _infiniband(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> str:
-    active = {
-        node.name: [device.name for device in facts[node.name].rdma_devices if device.port_state == "PORT_ACTIVE"]
-        for node in nodes
-    }
+    active = _infiniband_devices(nodes, facts)
     if all(active.values()):
-        return "InfiniBand: " + ", ".join(f"{name} {devices[0]}" for name, devices in active.items())
-    without = ", ".join(name for name, devices in active.items() if not devices)
+        return "InfiniBand: " + ", ".join(f"{name} {device}" for name, device in active.items())
+    without = ", ".join(name for name, device in active.items() if not device)
     return f"TCP, not InfiniBand: no active device on {without}"

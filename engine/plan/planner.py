@@ -1,10 +1,10 @@
 """Makes the training plan from PlanInputs, section by section, and collects the rationale. The short sections are made
-here: performance_targets, hardware_calibration, coordinator_chunking, data, data_quality, nodes, advice.
+here: performance_targets, hardware_calibration, coordinator_chunking, data, data_quality, nodes.
 """
 
 from __future__ import annotations
 
-from engine.plan.advice import OVERRIDE, Case, advice, text_of
+from engine.plan.advice import advice_section
 from engine.plan.batch import batch_section
 from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
@@ -19,17 +19,16 @@ from engine.plan.document import (
     MeasuredNode,
     NoCalibrationSection,
     PerformanceSection,
-    PlannedAdvice,
     PlannedNode,
     Rationale,
     Source,
     TrainingPlan,
 )
 from engine.plan.fingerprint import age_days
-from engine.plan.memory.fit import MemoryFit, memory_fit
+from engine.plan.memory.fit import memory_fit
 from engine.plan.preflight import consistency_section, sync_section
 from engine.plan.shares import MISSING
-from engine.plan.strategy import split_layers, strategy_section
+from engine.plan.strategy import strategy_section
 from engine.protocol.partition import chunk_plan, progress_text
 
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
@@ -37,12 +36,11 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
     found = context.throughput
-    key = "performance_targets.throughput"
+    source = Source.CALIBRATION
+    reason = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
     if found.examples_per_s is None:
-        rationale.explain(key, Source.UNKNOWN, found.why_not or "not predicted")
-    else:
-        text = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
-        rationale.explain(key, Source.CALIBRATION, text)
+        source, reason = Source.UNKNOWN, found.why_not or "not predicted"
+    rationale.explain("performance_targets.throughput", source, reason)
     iterations = int(context.settings["iters"]) if context.settings else None
     return PerformanceSection(
         throughput=found.examples_per_s,
@@ -59,7 +57,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     qos = _QOS if context.platform == "apple" else "not on macOS"
     rationale.explain(
         "hardware_calibration.workload_distribution",
-        {"fixed": Source.USER, "calibrated": Source.CALIBRATION, "equal": Source.RULE}[context.shares.source],
+        context.shares_source,
         context.shares.reason,
     )
     if calibration is None or not inputs.config.calibration.enabled:
@@ -76,13 +74,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
         notes = (*notes, "quick calibration: 10 s per node")
     return CalibrationSection(
         measured_performance={
-            measure.node: MeasuredNode(
-                examples_per_s=measure.examples_per_s,
-                spread=measure.spread,
-                tokens_per_s=measure.tokens_per_s,
-                problem=measure.problem,
-            )
-            for measure in calibration.nodes
+            measure.node: MeasuredNode.model_validate(measure, from_attributes=True) for measure in calibration.nodes
         },
         workload_distribution=shares,
         macos_qos_api=qos,
@@ -104,8 +96,9 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
         return _off("[job] chunking = false", rationale)
     size = context.inputs.examples
     if size is None:
-        rationale.warn(_KEY, f"dataset_size is not known: {context.inputs.examples_source}")
-        return _off(f"dataset_size is not known: {context.inputs.examples_source}", rationale)
+        why = f"dataset_size is not known: {context.inputs.examples_source}"
+        rationale.warn(_KEY, why)
+        return _off(why, rationale)
     try:
         found = chunk_plan(size, context.job.chunk_size)
     except ValueError as error:
@@ -127,10 +120,6 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
     )
 
 
-def data_section(context: PlanContext) -> DataSection:
-    return DataSection(examples=context.inputs.examples, source=context.inputs.examples_source or "not counted")
-
-
 def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQualitySection | Disabled:
     report = context.inputs.report
     if report is None:
@@ -143,16 +132,7 @@ def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQual
         rationale.refuse("data_quality", report.blocks)
     if report.warns:
         rationale.warn("data_quality", report.warns)
-    return DataQualitySection(
-        overall_score=report.ifd_score.overall_score,
-        quality_tier=report.ifd_score.quality_tier,
-        total_examples=report.ifd_score.total_examples,
-        dpo_metrics=report.dpo_metrics,
-        rlvr_verifiability=report.rlvr_verifiability,
-        poisoning_detected=report.poisoning_detected,
-        overall_ready=report.overall_ready,
-        recommendations=report.recommendations,
-    )
+    return DataQualitySection(**dict(report.ifd_score), **report.model_dump(exclude={"ifd_score"}))
 
 
 def _off(reason: str, rationale: Rationale) -> Disabled:
@@ -165,8 +145,8 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     rationale = Rationale()
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
-    needed = memory_fit(context, lambda layers, limits: split_layers(context, layers, limits, rationale), rationale)
-    advised = _advice(context, needed, rationale)
+    needed = memory_fit(context, rationale)
+    advised = advice_section(context, needed, rationale)
     return TrainingPlan(
         strategy=strategy_section(context, needed.split, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
@@ -185,7 +165,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         made_at=inputs.now,
         nodes=_nodes(context),
         memory=needed.section,
-        data=data_section(context),
+        data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),
         advice=advised,
         warnings=tuple(dict.fromkeys(rationale.warnings)),
@@ -209,51 +189,20 @@ def _ago(seconds: float) -> str:
 
 
 def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
+    inputs = context.inputs
     rows = []
-    for rank, node in enumerate(context.inputs.config.nodes):
-        seen = context.inputs.facts.get(node.name)
+    for rank, node in enumerate(inputs.config.nodes):
+        seen = inputs.facts.get(node.name)
         rows.append(
             PlannedNode(
                 rank=rank,
                 node=node.name,
                 host=node.ssh,
-                chip=seen.chip if seen is not None else None,
-                memory_bytes=seen.memory_total_bytes if seen is not None else None,
+                chip=seen.chip if seen else None,
+                memory_bytes=seen.memory_total_bytes if seen else None,
                 share=context.shares.parts.get(node.name),
-                facts_age_s=max(0.0, (context.inputs.now - seen.probed_at).total_seconds())
-                if seen is not None
-                else None,
-                problem=context.inputs.problems.get(node.name),
+                facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
+                problem=inputs.problems.get(node.name),
             )
         )
     return tuple(rows)
-
-
-def _advice(context: PlanContext, needed: MemoryFit, rationale: Rationale) -> tuple[PlannedAdvice, ...]:
-    network = context.inputs.network
-    case = Case(
-        ranks=context.ranks,
-        parameters=needed.parameters,
-        strategy=context.inputs.strategy,
-        fine_tune_type=context.job.fine_tune_type if context.settings else None,
-        backend=network.backend if network is not None else None,
-        settings=context.settings,
-        facts=context.inputs.facts,
-        trainable_share=needed.trainable_share,
-        known_to_fit=needed.fits is True,
-    )
-    found = []
-    for rule in advice(case):
-        text = text_of(rule, case)
-        if rule.refuses:
-            rationale.refuse(rule.name, text, OVERRIDE)
-        found.append(
-            PlannedAdvice(
-                name=rule.name,
-                text=text,
-                source=rule.source,
-                disputed=rule.disputed,
-                override=OVERRIDE if rule.refuses else None,
-            )
-        )
-    return tuple(found)

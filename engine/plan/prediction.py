@@ -158,20 +158,7 @@ def predict(
 
 def division_of(found: Prediction) -> Division:
     """The division that a new run stores."""
-    throughput = found.throughput
-    return Division(
-        source=found.shares.source,
-        reason=found.shares.reason,
-        parts=dict(found.shares.parts),
-        left_out=found.shares.left_out,
-        warnings=found.shares.warnings,
-        examples_per_s=throughput.examples_per_s,
-        tokens_per_s=throughput.tokens_per_s,
-        compute_s=dict(throughput.compute_s),
-        speed_up=throughput.speed_up,
-        efficiency=throughput.efficiency,
-        why_not=throughput.why_not,
-    )
+    return Division.model_validate({**vars(found.shares), **vars(found.throughput)})
 
 
 def _micro_batches(config: Config, shares: Shares) -> dict[str, int] | None:

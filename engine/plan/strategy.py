@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.plan.advice import is_m4_max
+from engine.models import NodeFacts
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.protocol.partition import (
@@ -21,11 +21,20 @@ from engine.protocol.partition import (
 
 M4_MAX_LAYERS = 8
 """Most pipeline layers on an M4 Max in full fine-tuning: users hit Metal's GPU watchdog with more."""
+_M4_MAX_BYTES = 136 * 10**9
+"""Above the largest M4 Max (128 GiB)."""
 _APPROACH = {
     "data": "data parallelism: every rank holds the whole model and computes its share of each batch",
     "sharded": "sharded data parallelism: parameters, gradients and optimizer state are partitioned over the ranks",
     "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
 }
+
+
+def is_m4_max(facts: NodeFacts | None) -> bool:
+    """An M4 Max with at most 128 GB."""
+    if facts is None or "M4 Max" not in (facts.chip or ""):
+        return False
+    return (facts.memory_total_bytes or 0) <= _M4_MAX_BYTES
 
 
 def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: Rationale) -> StrategySection:
@@ -77,16 +86,13 @@ def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: 
 
 
 def split_layers(
-    context: PlanContext, layers: int | None, limits: Sequence[int | None], rationale: Rationale
+    context: PlanContext, layers: int, limits: Sequence[int | None], rationale: Rationale
 ) -> LayerSplit | None:
     """Layers of each pipeline rank, as the job sets them or else by the memory `limits` in bytes; None for other
-    strategies, and when layers or memory are unknown. An impossible split is refused."""
+    strategies, and when the memory is unknown. An impossible split is refused."""
     if context.inputs.strategy != "pipeline":
         return None
     key = "strategy.layer_split"
-    if layers is None:
-        rationale.explain(key, Source.UNKNOWN, f"the model's layers are not known: {context.inputs.model_source}")
-        return None
     if context.job.layer_split is not None:
         return _split_of_the_job(context.job.layer_split, layers, context.ranks, rationale)
     sizes = [size for size in limits if size]

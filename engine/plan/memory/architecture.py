@@ -1,12 +1,11 @@
 """The sizes of a model's matrices, sublayers, layers, embedding and head, and a validating reader for config.json,
-which is untrusted input.
-"""
+which is untrusted input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import InputError
 from engine.security.sanitise import plain
@@ -102,23 +101,29 @@ class Architecture:
 
 _LARGEST = 2**24
 """Limit of any single size; the largest vocabularies and projections are 2^19."""
+_MOST_LAYERS = 2_000
+"""No real model has as many."""
+Entry = TypeVar("Entry", int, str)
 
 
 class ConfigReader:
-    """Reads one table of a config.json. Every method raises InputError that names the key."""
+    """Reads one table of a config.json, in which null counts as not set. Every method raises InputError that names the
+    key."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
-        self._table = table
+        self._table = {name: value for name, value in table.items() if value is not None}
+
+    def with_defaults(self, **defaults: int) -> ConfigReader:
+        return ConfigReader(defaults | self._table)
 
     def get_int(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is set: an integer from 0 to 2^24."""
         for name in names:
-            value = self._table.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-                raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not a size")
-            return value
+            if name in self._table:
+                value = self._table[name]
+                if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+                    raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not a size")
+                return value
         if default is None:
             raise cannot_estimate(f"{names[0]} is missing")
         return default
@@ -131,85 +136,53 @@ class ConfigReader:
         return value
 
     def get_float(self, name: str, default: float) -> float:
-        value = self._table.get(name)
-        if value is None:
-            return default
+        value = self._table.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
             raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not a number")
         return float(value)
 
     def get_flag(self, name: str, default: bool) -> bool:
-        value = self._table.get(name)
-        return default if value is None else bool(value)
+        return bool(self._table.get(name, default))
 
     def get_str(self, name: str) -> str | None:
         value = self._table.get(name)
         return value if isinstance(value, str) else None
-
-    def get_ints(self, name: str) -> list[int] | None:
-        value = self._table.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(entry, int) for entry in value):
-            raise cannot_estimate(f"{name} is not a list of integers")
-        return [int(entry) for entry in value]
-
-    def get_strs(self, name: str, layers: int) -> list[str] | None:
-        """A list with one string for each of `layers`; None when it is not set."""
-        value = self._table.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise cannot_estimate(f"{name} is not a list of strings")
-        if len(value) != layers:
-            raise cannot_estimate(f"{name} has {len(value)} entries for {layers} layers")
-        return [str(entry) for entry in value]
 
     def get_table(self, name: str) -> Mapping[str, Any]:
         """A nested table; {} when it is not set."""
         value = self._table.get(name)
         return value if isinstance(value, Mapping) else {}
 
-    def heads(self) -> tuple[int, int]:
-        """(attention heads, key-value heads)"""
-        heads = self.get_size("num_attention_heads")
-        return heads, self.get_size("num_key_value_heads", default=heads)
+    def get_list(self, name: str, kind: type[Entry]) -> list[Entry] | None:
+        """None when it is not set."""
+        value = self._table.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+            raise cannot_estimate(f"{name} is not a list of {'integers' if kind is int else 'strings'}")
+        return value
+
+    def get_layer_types(self, name: str) -> list[str] | None:
+        """One name for each layer; None when they are not set."""
+        count, types = self.layers, self.get_list(name, str)
+        if types is not None and len(types) != count:
+            raise cannot_estimate(f"{name} has {len(types)} entries for {count} layers")
+        return types
+
+    @property
+    def layers(self) -> int:
+        count = self.get_size("num_hidden_layers")
+        if count > _MOST_LAYERS:
+            raise cannot_estimate(f"num_hidden_layers = {count}: the limit is {_MOST_LAYERS}")
+        return count
+
+    @property
+    def hidden(self) -> int:
+        """Elements of one token's residual stream."""
+        return self.get_size("hidden_size", "d_model")
 
 
 def cannot_estimate(why: str) -> InputError:
     return InputError(
         "memory cannot be estimated", where="config.json", why=why, todo="use a model that mlx-lm can load"
-    )
-
-
-_MOST_LAYERS = 2_000
-
-
-def layer_count(keys: ConfigReader, default: int | None = None) -> int:
-    """Number of layers, with an upper limit that no real model reaches."""
-    count = keys.get_size("num_hidden_layers", default=default)
-    if count > _MOST_LAYERS:
-        raise cannot_estimate(f"num_hidden_layers = {count}: the limit is {_MOST_LAYERS}")
-    return count
-
-
-def architecture(
-    keys: ConfigReader,
-    stack: Sequence[Layer],
-    *,
-    tied: bool,
-    base: str = "model",
-    embedding: str = "embed_tokens",
-    last_norm: int | None = None,
-    head_bias: bool = False,
-    vocabulary: int | None = None,
-) -> Architecture:
-    """The model with these layers. `last_norm`: parameters of the last norm, by default the hidden size."""
-    hidden = keys.get_size("hidden_size", "d_model")
-    vocab_size = vocabulary or keys.get_size("vocab_size")
-    return Architecture(
-        layers=tuple(stack),
-        embedding=Matrix(f"{base}.{embedding}", hidden, vocab_size),
-        head=None if tied else Matrix("lm_head", hidden, vocab_size, head_bias),
-        last_norm=hidden if last_norm is None else last_norm,
     )

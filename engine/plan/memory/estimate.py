@@ -5,11 +5,9 @@ for a Mac's GPU that is an upper bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
@@ -61,59 +59,6 @@ class TrainedParameters:
         return self.vectors + sum(copies * (rows + columns) for copies, rows, columns in self.tables)
 
 
-def adapted(matrix: Matrix, workload: RankWorkload) -> bool:
-    return workload.fine_tune_type != "full" and (workload.lora_keys is None or matrix.name in workload.lora_keys)
-
-
-def trained_layers(shape: ModelShape, workload: RankWorkload, stage: range) -> range:
-    """The layers of the stage that are trained: mlx-lm trains the model's last ones."""
-    first = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
-    return range(min(max(stage.start, first), stage.stop), stage.stop)
-
-
-def trained_parameters(shape: ModelShape, workload: RankWorkload, stage: range) -> TrainedParameters:
-    """The trained parameters of a stage. Raises InputError for full fine-tuning of quantized weights."""
-    layers = [shape.architecture.layers[number] for number in trained_layers(shape, workload, stage)]
-    if workload.fine_tune_type == "full":
-        if shape.quantization is not None:
-            raise InputError(
-                "a quantized model cannot be fully fine-tuned",
-                where="[job] fine_tune_type",
-                why="MLX has no gradients for quantized weights",
-                todo='use fine_tune_type = "lora", or the unquantized model',
-            )
-        return _all_parameters(layers)
-    matrices = [matrix for layer in layers for matrix in layer.matrices if adapted(matrix, workload)]
-    matrices += [
-        matrix
-        for matrix in embedding_and_head(shape, stage)
-        if workload.lora_keys is not None and adapted(matrix, workload)
-    ]
-    rank = workload.lora_rank
-    tables = [
-        table
-        for matrix in matrices
-        for table in ((matrix.copies, matrix.inputs, rank), (matrix.copies, rank, matrix.outputs))
-    ]
-    magnitudes = sum(matrix.outputs for matrix in matrices) if workload.fine_tune_type == "dora" else 0
-    return TrainedParameters(tuple(tables), magnitudes)
-
-
-def embedding_and_head(shape: ModelShape, stage: range) -> Iterator[Matrix]:
-    """The embedding on the first stage, the head on the last; a tied matrix is on both."""
-    first, last = stage.start == 0, stage.stop == shape.layers
-    if first or (last and shape.tied):
-        yield shape.architecture.embedding
-    if last and shape.architecture.head is not None:
-        yield shape.architecture.head
-
-
-def _all_parameters(layers: list[Layer]) -> TrainedParameters:
-    tables = tuple((matrix.copies, matrix.outputs, matrix.inputs) for layer in layers for matrix in layer.matrices)
-    vectors = sum(layer.unquantized + sum(matrix.biases for matrix in layer.matrices) for layer in layers)
-    return TrainedParameters(tables, vectors)
-
-
 _FLOAT32_BYTES = 4
 _WORKING = 1.0
 """Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
@@ -129,36 +74,109 @@ _WAITING_LOSS_ARRAYS = 2
 """Arrays of those still alive during the layers' backward pass, since the value of the loss is computed last."""
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Activation memory of one rank, bytes."""
+class _Rank:
+    """One rank's part of the model and of the job. Raises InputError for layers that the model does not have."""
 
-    layers: int
-    """Kept by all layers, plus the working memory of the largest."""
-    logits: int
-    """Added by the head and the loss at the peak, whichever of the two moments is larger."""
+    def __init__(self, shape: ModelShape, workload: RankWorkload) -> None:
+        first, end = workload.layers if workload.layers is not None else (0, shape.layers)
+        if not 0 <= first < end <= shape.layers:
+            raise InputError(f"the model has {shape.layers} layers, not {first}-{end}", where="layer_split")
+        self.shape, self.workload = shape, workload
+        self.full = workload.fine_tune_type == "full"
+        self.is_last = end == shape.layers
+        self.layers = shape.architecture.layers[first:end]
+        # mlx-lm trains the model's last layers.
+        first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
+        self.trained_layers = self.layers[max(first_trained - first, 0) :]
+        self.embedding_and_head: list[Matrix] = []
+        """The embedding on the first stage, the head on the last; a tied matrix is on both."""
+        if first == 0 or (self.is_last and shape.tied):
+            self.embedding_and_head.append(shape.architecture.embedding)
+        if self.is_last and shape.architecture.head is not None:
+            self.embedding_and_head.append(shape.architecture.head)
 
+    def trained_parameters(self) -> TrainedParameters:
+        """Raises InputError for full fine-tuning of quantized weights."""
+        if self.full and self.shape.quantization is not None:
+            raise InputError(
+                "a quantized model cannot be fully fine-tuned",
+                where="[job] fine_tune_type",
+                why="MLX has no gradients for quantized weights",
+                todo='use fine_tune_type = "lora", or the unquantized model',
+            )
+        matrices = [matrix for layer in self.trained_layers for matrix in layer.matrices]
+        if self.full:
+            tables = tuple((matrix.copies, matrix.outputs, matrix.inputs) for matrix in matrices)
+            unquantized = sum(layer.unquantized for layer in self.trained_layers)
+            return TrainedParameters(tables, unquantized + sum(matrix.biases for matrix in matrices))
+        if self.workload.lora_keys is not None:
+            matrices += self.embedding_and_head
+        chosen, rank = _adapted(matrices, self.workload), self.workload.lora_rank
+        pairs = tuple(
+            table
+            for matrix in chosen
+            for table in ((matrix.copies, matrix.inputs, rank), (matrix.copies, rank, matrix.outputs))
+        )
+        magnitudes = sum(matrix.outputs for matrix in chosen) if self.workload.fine_tune_type == "dora" else 0
+        return TrainedParameters(pairs, magnitudes)
 
-def activations(shape: ModelShape, workload: RankWorkload, stage: range) -> Activations:
-    # Layers before the first trained one keep nothing.
-    tokens = workload.batch * workload.sequence
-    one = shape.dtype_bytes
-    trained = [shape.architecture.layers[number] for number in trained_layers(shape, workload, stage)]
-    whole = [tokens * kept_per_token(shape, layer, workload) for layer in trained]
-    most = max((tokens * _working_per_token(shape, layer, workload) for layer in trained), default=0)
-    transient = max((_adapter_outputs(shape, layer, workload) for layer in trained), default=0)
-    if workload.grad_checkpoint:
-        held = len(trained) * tokens * shape.hidden * one
-        working = int((_RECOMPUTED - _WORKING) * max(whole, default=0) + _WORKING * most) + transient
-    else:
-        held, working = sum(whole), int(_WORKING * most)
-    if stage.stop < shape.layers:
-        return Activations(held + working, 0)
-    last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
-    vocabulary = tokens * shape.vocabulary * one
-    backward = working + _WAITING_LOSS_ARRAYS * vocabulary
-    loss = _LOSS_ARRAYS * vocabulary
-    return Activations(held + working, last_norm + max(backward, loss) - working)
+    def weights(self, trained: TrainedParameters) -> int:
+        """Bytes of the weights as stored, adapters included."""
+        stored = sum(map(self.shape.layer_bytes, self.layers))
+        stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
+        if self.is_last:
+            stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
+        # mlx-lm's adapters are float32, whatever the model's type.
+        return stored if self.full else stored + trained.parameters * _FLOAT32_BYTES
+
+    def optimizer_state(self, trained: TrainedParameters) -> int:
+        """Bytes of float32 masters, and of moments: first and second, a momentum, or factored second ones."""
+        in_16_bits = self.full and self.shape.dtype_bytes < _FLOAT32_BYTES
+        in_float32 = self.workload.optimizer_precision == "float32"
+        masters = trained.parameters * _FLOAT32_BYTES if in_16_bits and in_float32 else 0
+        name = self.workload.optimizer.lower()
+        moments = trained.parameters * (2 if name in ("adam", "adamw") else 1)
+        if name == "adafactor":
+            moments = trained.rows_and_columns
+        return masters + moments * (self.shape.dtype_bytes if in_16_bits and not in_float32 else _FLOAT32_BYTES)
+
+    def largest_gathered_layer(self) -> int:
+        """Bytes of the largest layer fully gathered: its weights, and its gradient before the scatter."""
+        frozen = len(self.layers) - len(self.trained_layers)
+        return max(
+            self.shape.layer_bytes(layer) + (layer.parameters * _FLOAT32_BYTES if self.full and number >= frozen else 0)
+            for number, layer in enumerate(self.layers)
+        )
+
+    def activations(self) -> tuple[int, int]:
+        """Bytes (of the layers: kept by all of them, plus the working memory of the largest; added by the head and the
+        loss at the peak, whichever of the two moments is larger). Layers before the first trained one keep nothing."""
+        shape, workload, trained = self.shape, self.workload, self.trained_layers
+        tokens = workload.batch * workload.sequence
+        one = shape.dtype_bytes
+        whole = [tokens * kept_per_token(shape, layer, workload) for layer in trained]
+        states = (sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES for layer in trained)
+        most = max((kept - tokens * state for kept, state in zip(whole, states, strict=True)), default=0)
+        if workload.grad_checkpoint:
+            held = len(trained) * tokens * shape.hidden * one
+            transient = max((tokens * self._adapter_outputs(layer) for layer in trained), default=0)
+            working = int((_RECOMPUTED - _WORKING) * max(whole, default=0) + _WORKING * most) + transient
+        else:
+            held, working = sum(whole), int(_WORKING * most)
+        if not self.is_last:
+            return held + working, 0
+        last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
+        vocabulary = tokens * shape.vocabulary * one
+        backward = working + _WAITING_LOSS_ARRAYS * vocabulary
+        loss = _LOSS_ARRAYS * vocabulary
+        return held + working, last_norm + max(backward, loss) - working
+
+    def _adapter_outputs(self, layer: Layer) -> int:
+        """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
+        if self.full or self.shape.dtype_bytes == _FLOAT32_BYTES:
+            return 0
+        chosen = _adapted(layer.matrices, self.workload)
+        return sum(matrix.outputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
 
 
 def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload, *, fused: bool = False) -> int:
@@ -169,44 +187,35 @@ def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload, *, f
     # A norm is computed in float32 and needs its input; a trained norm needs its output too.
     kept = normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
     for sublayer in layer.sublayers:
-        kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(shape, sublayer, workload)
+        kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(sublayer, workload, one)
         if not fused:
             kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
     return kept
 
 
-def _working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
-    """Working memory of one layer's backward pass, bytes per token."""
-    states = sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES
-    return kept_per_token(shape, layer, workload) - states
-
-
-def _inputs(shape: ModelShape, sublayer: Sublayer, workload: RankWorkload) -> int:
-    """Bytes per token of the inputs of trained matrices. Full fine-tuning keeps each shared array once; with 16-bit
-    weights each adapter makes its own float32 copy, since mlx-lm's adapters are float32."""
-    one = shape.dtype_bytes
+def _inputs(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
+    """Bytes per token of the inputs of trained matrices; `one` is the size of an activation. Full fine-tuning keeps
+    each shared array once; with 16-bit weights each adapter makes its own float32 copy, since mlx-lm's adapters are
+    float32."""
     if workload.fine_tune_type == "full":
-        return sum(_sources(sublayer.matrices).values()) * one
-    chosen = [matrix for matrix in sublayer.matrices if adapted(matrix, workload)]
+        return _sources(sublayer.matrices) * one
+    chosen = _adapted(sublayer.matrices, workload)
     ranks = sum(matrix.active for matrix in chosen) * workload.lora_rank * _FLOAT32_BYTES
     if workload.fine_tune_type == "dora":
         ranks += sum(matrix.outputs for matrix in chosen) * one
     if one < _FLOAT32_BYTES:
         return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
-    return ranks + sum(_sources(chosen).values()) * _FLOAT32_BYTES
+    return ranks + _sources(chosen) * _FLOAT32_BYTES
 
 
-def _sources(matrices: tuple[Matrix, ...] | list[Matrix]) -> dict[str, int]:
-    """Elements per token of each array that the matrices multiply."""
-    return {matrix.source: matrix.inputs * matrix.active for matrix in matrices}
+def _adapted(matrices: Sequence[Matrix], workload: RankWorkload) -> list[Matrix]:
+    """The matrices that get an adapter."""
+    return [matrix for matrix in matrices if workload.lora_keys is None or matrix.name in workload.lora_keys]
 
 
-def _adapter_outputs(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
-    """Short-lived float32 outputs of a 16-bit layer's adapters, bytes."""
-    if workload.fine_tune_type == "full" or shape.dtype_bytes == _FLOAT32_BYTES:
-        return 0
-    outputs = sum(matrix.outputs * matrix.active for matrix in layer.matrices if adapted(matrix, workload))
-    return workload.batch * workload.sequence * outputs * _FLOAT32_BYTES
+def _sources(matrices: Sequence[Matrix]) -> int:
+    """Elements per token of the arrays that the matrices multiply, shared ones once."""
+    return sum({matrix.source: matrix.inputs * matrix.active for matrix in matrices}.values())
 
 
 _UPDATE_COPIES = 2
@@ -219,10 +228,9 @@ RESERVE_BYTES = 3 * 2**29
 and half a GiB for Python, the tokenizer and the data."""
 
 
-class MemoryEstimate(BaseModel):
+@dataclass(frozen=True)
+class MemoryEstimate:
     """Breakdown of the memory of one rank."""
-
-    model_config = ConfigDict(frozen=True)
 
     weights_bytes: int
     """Weights as stored, adapters included."""
@@ -245,8 +253,6 @@ class MemoryEstimate(BaseModel):
     reserve_bytes: int
     """Memory of the process outside MLX's live arrays."""
     trainable_parameters: int
-    total_parameters: int
-    """Parameters of this rank's layers, adapters included; the full number when they are sharded."""
     assumption: str
 
     @property
@@ -260,44 +266,34 @@ class MemoryEstimate(BaseModel):
         return self.peak_bytes + self.reserve_bytes
 
 
-@dataclass(frozen=True)
-class _State:
-    """State of one rank before sharding, bytes."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
 def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     """Raises InputError for layers that the model does not have, and for what MLX cannot train."""
-    stage = _stage(shape, workload)
-    trained = trained_parameters(shape, workload, stage)
-    state = _state(shape, workload, stage, trained)
+    rank = _Rank(shape, workload)
+    trained = rank.trained_parameters()
     share = max(1, workload.world_size) if workload.strategy == "sharded" else 1
-    weights, gradients, optimizer = (-(-each // share) for each in (state.weights, state.gradients, state.optimizer))
-    activation = activations(shape, workload, stage)
-    gathered = _gathered(shape, workload, stage) if share > 1 else 0
+    state = (rank.weights(trained), trained.parameters * _FLOAT32_BYTES, rank.optimizer_state(trained))
+    weights, gradients, optimizer = (-(-each // share) for each in state)
+    activations, logits = rank.activations()
+    gathered = rank.largest_gathered_layer() if share > 1 else 0
     summed = gradients if workload.strategy == "data" and workload.world_size > 1 else 0
     update = _UPDATE_COPIES * gradients
     # When the backward pass starts there are no gradients of this micro-batch yet. With checkpointing every layer needs
     # the same working memory, so the peak comes later: measured when half of the gradients exist.
     waiting = gradients * (workload.accumulation > 1) + gradients // 2 * workload.grad_checkpoint
     before = weights + optimizer + waiting
-    backward = before + activation.layers + activation.logits + gathered
+    backward = before + activations + logits + gathered
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
-        activations_bytes=activation.layers,
-        logits_bytes=activation.logits,
+        activations_bytes=activations,
+        logits_bytes=logits,
         communication_bytes=summed + gathered,
         update_bytes=update,
         before_bytes=before,
         peak_bytes=max(backward, weights + optimizer + gradients + summed + update),
         reserve_bytes=RESERVE_BYTES,
         trainable_parameters=trained.parameters,
-        total_parameters=_parameters(shape, stage) + (0 if workload.fine_tune_type == "full" else trained.parameters),
         assumption=_assumption(shape, workload),
     )
 
@@ -318,54 +314,6 @@ def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _stage(shape: ModelShape, workload: RankWorkload) -> range:
-    first, end = workload.layers if workload.layers is not None else (0, shape.layers)
-    if not 0 <= first < end <= shape.layers:
-        raise InputError(f"the model has {shape.layers} layers, not {first}-{end}", where="layer_split")
-    return range(first, end)
-
-
-def _state(shape: ModelShape, workload: RankWorkload, stage: range, trained: TrainedParameters) -> _State:
-    count = trained.parameters
-    whole = workload.fine_tune_type == "full"
-    weights = sum(shape.layer_bytes(shape.architecture.layers[number]) for number in stage)
-    weights += sum(map(shape.matrix_bytes, embedding_and_head(shape, stage)))
-    if stage.stop == shape.layers:
-        weights += shape.architecture.last_norm * shape.dtype_bytes
-    if not whole:
-        # mlx-lm's adapters are float32, whatever the model's type.
-        weights += count * _FLOAT32_BYTES
-    in_16_bits = whole and shape.dtype_bytes < _FLOAT32_BYTES
-    kept = workload.optimizer_precision == "float32"
-    masters = count * _FLOAT32_BYTES if in_16_bits and kept else 0
-    moment_bytes = shape.dtype_bytes if in_16_bits and not kept else _FLOAT32_BYTES
-    return _State(weights, count * _FLOAT32_BYTES, masters + _moments(workload.optimizer, trained) * moment_bytes)
-
-
-def _moments(optimizer: str, trained: TrainedParameters) -> int:
-    """Elements of optimizer state: first and second moments, a momentum, or factored second moments."""
-    name = optimizer.lower()
-    if name == "adafactor":
-        return trained.rows_and_columns
-    return trained.parameters * (2 if name in ("adam", "adamw") else 1)
-
-
-def _gathered(shape: ModelShape, workload: RankWorkload, stage: range) -> int:
-    """Bytes of the largest layer fully gathered: its weights, and its gradient before the scatter."""
-    trained = trained_layers(shape, workload, stage)
-    whole = workload.fine_tune_type == "full"
-    return max(
-        shape.layer_bytes(layer) + (layer.parameters * _FLOAT32_BYTES if whole and number in trained else 0)
-        for number, layer in ((number, shape.architecture.layers[number]) for number in stage)
-    )
-
-
-def _parameters(shape: ModelShape, stage: range) -> int:
-    last_norm = shape.architecture.last_norm if stage.stop == shape.layers else 0
-    around = sum(matrix.parameters for matrix in embedding_and_head(shape, stage)) + last_norm
-    return around + sum(shape.layer_parameters[number] for number in stage)
 
 
 def _assumption(shape: ModelShape, workload: RankWorkload) -> str:

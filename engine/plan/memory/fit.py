@@ -4,23 +4,20 @@ limit of its node.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
+from engine.config.models import NodeConfig
 from engine.errors import InputError
-from engine.models import NodeFacts
-from engine.plan.advice import OVERRIDE
 from engine.plan.context import PlanContext, usable_calibration, why_unused
-from engine.plan.document import Disabled, MemorySection, RankMemory, Rationale, Source
+from engine.plan.document import OVERRIDE, Disabled, MemorySection, RankMemory, Rationale, Source
 from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, largest_batch, peak_from_probes
 from engine.plan.memory.shape import ModelShape
+from engine.plan.strategy import split_layers
 from engine.protocol.partition import LayerSplit, micro_batches
 
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""
-Divide = Callable[[int | None, Sequence[int | None]], LayerSplit | None]
-"""(layers, limits of the ranks in bytes) → the split of a pipeline; None for other strategies."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,19 @@ class MemoryFit:
     split: LayerSplit | None = None
     largest_batch: int | None = None
     """Most sequences per rank that fit every node; 0 if none does."""
-    parameters: int | None = None
-    trainable_share: float | None = None
-    fits: bool | None = None
-    """None if a limit or the need is unknown."""
+
+    @property
+    def parameters(self) -> int | None:
+        return self.section.parameters if isinstance(self.section, MemorySection) else None
+
+    @property
+    def trainable_share(self) -> float | None:
+        return self.section.trainable_share if isinstance(self.section, MemorySection) else None
+
+    @property
+    def fits(self) -> bool:
+        """True if every node is known to have enough memory."""
+        return isinstance(self.section, MemorySection) and all(row.fits for row in self.section.ranks)
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,10 @@ class _Limit:
     source: str
 
 
-@dataclass(frozen=True)
-class _Peak:
-    bytes: int
-    source: str
-    reason: str
-
-
-def memory_fit(context: PlanContext, divide: Divide, rationale: Rationale) -> MemoryFit:
+def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     """Estimate every rank, and refuse a job that does not fit."""
-    limits = _limits(context)
-    sizes = [limit.bytes for limit in limits]
+    nodes = context.inputs.config.nodes
+    sizes = [_limit(context, node).bytes for node in nodes]
     if not context.settings:
         return MemoryFit(_unknown("the job runs a custom command", rationale))
     if context.inputs.model is None:
@@ -61,7 +60,7 @@ def memory_fit(context: PlanContext, divide: Divide, rationale: Rationale) -> Me
         return MemoryFit(_unknown(f"the model's config.json was not read: {context.inputs.model_source}", rationale))
     try:
         shape = ModelShape.from_config(context.inputs.model)
-        split = divide(shape.layers, sizes)
+        split = split_layers(context, shape.layers, sizes, rationale)
         workloads = _workloads(context, split)
         estimates = [estimate(shape, workload) for workload in workloads]
         most = [
@@ -72,14 +71,13 @@ def memory_fit(context: PlanContext, divide: Divide, rationale: Rationale) -> Me
     except InputError as error:
         rationale.warn("memory", str(error))
         return MemoryFit(_unknown(str(error), rationale))
-    needs = [_needed(context, *each) for each in zip(context.names, workloads, estimates, strict=True)]
-    rows = [_row(*each) for each in zip(context.names, estimates, needs, limits, strict=True)]
-    for row, workload, needed in zip(rows, workloads, needs, strict=True):
-        _why(row, workload, needed, rationale)
+    rows = [
+        _rank_memory(context, node, workload, found, rationale)
+        for node, workload, found in zip(nodes, workloads, estimates, strict=True)
+    ]
     _refuse(context, rows, rationale)
     whole = shape.total_parameters
     trained = _trained(estimates, split)
-    fits = None if any(row.fits is None for row in rows) else all(row.fits for row in rows)
     section = MemorySection(
         parameters=whole,
         trainable_parameters=trained,
@@ -89,7 +87,7 @@ def memory_fit(context: PlanContext, divide: Divide, rationale: Rationale) -> Me
         ranks=tuple(rows),
     )
     largest = min(most) if len(most) == context.ranks else None
-    return MemoryFit(section, split, largest, whole, section.trainable_share, fits)
+    return MemoryFit(section, split, largest)
 
 
 def _unknown(reason: str, rationale: Rationale) -> Disabled:
@@ -97,14 +95,10 @@ def _unknown(reason: str, rationale: Rationale) -> Disabled:
     return Disabled(reason=reason)
 
 
-def _limits(context: PlanContext) -> list[_Limit]:
-    """Each rank's part of its machine's memory."""
-    nodes = context.inputs.config.nodes
-    on_host = Counter(node.ssh for node in nodes)
-    return [_limit(context.inputs.facts.get(node.name), on_host[node.ssh]) for node in nodes]
-
-
-def _limit(facts: NodeFacts | None, ranks: int) -> _Limit:
+def _limit(context: PlanContext, node: NodeConfig) -> _Limit:
+    """The rank's part of its machine's memory."""
+    facts = context.inputs.facts.get(node.name)
+    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     if facts is None:
         return _Limit(None, "the node was never probed")
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
@@ -160,46 +154,39 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
     ]
 
 
-def _needed(context: PlanContext, name: str, workload: RankWorkload, found: MemoryEstimate) -> _Peak:
-    """Uses the probe steps of a usable calibration of this job, else the estimate."""
-    taken = usable_calibration(context.inputs)
-    if taken is not None and not taken.synthetic_model and context.inputs.strategy == "data":
-        measured = taken.measure_of(name)
-        probes = measured.probes if measured is not None else ()
-        peak = peak_from_probes(probes, workload.batch, before_bytes=found.before_bytes)
-        if peak is not None:
-            return _Peak(peak, "calibration", f"from two probe steps, for a batch of {workload.batch}")
-    why_not = why_unused(context.inputs)
-    reason = f"from config.json: {found.assumption}" + (f" (calibration not used: {why_not})" if why_not else "")
-    return _Peak(found.peak_bytes, "estimate", reason)
-
-
-def _row(name: str, found: MemoryEstimate, peak: _Peak, limit: _Limit) -> RankMemory:
-    needed = peak.bytes + found.reserve_bytes
+def _rank_memory(
+    context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate, rationale: Rationale
+) -> RankMemory:
+    limit = _limit(context, node)
+    # The peak comes from the probe steps of a usable calibration of this job, else from the estimate.
+    peak, source = _measured_peak(context, node, workload, found), Source.CALIBRATION
+    reason = f"from two probe steps, for a batch of {workload.batch}"
+    if peak is None:
+        peak, source, why_not = found.peak_bytes, Source.RULE, why_unused(context.inputs)
+        reason = f"from config.json: {found.assumption}" + (f" (calibration not used: {why_not})" if why_not else "")
+    needed = peak + found.reserve_bytes
+    size = f"{workload.batch} × {workload.sequence:,} tokens"
+    text = f"{needed / 1e9:,.2f} GB with the reserve, {size}, {reason}; limit: {limit.source}"
+    rationale.explain(f"memory.{node.name}", source, text)
+    estimated = {key: value for key, value in asdict(found).items() if key in RankMemory.model_fields}
     return RankMemory(
-        node=name,
-        weights_bytes=found.weights_bytes,
-        gradients_bytes=found.gradients_bytes,
-        optimizer_bytes=found.optimizer_bytes,
-        activations_bytes=found.activations_bytes,
-        logits_bytes=found.logits_bytes,
-        communication_bytes=found.communication_bytes,
-        update_bytes=found.update_bytes,
-        reserve_bytes=found.reserve_bytes,
-        peak_bytes=peak.bytes,
+        **{**estimated, "peak_bytes": peak},
+        node=node.name,
         needed_bytes=needed,
-        source=peak.source,
+        source="calibration" if source is Source.CALIBRATION else "estimate",
         limit_bytes=limit.bytes,
         limit_from=limit.source,
         fits=needed <= limit.bytes if limit.bytes is not None else None,
     )
 
 
-def _why(row: RankMemory, workload: RankWorkload, peak: _Peak, rationale: Rationale) -> None:
-    needed = f"{row.needed_bytes / 1e9:,.2f} GB with the reserve" if row.needed_bytes is not None else "not known"
-    size = f"{workload.batch} × {workload.sequence:,} tokens"
-    source = Source.CALIBRATION if peak.source == "calibration" else Source.RULE
-    rationale.explain(f"memory.{row.node}", source, f"{needed}, {size}, {peak.reason}; limit: {row.limit_from}")
+def _measured_peak(context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate) -> int | None:
+    calibration = usable_calibration(context.inputs)
+    if calibration is None or calibration.synthetic_model or context.inputs.strategy != "data":
+        return None
+    measured = calibration.measure_of(node.name)
+    probes = measured.probes if measured is not None else ()
+    return peak_from_probes(probes, workload.batch, before_bytes=found.before_bytes)
 
 
 def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationale) -> None:

@@ -1,190 +1,371 @@
 """The architecture of each `model_type` whose memory can be estimated, following mlx_lm/models/<model_type>.py; the
-tests build every one with mlx-lm and compare.
-"""
+tests build every one with mlx-lm and compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from engine.plan.memory.architecture import Architecture, ConfigReader, Layer, Sublayer, architecture, layer_count
-from engine.plan.memory.hybrid_models import (
-    falcon_h1,
-    granite_hybrid,
-    jamba,
-    lfm2,
-    mamba2_model,
-    mamba_model,
-    nemotron_h,
-    qwen3_next,
-)
+from engine.plan.memory.architecture import Architecture, ConfigReader, Layer, Matrix, Sublayer, cannot_estimate
 from engine.plan.memory.sublayers import (
     GATED_GELU,
+    RELU_SQUARED,
     SILU,
+    Attention,
+    Mamba2,
     attention,
     experts,
     fused_gated_mlp,
-    gated_mlp,
+    gated_delta,
+    mamba,
+    mamba2,
+    mlp,
     shared_expert,
-    two_layer_mlp,
+    short_convolution,
+)
+
+_NO_BIAS = Attention(qkv_bias=False, out_bias=False)
+_EVEN_NO_BIAS = Attention("even", qkv_bias=False, out_bias=False)
+
+
+_NEMOTRON_MAMBA2 = Mamba2(
+    heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    state=("ssm_state_size",),
+    groups="n_groups",
+    kernel="conv_kernel",
+    conv_bias="use_conv_bias",
+    prefix="mixer",
 )
 
 
-@dataclass(frozen=True)
-class _Dense:
-    """Differences between the Llama-like model types."""
+def _layer(hidden: int, *sublayers: Sublayer, norms: int = 2) -> Layer:
+    """A layer with `norms` RMS norms of the hidden size."""
+    return Layer(sublayers, norms * hidden, norms * hidden)
 
+
+def _model(
+    config: ConfigReader,
+    layers: Sequence[Layer],
+    *,
+    tied: bool,
+    embedding: str = "model.embed_tokens",
+    last_norm: int | None = None,
+) -> Architecture:
+    """`last_norm`: parameters of the last norm, by default the hidden size."""
+    hidden, vocabulary = config.hidden, config.get_size("vocab_size")
+    return Architecture(
+        layers=tuple(layers),
+        embedding=Matrix(embedding, hidden, vocabulary),
+        head=None if tied else Matrix("lm_head", hidden, vocabulary),
+        last_norm=hidden if last_norm is None else last_norm,
+    )
+
+
+def _tied(config: ConfigReader, default: bool = True) -> bool:
+    return config.get_flag("tie_word_embeddings", default)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The config's keys of a mixture of experts, and the names of its matrices."""
+
+    inner: str = "moe_intermediate_size"
+    count: str = "num_experts"
+    shared: str | None = None
+    """The inner size of the shared expert."""
+    steps: bool = False
+    """mlp_only_layers and decoder_sparse_step say which layers have experts."""
+    prefix: str = "mlp"
+    router: str = "gate"
+
+
+@dataclass(frozen=True)
+class _Llama:
+    """How a model type differs from Llama."""
+
+    attention: Attention
     norms: int = 2
     """Norms of the hidden size in each layer."""
-    query_norms: str = ""
-    """ "head": one norm per head dimension, "all": over all heads, "": none."""
-    qkv_bias: bool | None = None
-    """None: use attention_bias of the config."""
-    out_bias: bool | None = None
-    fused: bool = False
-    own_head_dim: bool = True
-    """Use head_dim of the config."""
     tied: bool | None = None
     """None: use tie_word_embeddings of the config."""
     tied_by_default: bool = True
-    gelu: bool = False
-    """GELU instead of SiLU in the MLP."""
-    capped: bool = False
-    """Soft-capped scores."""
+    arrays: int = SILU
+    """Arrays of the MLP's activation."""
+    experts: _Experts | None = None
+
+    def architecture(self, config: ConfigReader) -> Architecture:
+        mixer, hidden, inner = attention(config, self.attention), config.hidden, config.get_size("intermediate_size")
+        mlp_bias = self.experts is None and config.get_flag("mlp_bias", False)
+        dense = mlp(hidden, inner, bias=mlp_bias, arrays=self.arrays)
+        if self.attention.fused:
+            dense = fused_gated_mlp(hidden, inner, ("gate_up_proj", "down_proj"))
+        layers = [_layer(hidden, mixer, dense, norms=self.norms)] * config.layers
+        if self.experts is not None:
+            with_experts = _layer(hidden, mixer, *self._mixture(config, self.experts), norms=self.norms)
+            sparse = _sparse_layers(config) if self.experts.steps else range(len(layers))
+            layers = [with_experts if number in sparse else layer for number, layer in enumerate(layers)]
+        tied = _tied(config, self.tied_by_default) if self.tied is None else self.tied
+        return _model(config, layers, tied=tied)
+
+    def _mixture(self, config: ConfigReader, keys: _Experts) -> list[Sublayer]:
+        sizes = (config.get_size(name) for name in (keys.inner, keys.count, "num_experts_per_tok"))
+        mixture = [experts(config.hidden, *sizes, prefix=keys.prefix, router=keys.router)]
+        if keys.shared is not None:
+            mixture.append(shared_expert(config.hidden, config.get_size(keys.shared)))
+        return mixture
 
 
-def _dense(kind: _Dense) -> Callable[[ConfigReader], Architecture]:
-    def build(keys: ConfigReader) -> Architecture:
-        mixer = _attention(keys, kind)
-        hidden, inner = keys.get_size("hidden_size"), keys.get_size("intermediate_size")
-        if kind.fused:
-            network = fused_gated_mlp(hidden, inner, names=("gate_up_proj", "down_proj"))
-        else:
-            arrays = GATED_GELU if kind.gelu else SILU
-            network = gated_mlp(hidden, inner, bias=keys.get_flag("mlp_bias", False), arrays=arrays)
-        layer = Layer((mixer, network), kind.norms * hidden, kind.norms * hidden)
-        return architecture(keys, [layer] * layer_count(keys), tied=_tied(keys, kind))
-
-    return build
+def _sparse_layers(config: ConfigReader) -> set[int]:
+    """The layers that have experts, as Qwen's keys say."""
+    step, only_dense = config.get_size("decoder_sparse_step", default=1), config.get_list("mlp_only_layers", int)
+    return set(range(step - 1, config.layers, step)) - set(only_dense or ())
 
 
-def _attention(keys: ConfigReader, kind: _Dense) -> Sublayer:
-    hidden = keys.get_size("hidden_size")
-    heads, kv_heads = keys.heads()
-    head_dim = keys.get_size("head_dim", default=hidden // heads) if kind.own_head_dim else hidden // heads
-    bias = keys.get_flag("attention_bias", False)
-    widths = {"head": 2 * head_dim, "all": (heads + kv_heads) * head_dim, "": 0}
-    return attention(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        qkv_bias=bias if kind.qkv_bias is None else kind.qkv_bias,
-        out_bias=bias if kind.out_bias is None else kind.out_bias,
-        norms=widths[kind.query_norms],
-        fused=kind.fused,
-        capped=kind.capped,
-    )
-
-
-def _tied(keys: ConfigReader, kind: _Dense) -> bool:
-    return keys.get_flag("tie_word_embeddings", kind.tied_by_default) if kind.tied is None else kind.tied
-
-
-def _mixture(
-    kind: _Dense, names: Mapping[str, str], *, prefix: str = "mlp", router: str = "gate"
-) -> Callable[[ConfigReader], Architecture]:
-    """Llama-like layers with experts. `names`: the config's keys for inner, count and active."""
-
-    def build(keys: ConfigReader) -> Architecture:
-        hidden = keys.get_size("hidden_size")
-        mixer = _attention(keys, kind)
-        inner, count, active = (keys.get_size(names[name]) for name in ("inner", "count", "active"))
-        mixture = [experts(hidden, inner, count, active, prefix=prefix, router=router)]
-        if "shared" in names:
-            mixture.append(shared_expert(hidden, keys.get_size(names["shared"]), prefix=prefix))
-        sparse = Layer((mixer, *mixture), kind.norms * hidden, kind.norms * hidden)
-        dense = Layer(
-            (mixer, gated_mlp(hidden, keys.get_size("intermediate_size"))), kind.norms * hidden, kind.norms * hidden
-        )
-        only_dense = set(keys.get_ints("mlp_only_layers") or ()) if "step" in names else set()
-        step = keys.get_size(names["step"], default=1) if "step" in names else 1
-        stack = [
-            sparse if number not in only_dense and (number + 1) % step == 0 else dense
-            for number in range(layer_count(keys))
-        ]
-        return architecture(keys, stack, tied=_tied(keys, kind))
-
-    return build
-
-
-def _phi(keys: ConfigReader) -> Architecture:
-    hidden = keys.get_size("hidden_size", default=2560)
-    heads = keys.get_size("num_attention_heads", default=32)
-    mixer = attention(
-        hidden,
-        heads,
-        keys.get_size("num_key_value_heads", default=heads),
-        hidden // heads,
-        qkv_bias=True,
-        out_bias=True,
-        out="dense",
-    )
-    network = two_layer_mlp(hidden, keys.get_size("intermediate_size"), bias=True, names=("fc1", "fc2"))
+def _phi(config: ConfigReader) -> Architecture:
+    config = config.with_defaults(hidden_size=2560, num_attention_heads=32)
+    hidden = config.hidden
+    mixer = attention(config, Attention("even", qkv_bias=True, out_bias=True, out="dense"))
+    network = mlp(hidden, config.get_size("intermediate_size"), ("fc1", "fc2"), bias=True)
     layer = Layer((mixer, network), 2 * hidden, hidden)
-    return architecture(keys, [layer] * layer_count(keys), tied=False, last_norm=2 * hidden, head_bias=True)
+    model = _model(config, [layer] * config.layers, tied=True, last_norm=2 * hidden)
+    return replace(model, head=Matrix("lm_head", hidden, config.get_size("vocab_size"), bias=True))
 
 
-def _starcoder2(keys: ConfigReader) -> Architecture:
-    hidden = keys.get_size("hidden_size")
-    heads, kv_heads = keys.heads()
-    mixer = attention(hidden, heads, kv_heads, hidden // heads, qkv_bias=True, out_bias=True)
-    network = two_layer_mlp(hidden, keys.get_size("intermediate_size"), bias=True, names=("c_fc", "c_proj"))
+def _starcoder2(config: ConfigReader) -> Architecture:
+    hidden = config.hidden
+    mixer = attention(config, Attention("even", qkv_bias=True, out_bias=True))
+    network = mlp(hidden, config.get_size("intermediate_size"), ("c_fc", "c_proj"), bias=True)
     layer = Layer((mixer, network), 4 * hidden, 2 * hidden)
-    tied = keys.get_flag("tie_word_embeddings", True)
-    return architecture(keys, [layer] * layer_count(keys), tied=tied, last_norm=2 * hidden)
+    return _model(config, [layer] * config.layers, tied=_tied(config), last_norm=2 * hidden)
 
 
-def _gemma3(keys: ConfigReader) -> Architecture:
+def _gemma3(config: ConfigReader) -> Architecture:
     """gemma3 has the keys of its text model in text_config, and relies on mlx-lm's defaults."""
-    text = ConfigReader(
-        {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            **keys.get_table("text_config"),
-            "vocab_size": keys.get_size("vocab_size", default=262_208),
-        }
-    )
-    return _gemma3_text(text)
+    vocabulary = config.get_size("vocab_size", default=262_208)
+    text = ConfigReader({**config.get_table("text_config"), "vocab_size": vocabulary})
+    return _gemma3_text(text.with_defaults(num_attention_heads=8, num_key_value_heads=4))
 
 
-def _gemma3_text(keys: ConfigReader) -> Architecture:
-    hidden = keys.get_size("hidden_size", default=1152)
-    head_dim = keys.get_size("head_dim", default=256)
-    mixer = attention(
-        hidden,
-        keys.get_size("num_attention_heads", default=4),
-        keys.get_size("num_key_value_heads", default=1),
-        head_dim,
-        norms=2 * head_dim,
+def _gemma3_text(config: ConfigReader) -> Architecture:
+    config = config.with_defaults(
+        hidden_size=1152,
+        head_dim=256,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        vocab_size=262_144,
     )
-    layer = Layer(
-        (mixer, gated_mlp(hidden, keys.get_size("intermediate_size", default=6912), arrays=GATED_GELU)),
-        4 * hidden,
-        4 * hidden,
-    )
-    count = layer_count(ConfigReader({"num_hidden_layers": keys.get_size("num_hidden_layers", default=26)}))
+    mixer = attention(config, Attention(query_norms="head", qkv_bias=False, out_bias=False))
+    network = mlp(config.hidden, config.get_size("intermediate_size"), arrays=GATED_GELU)
     # If the file has no head, mlx-lm creates one from the weights of the embedding.
-    return architecture(keys, [layer] * count, tied=True, vocabulary=keys.get_size("vocab_size", default=262_144))
+    return _model(config, [_layer(config.hidden, mixer, network, norms=4)] * config.layers, tied=True)
 
 
-_LLAMA = _dense(_Dense())
-_QWEN_EXPERTS = {
-    "inner": "moe_intermediate_size",
-    "count": "num_experts",
-    "active": "num_experts_per_tok",
+def _qwen3_next(config: ConfigReader) -> Architecture:
+    hidden = config.hidden
+    full = attention(config, Attention("required", query_norms="head", gated=True))
+    linear = gated_delta(config)
+    count = config.get_int("num_experts")
+    inner, active = config.get_size("moe_intermediate_size"), config.get_size("num_experts_per_tok")
+    shared = shared_expert(hidden, config.get_size("shared_expert_intermediate_size"))
+    mixture = (experts(hidden, inner, count, active), shared)
+    dense = mlp(hidden, config.get_size("intermediate_size"))
+    interval = config.get_size("full_attention_interval", default=4)
+    sparse = _sparse_layers(config) if count else ()
+    layers = [
+        _layer(hidden, full if (number + 1) % interval == 0 else linear, *(mixture if number in sparse else (dense,)))
+        for number in range(config.layers)
+    ]
+    return _model(config, layers, tied=_tied(config, default=False))
+
+
+def _jamba(config: ConfigReader) -> Architecture:
+    hidden = config.hidden
+    mixers = {
+        "attention": attention(config, _EVEN_NO_BIAS),
+        "mamba": mamba(
+            hidden,
+            config.get_size("mamba_expand") * hidden,
+            state=config.get_size("mamba_d_state"),
+            rank=_time_rank(config, "mamba_dt_rank"),
+            kernel=config.get_size("mamba_d_conv"),
+            bias=config.get_flag("mamba_proj_bias", False),
+            conv_bias=config.get_flag("mamba_conv_bias", True),
+            norms=True,
+            prefix="mamba",
+        ),
+    }
+    inner, count = config.get_size("intermediate_size"), config.get_size("num_experts", default=1)
+    active = config.get_size("num_experts_per_tok", default=1)
+    dense = mlp(hidden, inner, prefix="feed_forward")
+    sparse = experts(hidden, inner, count, active, prefix="feed_forward", router="router")
+    types = config.get_layer_types("layers_block_type")
+    if types is None:
+        offset, period = config.get_int("attn_layer_offset"), config.get_size("attn_layer_period")
+        types = ["attention" if number % period == offset else "mamba" for number in range(config.layers)]
+    offset, period = config.get_int("expert_layer_offset"), config.get_size("expert_layer_period")
+    networks = [sparse if count > 1 and (number + offset) % period == 0 else dense for number in range(len(types))]
+    mixed = [mixers["attention" if kind == "attention" else "mamba"] for kind in types]
+    layers = [_layer(hidden, mixer, network) for mixer, network in zip(mixed, networks, strict=True)]
+    return _model(config, layers, tied=_tied(config))
+
+
+def _mamba(config: ConfigReader) -> Architecture:
+    """mamba and falcon_mamba; older files use other names for the sizes."""
+    mixer = mamba(
+        config.hidden,
+        config.get_size("intermediate_size", "d_inner"),
+        state=config.get_size("state_size", "d_state"),
+        rank=_time_rank(config, "time_step_rank"),
+        kernel=config.get_size("conv_kernel", "d_conv"),
+        bias=config.get_flag("use_bias", config.get_flag("bias", False)),
+        conv_bias=config.get_flag("use_conv_bias", config.get_flag("conv_bias", True)),
+        norms=False,
+        prefix="mixer",
+    )
+    return _recurrent(config, mixer)
+
+
+def _time_rank(config: ConfigReader, name: str) -> int:
+    return math.ceil(config.hidden / 16) if config.get_str(name) == "auto" else config.get_size(name)
+
+
+def _mamba2(config: ConfigReader) -> Architecture:
+    keys = replace(
+        _NEMOTRON_MAMBA2,
+        heads="num_heads",
+        head_dim="head_dim",
+        state=("ssm_state_size", "state_size"),
+        bias="use_bias",
+    )
+    return _recurrent(config, mamba2(config, keys))
+
+
+def _recurrent(config: ConfigReader, mixer: Sublayer) -> Architecture:
+    layers = [_layer(config.hidden, mixer, norms=1)] * config.layers
+    return _model(config, layers, tied=_tied(config), embedding="backbone.embeddings")
+
+
+def _falcon_h1(config: ConfigReader) -> Architecture:
+    """Attention and Mamba-2 side by side in every layer."""
+    hidden = config.hidden
+    side = attention(config, Attention("required"))
+    keys = Mamba2(inner="mamba_d_ssm", default_groups=1, out_bias="projectors_bias", norm="mamba_rms_norm")
+    inner, bias = config.get_size("intermediate_size"), config.get_flag("mlp_bias", False)
+    layer = _layer(hidden, mamba2(config, keys), side, mlp(hidden, inner, bias=bias, prefix="feed_forward"))
+    return _model(config, [layer] * config.layers, tied=_tied(config))
+
+
+def _granite_hybrid(config: ConfigReader) -> Architecture:
+    hidden = config.hidden
+    types = config.get_layer_types("layer_types")
+    if types is None:
+        raise cannot_estimate("layer_types is missing")
+    inner, count = config.get_size("intermediate_size"), config.get_int("num_local_experts", default=0)
+    network: tuple[Sublayer, ...] = (mlp(hidden, inner, bias=config.get_flag("mlp_bias", False)),)
+    if count:
+        active, shared = config.get_size("num_experts_per_tok"), config.get_size("shared_intermediate_size")
+        network = (
+            experts(hidden, inner, count, active, prefix="block_sparse_moe", router="router.layer"),
+            fused_gated_mlp(hidden, shared, ("input_linear", "output_linear"), prefix="shared_mlp"),
+        )
+    mixers = {"attention": attention(config, Attention("even"))}
+    if "mamba" in types:
+        mixers["mamba"] = mamba2(config, Mamba2(default_conv_bias=False))
+    if unknown := set(types) - set(mixers):
+        raise cannot_estimate(f"layer_types holds {sorted(unknown)[0][:40]!r}")
+    return _model(config, [_layer(hidden, mixers[kind], *network) for kind in types], tied=_tied(config))
+
+
+def _lfm2(config: ConfigReader) -> Architecture:
+    hidden = config.hidden
+    attending = config.get_list("full_attn_idxs", int)
+    if attending is None:
+        types = config.get_layer_types("layer_types")
+        if types is None:
+            raise cannot_estimate("full_attn_idxs and layer_types are missing")
+        attending = [number for number, kind in enumerate(types) if kind == "full_attention"]
+    inner = config.get_size("block_ff_dim", "intermediate_size")
+    if config.get_flag("block_auto_adjust_ff_dim", True):
+        multiple = config.get_size("block_multiple_of")
+        inner = int(config.get_float("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+        inner = multiple * math.ceil(inner / multiple)
+    full = attention(config, replace(_EVEN_NO_BIAS, query_norms="head", out="out_proj"))
+    convolution = short_convolution(config)
+    width = config.get_size("block_dim", "hidden_size")
+    network = mlp(width, inner, ("w1", "w3", "w2"), prefix="feed_forward")
+    mixers = [full if number in attending else convolution for number in range(config.layers)]
+    return _model(config, [_layer(hidden, mixer, network) for mixer in mixers], tied=True)
+
+
+_NEMOTRON_TYPES = {
+    "full_attention": "*",
+    "linear_attention": "M",
+    "moe": "E",
+    "mlp": "-",
+    "attention": "*",
+    "mamba": "M",
+    "conv": "M",
 }
-_LOCAL_EXPERTS = {"inner": "intermediate_size", "count": "num_local_experts", "active": "num_experts_per_tok"}
+
+
+def _nemotron_h(config: ConfigReader) -> Architecture:
+    """One sublayer per layer, by the letters of the pattern: M for Mamba-2, * for attention, - for an MLP, E for
+    experts."""
+    letters = config.get_str("hybrid_override_pattern")
+    if letters is None:
+        types = config.get_layer_types("layers_block_type") or config.get_layer_types("layer_types") or []
+        letters = "".join(_NEMOTRON_TYPES.get(kind, "?") for kind in types)
+    if not letters or set(letters) - set("M*-E"):
+        raise cannot_estimate("hybrid_override_pattern names no layers, or unknown ones")
+    layers = {letter: _layer(config.hidden, _nemotron_sublayer(config, letter), norms=1) for letter in set(letters)}
+    return _model(config, [layers[letter] for letter in letters], tied=False, embedding="backbone.embeddings")
+
+
+def _nemotron_sublayer(config: ConfigReader, letter: str) -> Sublayer:
+    if letter == "*":
+        return attention(config, Attention(prefix="mixer"))
+    if letter == "M":
+        return mamba2(config, _NEMOTRON_MAMBA2)
+    if letter == "-":
+        return _nemotron_mlp(config, "intermediate_size", "mixer")
+    return _nemotron_experts(config)
+
+
+def _nemotron_mlp(config: ConfigReader, inner: str, prefix: str) -> Sublayer:
+    names, bias = ("up_proj", "down_proj"), config.get_flag("mlp_bias", False)
+    return mlp(config.hidden, config.get_size(inner), names, bias=bias, prefix=prefix, arrays=RELU_SQUARED)
+
+
+def _nemotron_experts(config: ConfigReader) -> Sublayer:
+    hidden, bias = config.hidden, config.get_flag("mlp_bias", False)
+    count, inner = config.get_size("n_routed_experts"), config.get_size("moe_intermediate_size")
+    active, latent = config.get_size("num_experts_per_tok"), config.get_int("moe_latent_size", default=0)
+    width = latent or hidden
+    matrices = [
+        Matrix("mixer.switch_mlp.fc1", width, inner, copies=count, active=active),
+        Matrix("mixer.switch_mlp.fc2", inner, width, copies=count, active=active, source="inner"),
+    ]
+    if config.get_int("n_shared_experts", default=0):
+        shared = _nemotron_mlp(config, "moe_shared_expert_intermediate_size", "mixer.shared_experts")
+        matrices += shared.matrices
+    if latent:
+        matrices.append(Matrix("mixer.fc1_latent_proj", hidden, latent, bias, source="residual"))
+        matrices.append(Matrix("mixer.fc2_latent_proj", latent, hidden, bias, source="latent"))
+    return Sublayer(
+        matrices=tuple(matrices), unquantized=count * (hidden + 1), kept=active * (RELU_SQUARED * inner + 2 * width)
+    )
+
+
+_LLAMA = _Llama(Attention()).architecture
+_QWEN3 = _Llama(Attention(query_norms="head", qkv_bias=False, out_bias=False))
+_QWEN2_ATTENTION = Attention("even", qkv_bias=True, out_bias=False)
+_GEMMA = _Llama(_NO_BIAS, arrays=GATED_GELU, tied=True)
+_OLMO = _Llama(Attention(query_norms="all"))
+_BLOCK_SPARSE = _Experts("intermediate_size", "num_local_experts", prefix="block_sparse_moe")
 
 MODEL_TYPES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "llama": _LLAMA,
@@ -193,42 +374,32 @@ MODEL_TYPES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "xverse": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
-    "ministral3": _dense(_Dense(qkv_bias=False, out_bias=False)),
-    "olmo2": _dense(_Dense(query_norms="all")),
-    "qwen2": _dense(_Dense(qkv_bias=True, out_bias=False, own_head_dim=False)),
-    "qwen3": _dense(_Dense(query_norms="head", qkv_bias=False, out_bias=False)),
-    "exaone4": _dense(_Dense(query_norms="head", qkv_bias=False, out_bias=False)),
-    "gemma": _dense(_Dense(gelu=True, qkv_bias=False, out_bias=False, tied=True)),
-    "gemma2": _dense(_Dense(gelu=True, capped=True, norms=4, qkv_bias=False, out_bias=False, tied=True)),
+    "ministral3": _Llama(_NO_BIAS).architecture,
+    "olmo2": _OLMO.architecture,
+    "qwen2": _Llama(_QWEN2_ATTENTION).architecture,
+    "qwen3": _QWEN3.architecture,
+    "exaone4": _QWEN3.architecture,
+    "gemma": _GEMMA.architecture,
+    "gemma2": replace(_GEMMA, attention=replace(_NO_BIAS, capped=True), norms=4).architecture,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
     "phi": _phi,
-    "phi3": _dense(_Dense(fused=True, own_head_dim=False, qkv_bias=False, out_bias=False, tied_by_default=False)),
+    "phi3": _Llama(replace(_EVEN_NO_BIAS, fused=True), tied_by_default=False).architecture,
     "starcoder2": _starcoder2,
-    "mixtral": _mixture(
-        _Dense(qkv_bias=False, out_bias=False, own_head_dim=False, tied_by_default=False),
-        _LOCAL_EXPERTS,
-        prefix="block_sparse_moe",
-    ),
-    "qwen2_moe": _mixture(
-        _Dense(qkv_bias=True, out_bias=False, own_head_dim=False, tied=False),
-        {**_QWEN_EXPERTS, "shared": "shared_expert_intermediate_size"},
-    ),
-    "qwen3_moe": _mixture(
-        _Dense(query_norms="head", qkv_bias=False, out_bias=False, tied_by_default=False),
-        {**_QWEN_EXPERTS, "step": "decoder_sparse_step"},
-    ),
-    "olmoe": _mixture(_Dense(query_norms="all"), {**_LOCAL_EXPERTS, "count": "num_experts"}),
-    "granitemoe": _mixture(
-        _Dense(own_head_dim=False), _LOCAL_EXPERTS, prefix="block_sparse_moe", router="router.layer"
-    ),
-    "qwen3_next": qwen3_next,
-    "jamba": jamba,
-    "mamba": mamba_model,
-    "falcon_mamba": mamba_model,
-    "mamba2": mamba2_model,
-    "falcon_h1": falcon_h1,
-    "granitemoehybrid": granite_hybrid,
-    "lfm2": lfm2,
-    "nemotron_h": nemotron_h,
+    "mixtral": _Llama(_EVEN_NO_BIAS, tied_by_default=False, experts=_BLOCK_SPARSE).architecture,
+    "qwen2_moe": _Llama(
+        _QWEN2_ATTENTION, tied=False, experts=_Experts(shared="shared_expert_intermediate_size")
+    ).architecture,
+    "qwen3_moe": replace(_QWEN3, tied_by_default=False, experts=_Experts(steps=True)).architecture,
+    "olmoe": replace(_OLMO, experts=_Experts("intermediate_size")).architecture,
+    "granitemoe": _Llama(Attention("even"), experts=replace(_BLOCK_SPARSE, router="router.layer")).architecture,
+    "qwen3_next": _qwen3_next,
+    "jamba": _jamba,
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "mamba2": _mamba2,
+    "falcon_h1": _falcon_h1,
+    "granitemoehybrid": _granite_hybrid,
+    "lfm2": _lfm2,
+    "nemotron_h": _nemotron_h,
 }

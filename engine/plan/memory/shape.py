@@ -87,16 +87,12 @@ class ModelShape:
     def layer_parameters(self) -> tuple[int, ...]:
         return tuple(layer.parameters for layer in self.architecture.layers)
 
-    @property
-    def outer_parameters(self) -> int:
-        """Parameters of the embedding, the last norm and the head."""
-        head = self.architecture.head
-        return self.architecture.embedding.weights + self.architecture.last_norm + (head.parameters if head else 0)
-
     @cached_property
     def total_parameters(self) -> int:
-        """Parameters before quantization."""
-        return sum(self.layer_parameters) + self.outer_parameters
+        """Parameters before quantization, of the embedding, the last norm and the head too."""
+        model = self.architecture
+        head = model.head.parameters if model.head else 0
+        return sum(self.layer_parameters) + model.embedding.weights + model.last_norm + head
 
     def layer_bytes(self, layer: Layer) -> int:
         """Bytes of the weights of one layer as stored."""
@@ -110,16 +106,6 @@ class ModelShape:
         scale = _SCALE_BYTES[packing.mode] or 2 * self.dtype_bytes
         groups = matrix.weights // packing.group_size
         return matrix.weights * packing.bits // 8 + groups * scale + matrix.biases * self.dtype_bytes
-
-    @property
-    def embedding_bytes(self) -> int:
-        return self.matrix_bytes(self.architecture.embedding)
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the last norm, and of the head unless it is tied."""
-        head = self.architecture.head
-        return self.architecture.last_norm * self.dtype_bytes + (self.matrix_bytes(head) if head else 0)
 
 
 def _dtype(keys: ConfigReader) -> str:

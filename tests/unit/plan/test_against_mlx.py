@@ -20,8 +20,8 @@ from mlx._distributed_utils.common import Host
 
 from engine.cluster.topology import ring_order, topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.plan.addresses import assign_subnets, setup_commands
 from engine.plan.network import plan_network
-from engine.plan.thunderbolt_setup import assign_subnets, setup_commands
 from tests.unit.cluster.macs import Macs, cablings, mesh, ring
 
 

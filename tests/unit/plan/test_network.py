@@ -12,8 +12,8 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import Interface, NodeFacts, RdmaDevice, Topology
 from engine.outcomes import Failed, Late, Unparsable
+from engine.plan.addresses import setup_commands
 from engine.plan.network import NetworkPlan, plan_network
-from engine.plan.thunderbolt_setup import setup_commands
 from tests.unit.cluster.macs import NOW, Macs, mesh, ring
 from tests.unit.plan.test_against_mlx import addressed
 
