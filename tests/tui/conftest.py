@@ -74,7 +74,7 @@ class Console:
         return "\n".join(strip.text for strip in strips)
 
     @property
-    def said(self) -> list[str]:
+    def notifications(self) -> list[str]:
         """The notifications so far."""
         return [notification.message for notification in self.app._notifications]
 

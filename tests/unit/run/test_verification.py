@@ -18,14 +18,14 @@ FALLING = [(10 * at, 4.0 - at / 10) for at in range(1, 20)]
 
 
 def lines(*ranks: RankReport, **changed: Any) -> dict[str, Verification]:
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "backend": "ring",
         "compared_every": 50,
         "losses": FALLING,
         "tokens_per_second": 1840.0,
         "checkpoint": 100,
     }
-    return {line.name: line for line in verify(ranks or (STARTED, STARTED), **{**told, **changed})}
+    return {line.name: line for line in verify(ranks or (STARTED, STARTED), **{**arguments, **changed})}
 
 
 def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
