@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-# A suite starts hundreds of interpreters: without compiled modules each would spend seconds on compiling its imports.
+# A suite starts hundreds of interpreters: without compiled modules each would spend seconds on compiling its imports,
+# and those with mlx-lm another second on what transformers finds out anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+IMPORTS = Path(__file__).parent / "imports"
+"""On the path of whatever the tests start; see its sitecustomize."""
+os.environ.setdefault("PYTHONPATH", str(IMPORTS))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.demo import ensure_made
 from engine.security.paths import make_home
+from tests.bundles import link_bundle
 
 
 @functools.cache
@@ -19,10 +20,11 @@ def _made() -> tuple[tempfile.TemporaryDirectory[str], Path]:
 
 
 def demo_below(home: Path) -> Path:
-    """`home`, where the demo is ready by now as if it had been flown from there before."""
+    """`home`, where the demo and the node bundle are ready as if it had been flown from there before."""
     _, made = _made()
     copy = home / "demo" / made.name
     if not copy.exists():
         make_home(home)
         shutil.copytree(made, copy)
+        link_bundle(home / "node")
     return home

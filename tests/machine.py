@@ -14,6 +14,9 @@ WATCHED = leases.WATCHED[0]
 """An argument that keeps a program with a nonce out of the sight of other tests: their runs are refused where a rank is
 left behind that nobody watches."""
 
+NONCE = f"nonce-of-a-test-{os.getpid()}"
+"""Of what a test starts without a run. Each process of pytest has its own: others end what carries theirs."""
+
 
 @contextmanager
 def used(folder: Path, *, alone: bool) -> Iterator[None]:

@@ -192,20 +192,20 @@ def figures(rounds: list[Round]) -> list[Figure]:
     def median(of: Callable[[Round], float]) -> float:
         return statistics.median(map(of, rounds))
 
-    said = ", ".join(_said([done.calibration.nodes[rank] for done in rounds]) for rank in (FAST_CORE, SLOW_CORE))
+    output = ", ".join(_said([done.calibration.nodes[rank] for done in rounds]) for rank in (FAST_CORE, SLOW_CORE))
     fast, slow, both, equal = (median(attrgetter(name)) for name in ("fast", "slow", "both", "equal"))
     share, truth = median(lambda done: done.share), slow / (fast + slow)
-    told, speed_up = median(lambda done: done.speed_up), both / fast
-    off, missed = share / truth - 1, told / speed_up - 1
+    predicted, speed_up = median(lambda done: done.speed_up), both / fast
+    off, missed = share / truth - 1, predicted / speed_up - 1
     sources = ", ".join(sorted({done.source for done in rounds}))
     return [
-        Figure("measured by calibrate, examples/s", said),
+        Figure("measured by calibrate, examples/s", output),
         Figure("each node alone in a real run, examples/s", f"{fast:.1f}, {slow:.1f}"),
         Figure("the slowed node beside the other, really", f"{slow / fast:.0%}"),
         Figure("its share: calibrated", f"{share:.1%} ({sources})"),
         Figure("its share: by what it does alone", f"{truth:.1%}"),
         Figure("calibrated beside true share", f"{off:+.1%}", f"within {SHARE_LIMIT:.0%}", abs(off) <= SHARE_LIMIT),
-        Figure("speed-up over the faster node alone: predicted", f"{told:.2f}"),
+        Figure("speed-up over the faster node alone: predicted", f"{predicted:.2f}"),
         Figure("speed-up over the faster node alone: measured", f"{speed_up:.2f}"),
         Figure(
             "predicted beside measured speed-up", f"{missed:+.1%}", f"within {SPEED_UP_LIMIT:.0%}",

@@ -60,9 +60,9 @@ def main() -> int:
         begun = time.process_time()
         found = explain(LogEnds.of(log, 0).lines)
         took = time.process_time() - begun
-    told = found.cause if found is not None else "nothing"
+    cause = found.cause if found is not None else "nothing"
     missed |= took > WHOLE_LOG_S or found is None
-    print(f"\n200 MB of consequences, cause in the first line: {told!r} in {took:.2f} s (target {WHOLE_LOG_S:g} s)")
+    print(f"\n200 MB of consequences, cause in the first line: {cause!r} in {took:.2f} s (target {WHOLE_LOG_S:g} s)")
     print(f"read of each log: {HEAD_BYTES // 1024} KiB of its head, {TAIL_BYTES // 1024} KiB of its tail")
     return int(missed)
 

@@ -58,8 +58,8 @@ def end_sshd(pid_file: Path) -> None:
         listener = int(pid_file.read_text())
     except (FileNotFoundError, ValueError):
         return
-    told = attempt("ps", "-o", "command=", "-p", str(listener)).stdout
-    if str(pid_file.parent) not in told:
+    message = attempt("ps", "-o", "command=", "-p", str(listener)).stdout
+    if str(pid_file.parent) not in message:
         return
     lines = [line.split() for line in attempt("ps", "-axo", "pid=,ppid=").stdout.splitlines()]
     for pid in [listener, *(int(pid) for pid, parent in lines if int(parent) == listener)]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.node.processes import Process, alive, start_time
+from tests import IMPORTS
 from tests.cluster import network, sshd, system
 from tests.cluster.command import CommandFailed, command
 from tests.cluster.disk import Disk
@@ -109,7 +110,7 @@ class Machine:
         )
         # A .pth file's folder is not searched for further .pth files: the project's own, of an editable install, is
         # not read.
-        (packages / "packages.pth").write_text(f"{system.packages()}\n")
+        (packages / "packages.pth").write_text(f"{system.packages()}\n{IMPORTS}\n")
         self._give_to_user(self.disk.home)
 
     def boot(self) -> None:

@@ -34,11 +34,11 @@ def listening(node: Node, port: int) -> subprocess.Popen[bytes]:
     program = f"import socket; s = socket.create_server(('', {port}))\nwhile True: s.accept()[0].sendall(b'hello')"
     entered = [*node.inside(), "python3", "-c", program]
     process = subprocess.Popen(entered)
-    until(lambda: said(node, port) == b"hello", "the rank's port", str)
+    until(lambda: output(node, port) == b"hello", "the rank's port", str)
     return process
 
 
-def said(node: Node, port: int) -> bytes:
+def output(node: Node, port: int) -> bytes:
     try:
         with socket.create_connection((node.ip, port), timeout=BRIEF_S) as connection:
             return connection.recv(16)
@@ -91,12 +91,12 @@ def test_ssh_and_ring_are_cut_apart(cluster: Cluster) -> None:
     rank = listening(ana, 40123)
     try:
         ana.cut(Traffic.RING)
-        assert said(ana, 40123) == b""
+        assert output(ana, 40123) == b""
         assert answers(ana)
         ana.flush_rules()
         ana.cut(Traffic.SSH)
         assert is_silent(ana)
-        until(lambda: said(ana, 40123) == b"hello", "the rank's port", str)
+        until(lambda: output(ana, 40123) == b"hello", "the rank's port", str)
     finally:
         rank.kill()
         rank.wait()

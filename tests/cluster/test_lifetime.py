@@ -74,9 +74,9 @@ def test_a_cluster_by_hand_is_held_told_of_and_taken_away() -> None:
         argv = [sys.executable, "-m", "tests.cluster", *words]
         return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False)
 
-    told = cluster("up", "2", "--detach", "--bare")
-    assert "FLIGHTDECK_SSH_CONFIG=" in told.stdout, told.stderr
-    number = told.stdout.split()[1].rstrip(":")
+    message = cluster("up", "2", "--detach", "--bare")
+    assert "FLIGHTDECK_SSH_CONFIG=" in message.stdout, message.stderr
+    number = message.stdout.split()[1].rstrip(":")
     try:
         assert cluster("--cluster", number, "power-off", "bea").returncode == 0
         assert [line.split() for line in cluster("list").stdout.splitlines() if f"10.77.{number}.3" in line] == [

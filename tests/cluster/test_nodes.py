@@ -28,23 +28,23 @@ def ssh(cluster: Cluster, node: Node, command: str) -> str:
 
 
 def test_every_node_has_its_own_home_and_host_key(cluster: Cluster) -> None:
-    said = [ssh(cluster, node, 'echo "$HOME $PWD"; echo ~') for node in cluster.nodes]
-    assert said == [f"{node.home} {node.home}\n{node.home}" for node in cluster.nodes]
+    output = [ssh(cluster, node, 'echo "$HOME $PWD"; echo ~') for node in cluster.nodes]
+    assert output == [f"{node.home} {node.home}\n{node.home}" for node in cluster.nodes]
     assert len({node.home for node in cluster.nodes}) == len({node.host_key for node in cluster.nodes}) == 4
 
 
 def test_every_node_has_its_own_user_and_host_name(isolated_cluster: Cluster) -> None:
     nodes = isolated_cluster.nodes
-    said = [ssh(isolated_cluster, node, 'echo "$(id -un) $(id -u) $(hostname)"') for node in nodes]
-    assert said == [f"{node.user} {node.uid} {node.name}" for node in nodes]
+    output = [ssh(isolated_cluster, node, 'echo "$(id -un) $(id -u) $(hostname)"') for node in nodes]
+    assert output == [f"{node.user} {node.uid} {node.name}" for node in nodes]
     assert len({node.uid for node in nodes} | {os.getuid()}) == 5
 
 
 def test_every_python_has_mlx_but_not_the_project(isolated_cluster: Cluster) -> None:
     nodes = isolated_cluster.nodes
     with ThreadPoolExecutor() as pool:
-        said = list(pool.map(lambda node: ssh(isolated_cluster, node, f"{node.python} -c '{ABOUT}'"), nodes))
-    for node, text in zip(nodes, said, strict=True):
+        output = list(pool.map(lambda node: ssh(isolated_cluster, node, f"{node.python} -c '{ABOUT}'"), nodes))
+    for node, text in zip(nodes, output, strict=True):
         python, prefix, two, there = json.loads(text)
         assert python == node.python.replace("~", node.home)
         assert Path(prefix) == Path(python).parents[1]

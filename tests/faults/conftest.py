@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.bundles import link_bundle
 from tests.cluster.cluster import Cluster
 from tests.faults.local_runs import PLANNED
 
@@ -16,6 +18,13 @@ def cleared_away() -> Iterator[None]:
     yield
     while PLANNED:
         PLANNED.pop().clear_away()
+
+
+@pytest.fixture
+def home(home: Path) -> Path:
+    """A FLIGHTDECK_HOME of the test's own; this machine has the node bundle."""
+    link_bundle(home / "node")
+    return home
 
 
 @pytest.fixture

@@ -40,13 +40,13 @@ def at_a_random_moment(home: Path, workdir: Path, seed: int) -> None:
     aborted(run, now=seed % 3 == 0)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     at_a_random_moment(home, tmp_path, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 50))
+@pytest.mark.parametrize("seed", range(1, 50))
 def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     at_a_random_moment(home, tmp_path, seed)
 
@@ -93,15 +93,9 @@ def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_p
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     os.kill(run.supervisor, signal.SIGHUP)
-    run.await_output("step 60")
+    run.await_output("step 15")
     os.kill(run.supervisor, signal.SIGTERM)
     assert run.ended().state is RunState.ABORTED
-
-
-def test_a_rank_deaf_to_hup_and_term(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=DEAF + ring(), recovery=DEFAULTS)
-    run.await_output("step")
-    aborted(run)
 
 
 def test_a_suspended_rank(home: Path, tmp_path: Path) -> None:
@@ -119,8 +113,8 @@ def test_a_suspended_keeper(home: Path, tmp_path: Path) -> None:
     aborted(run)
 
 
-def test_a_child_that_has_left_the_ranks_session(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=DOUBLE_FORK + ring())
+def test_ranks_deaf_to_hup_and_term_with_a_child_that_has_left_their_session(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script=DEAF + DOUBLE_FORK + ring(), recovery=DEFAULTS)
     run.await_output("step")
     assert len(processes.with_nonce(run.nonce)) >= 6
     aborted(run)

@@ -64,6 +64,7 @@ def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None
     assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_node(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes))
     everybody_steps(run)

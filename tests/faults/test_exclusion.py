@@ -27,6 +27,7 @@ def differing(nodes: Cluster, third: str, *, exclude: bool) -> Config:
     return config.model_copy(update={"job": job, "preflight": settings})
 
 
+@pytest.mark.slow
 async def test_a_divergent_node_is_left_out_and_the_plan_is_made_again(nodes: Cluster, home: Path) -> None:
     third = nodes.nodes[2].name
     run = start_on(nodes, home, differing(nodes, third, exclude=True), skip=())

@@ -63,7 +63,7 @@ def joined(console: Console) -> str:
     "known", [pytest.param(known, marks=[] if known == SAMPLE else pytest.mark.slow) for known in FAULTS]
 )
 def test_the_first_ranks_cause_is_shown_everywhere(home: Path, tmp_path: Path, known: str) -> None:
-    config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 30: {FAULTS[known]}"))
+    config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 8: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]
     launched = flightdeck(home, "launch", "--follow", *skips, cwd=config.parent)
     (directory,) = (home / "runs").iterdir()

@@ -36,13 +36,13 @@ def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None
 
 
 def test_a_rank_that_raises_is_quoted(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 30: raise ValueError('no such word: raven')"))
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 8: raise ValueError('no such word: raven')"))
     cause = blames_the_right_node(run, Reason.RANK_FAILED)
     assert cause == "exited with code 1: ValueError: no such word: raven"
 
 
 def test_a_rank_that_exits_3_under_a_long_traceback(home: Path, tmp_path: Path) -> None:
-    fault = "if rank == 1 and step == 30: sys.stderr.write('  File x\\n' * 20000 + 'KeyError: 7\\n'); os._exit(3)"
+    fault = "if rank == 1 and step == 8: sys.stderr.write('  File x\\n' * 20000 + 'KeyError: 7\\n'); os._exit(3)"
     run = start_run(home, tmp_path, script=ring(fault))
     assert blames_the_right_node(run, Reason.RANK_FAILED) == "exited with code 3: KeyError: 7"
     assert run.record.exit_code == 3
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(home: Path, tmp_path: Pa
 
 
 def test_a_rank_that_leaves_early_with_0_is_the_first_failure(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 30: os._exit(0)"))
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 8: os._exit(0)"))
     assert "left early with exit code 0" in blames_the_right_node(run, Reason.RANK_FAILED)
 
 
@@ -129,14 +129,14 @@ def test_a_rank_that_never_appears_is_named(home: Path, tmp_path: Path, sleeper:
 @pytest.mark.parametrize("fault", ["import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]"])
 @pytest.mark.slow
 def test_survivors_deaf_to_signals_are_ended_too(home: Path, tmp_path: Path, fault: str) -> None:
-    script = fault + "\n" + ring("if step == 30: (os._exit(3) if rank == 1 else time.sleep(600))")
+    script = fault + "\n" + ring("if step == 8: (os._exit(3) if rank == 1 else time.sleep(600))")
     run = start_run(home, tmp_path, script=script)
     blames_the_right_node(run, Reason.RANK_FAILED)
 
 
 def test_the_launchers_cost_and_output_stay_small(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring("print('x' * 1000)"))
-    run.await_output("step 100")
+    run.await_output("step 25")
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED
     assert run.dir.log(LAUNCHER_SOURCE).stat().st_size < 1000

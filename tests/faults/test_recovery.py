@@ -156,7 +156,7 @@ def test_the_same_failure_without_a_step_in_between_is_not_tried_again(home: Pat
 @pytest.mark.slow
 def test_a_program_of_the_users_own_is_restarted_only_when_configured(home: Path, tmp_path: Path) -> None:
     fault = (
-        "if rank == 1 and step == 40 and not os.path.exists('once'): open('once', 'w').close(); os.kill(os.getpid(), 9)"
+        "if rank == 1 and step == 10 and not os.path.exists('once'): open('once', 'w').close(); os.kill(os.getpid(), 9)"
     )
     first = start_run(home, tmp_path / "a", script=ring(fault)).ended()
     assert (first.state, first.attempts) == (RunState.FAILED, 1)

@@ -49,7 +49,7 @@ def test_there_are_never_two(home: Path, tmp_path: Path) -> None:
 
 
 def test_an_unobserved_end_gets_its_verdict_from_the_exit_records(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 60: raise ValueError('unseen')"))
+    run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 20: raise ValueError('unseen')"))
     run.await_output("step")
     kill_and_await(run.supervisor)
     run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())

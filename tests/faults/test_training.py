@@ -47,6 +47,7 @@ def await_iteration(run: Run, iteration: int) -> None:
     run.wait(lambda: iteration in trained(run))
 
 
+@pytest.mark.slow
 def test_a_training_succeeds_and_its_figures_are_in_the_record(home: Path, demo: Config) -> None:
     run = start_config(home, demo)
     record = run.ended()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,9 @@ from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 from tests.cluster.cluster import Cluster
+from tests.machine import NONCE
 from tests.unit.launch.host_layouts import configured_network
 
-NONCE = f"nonce-of-a-test-{os.getpid()}"
-"""Of this process of pytest's: another one's keepers end what carries theirs."""
 LIMIT_S = 60.0
 LAUNCHERS: list[Launcher] = []
 """Those of the test that is going on, for its fixture to clear away."""
@@ -93,7 +91,7 @@ class Flown:
             drop_pipes(self.launched.launcher.stdin)
             await asyncio.to_thread(self.launched.launcher.process.wait, LIMIT_S)
 
-    async def said(self, rank: int) -> str:
+    async def output(self, rank: int) -> str:
         """What the rank's program has printed, once it has ended with 0."""
         record = await self.record(rank)
         log = (await self.read(rank, f"rank{rank}.log")).decode()

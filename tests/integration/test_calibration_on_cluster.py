@@ -70,15 +70,15 @@ def lengthy(config: Config) -> Config:
 
 
 async def calibrated(engine: Engine, config: Config) -> tuple[Calibration, list[CalibrationProgress]]:
-    told: list[CalibrationProgress] = []
+    steps: list[CalibrationProgress] = []
     taken = None
     async for step in engine.calibrations.measure(config):
         if isinstance(step, Calibration):
             taken = step
         else:
-            told.append(step)
+            steps.append(step)
     assert taken is not None
-    return taken, told
+    return taken, steps
 
 
 def workers(node: Node) -> list[str]:
@@ -96,7 +96,7 @@ def is_idle(node: Node) -> bool:
 async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     engine = Engine(tmp_path / "home")
     try:
-        taken, told = await calibrated(engine, config)
+        taken, steps = await calibrated(engine, config)
     finally:
         await engine.close()
     assert is_complete(taken) and [measure.problem for measure in taken.nodes] == [None, None]
@@ -109,7 +109,7 @@ async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, c
     assert Engine(tmp_path / "home").calibrations.latest(config) == taken
     # At the same time: the second has begun to load before the first was measured.
     first, second = (node.name for node in config.nodes)
-    order = [(step.what, step.phase) for step in told]
+    order = [(step.what, step.phase) for step in steps]
     assert order.index((second, "loading")) < order.index((first, "measured"))
     for node in cluster.nodes[:2]:
         assert_nothing_left(node)

@@ -60,9 +60,9 @@ async def test_ranks_on_hosts_with_other_homes_form_a_ring(
     plan = plan_of(on(cluster, "ana", "bea", "cyd", "dov"), ["python", "-c", RING], launcher=launcher)
     flown = await fly(tmp_path / "home", plan, fleet)
     assert flown.launched.failures == ()
-    said = [json.loads(await flown.said(rank)) for rank in range(4)]
+    output = [json.loads(await flown.output(rank)) for rank in range(4)]
     await flown.launcher_left()
     if flown.launched.launcher is not None:
         assert flown.run_dir.log(LAUNCHER_SOURCE).read_text() == "", "the launcher has nothing to complain of"
-    assert [each[:3] for each in said] == [[rank, 4, 1111.0] for rank in range(4)]
-    assert [each[3]["HOME"] for each in said] == [cluster[name].home for name in ("ana", "bea", "cyd", "dov")]
+    assert [each[:3] for each in output] == [[rank, 4, 1111.0] for rank in range(4)]
+    assert [each[3]["HOME"] for each in output] == [cluster[name].home for name in ("ana", "bea", "cyd", "dov")]

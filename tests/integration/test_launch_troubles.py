@@ -42,9 +42,9 @@ async def test_a_secret_reaches_every_rank_and_no_argv(
     plan = plan_of(nodes, ["python", "-c", shown], launcher=launcher, env={"MINE": SECRETS["MINE"]})
     with every_argv() as seen:
         flown = await fly(tmp_path / "home", plan, fleet)
-        said = [await flown.said(rank) for rank in range(3)]
+        output = [await flown.output(rank) for rank in range(3)]
     await flown.launcher_left()
-    assert said == [f"{list(SECRETS.values())}\n"] * 3
+    assert output == [f"{list(SECRETS.values())}\n"] * 3
     everything = "\n".join(seen)
     # Seen were the launcher, ssh on the head, and the keepers on the nodes.
     expected = ["engine.node.keeper", "--detach"] + ["mlx.launch", "LogLevel=ERROR"] * (launcher == "mlx.launch")
@@ -161,7 +161,7 @@ async def test_a_talkative_shell_changes_nothing(launcher: str, cluster: Cluster
     cluster["bea"].noisy_bashrc()
     plan = plan_of(on(cluster, "bea", "dov"), ["python", "-c", "print('{rank}')"], launcher=launcher)
     flown = await fly(tmp_path / "home", plan, fleet)
-    assert [await flown.said(rank) for rank in range(2)] == ["0\n", "1\n"]
+    assert [await flown.output(rank) for rank in range(2)] == ["0\n", "1\n"]
     await flown.launcher_left()
 
 
@@ -173,9 +173,9 @@ async def test_nothing_of_mlx_launch_is_left_in_the_nodes_temporary_folders(
     show = "import os; print(os.environ['MLX_HOSTFILE'], os.environ.get('TMPDIR'))"
     plan = plan_of(on(cluster, "ana", "bea"), ["python", "-c", show], launcher="mlx.launch")
     flown = await fly(tmp_path / "home", plan, fleet)
-    hostfile, temporary = (await flown.said(0)).split()
+    hostfile, temporary = (await flown.output(0)).split()
     assert hostfile.startswith(f"{flown.attempt.files(plan.run_id, 0).directory}/tmp/")
     assert temporary == "None"
     assert set(node.disk.seen_from_head("/tmp").iterdir()) == before
-    await flown.said(1)
+    await flown.output(1)
     await flown.launcher_left()

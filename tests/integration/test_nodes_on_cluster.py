@@ -45,12 +45,12 @@ def asked_at_a_terminal(home: Path, studio: Path, before: bytes, answer: bytes) 
             stderr=theirs,
             stdout=subprocess.PIPE,
         ) as process:
-            said = b""
-            while b"[y/N]" not in said:
-                said += os.read(ours, 4096)
+            output = b""
+            while b"[y/N]" not in output:
+                output += os.read(ours, 4096)
             os.write(ours, answer)
             process.communicate(timeout=PATIENCE_S)
-        return process.returncode, said.decode()
+        return process.returncode, output.decode()
     finally:
         os.close(ours)
         os.close(theirs)
@@ -60,9 +60,9 @@ def test_a_new_key_is_accepted_by_whoever_has_seen_it_and_by_nobody_else(
     cluster: Cluster, home: Path, studio: Path, stranger: str
 ) -> None:
     # What is typed ahead is no answer to a question that nobody has seen yet.
-    refused, said = asked_at_a_terminal(home, studio, b"y\n", b"n\n")
-    fingerprint = said.partition("accept ")[2].split()[0]
-    assert refused == 1 and f"accept {fingerprint} for {stranger}? [y/N]" in said
+    refused, output = asked_at_a_terminal(home, studio, b"y\n", b"n\n")
+    fingerprint = output.partition("accept ")[2].split()[0]
+    assert refused == 1 and f"accept {fingerprint} for {stranger}? [y/N]" in output
     assert not (home / "known_hosts").exists()
     done = flightdeck(home, "nodes", "--trust", fingerprint, "--json", cwd=studio)
     assert (done.code, f"accepted {fingerprint} for {stranger}" in done.err) == (0, True)

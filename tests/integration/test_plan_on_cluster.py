@@ -83,10 +83,10 @@ def test_the_printed_launch_starts_and_trains_as_one_group(
 ) -> None:
     plan = planned(home, studio)
     assert plan["strategy"]["world_size"] == RANKS
-    said = by_hand(plan["distributed_config"]["mlx_launch_command"], home, users_own_ssh(tmp_path / "bin", cluster))
+    output = by_hand(plan["distributed_config"]["mlx_launch_command"], home, users_own_ssh(tmp_path / "bin", cluster))
     # mlx-lm says this once, on rank 0 of the one group: ranks that are alone would say it each.
-    assert said.count("Loading pretrained model") == 1, said
-    assert "train_loss" in said and "exited with code" not in said, said
+    assert output.count("Loading pretrained model") == 1, output
+    assert "train_loss" in output and "exited with code" not in output, output
     assert (cluster.nodes[0].disk.home / ".flightdeck/by-hand/demo.adapters/adapters.safetensors").exists()
 
 
@@ -100,10 +100,10 @@ def test_the_printed_launch_of_a_command_has_each_nodes_own_python_and_home(
     command = json.dumps(["python", "-c", program, "{rank}", "{python}", "it's {workdir}"])
     (studio / "flightdeck.toml").write_text(f'{text}[job]\nname = "mine"\ncommand = {command}\n')
     plan = planned(home, studio)
-    said = by_hand(plan["distributed_config"]["mlx_launch_command"], home, users_own_ssh(tmp_path / "bin", cluster))
+    output = by_hand(plan["distributed_config"]["mlx_launch_command"], home, users_own_ssh(tmp_path / "bin", cluster))
     for rank, node in enumerate(cluster.nodes[:RANKS]):
         python = str(node.python).replace("~", str(node.home), 1)
-        assert f"world {RANKS} {rank} {python} it's {node.home}" in said, said
+        assert f"world {RANKS} {rank} {python} it's {node.home}" in output, output
 
 
 def test_the_hostfile_is_the_one_that_mlx_reads(cluster: Cluster, home: Path, studio: Path) -> None:

@@ -25,7 +25,7 @@ PATHS = {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "FLIGHTDECK_SPEC", "FLIGHTDECK_EVENT
 DEVICES = ((None, "rdma_en1", "rdma_en2"), ("rdma_en3", None, "rdma_en4"), ("rdma_en5", "rdma_en6", None))
 
 
-@pytest.mark.parametrize("backend", ["ring", "jaccl", "jaccl-ring", "nccl"])
+@pytest.mark.parametrize("backend", ["ring", "jaccl", "jaccl-ring", pytest.param("nccl", marks=pytest.mark.slow)])
 async def test_both_launchers_give_the_ranks_the_same_environment(
     backend: str, cluster: Cluster, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,13 +53,13 @@ async def under(launcher: str, nodes: Any, wiring: NetworkPlan, fleet: Fleet, tm
     """What each rank has printed."""
     plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000)
     flown = await fly(tmp_path / "home", plan, fleet, wiring)
-    said = [json.loads(await flown.said(rank)) for rank in range(3)]
+    output = [json.loads(await flown.output(rank)) for rank in range(3)]
     await flown.launcher_left()
-    return said
+    return output
 
 
-def seen(said: Any) -> dict[str, Any]:
+def seen(output: Any) -> dict[str, Any]:
     """The environment, with the files in the place of their names."""
-    environment, files = said
+    environment, files = output
     values = {name: value for name, value in environment.items() if name not in NOBODYS}
     return values | dict.fromkeys(PATHS & values.keys(), "(a path)") | {"files": files}

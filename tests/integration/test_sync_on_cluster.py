@@ -119,7 +119,7 @@ async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
     assert (await synced(project)).synced
 
 
-@pytest.mark.parametrize("named", ["~", "absolute"])
+@pytest.mark.parametrize("named", ["~", pytest.param("absolute", marks=pytest.mark.slow)])
 async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Config, named: str) -> None:
     first = cluster.nodes[0]
     home = first.home if named == "absolute" else named
@@ -130,6 +130,7 @@ async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Con
     assert "train.py" not in shell(first, 'ls "$HOME"')
 
 
+@pytest.mark.slow
 async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_mended(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
@@ -165,6 +166,7 @@ async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: Co
     assert "the same" in (await run_check_on(sync.run, project, fleet)).evidence[cluster.nodes[1].name]
 
 
+@pytest.mark.slow
 async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:

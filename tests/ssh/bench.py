@@ -79,10 +79,10 @@ class Sshd:
                 [SSHD, "-D", "-e", "-f", str(config)], stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
             )
         deadline = time.monotonic() + 10
-        while "Server listening" not in (said := (self.folder / "sshd.log").read_text()):
-            if self._process.poll() is not None and "Address already in use" in said:
+        while "Server listening" not in (output := (self.folder / "sshd.log").read_text()):
+            if self._process.poll() is not None and "Address already in use" in output:
                 return False
-            assert time.monotonic() < deadline and self._process.poll() is None, said
+            assert time.monotonic() < deadline and self._process.poll() is None, output
             time.sleep(0.005)
         return True
 

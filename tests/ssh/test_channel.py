@@ -111,13 +111,13 @@ async def test_a_program_that_says_much_and_is_not_heard_is_closed_at_once(
 async def test_a_program_that_has_left_is_told_to_who_writes(transport: Transport) -> None:
     channel = await transport.open(["/bin/sh", "-c", "echo gone >&2; exit 3"])
     assert await read_all(channel) == b""
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         async with asyncio.timeout(10):
             while True:
                 await channel.write(b"hello?")
                 await asyncio.sleep(0.01)
-    assert "the program has left" in str(told.value)
-    assert "gone" in str(told.value)
+    assert "the program has left" in str(raised.value)
+    assert "gone" in str(raised.value)
     assert await channel.close() == 3
 
 
@@ -128,9 +128,9 @@ async def test_a_lost_connection_is_told_at_once_to_who_reads_and_writes(bench: 
     waiting = asyncio.create_task(reading.read(1))
     await asyncio.sleep(0)
     sshd.drop_connections()
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await waiting
-    assert "connection lost" in str(told.value)
+    assert "connection lost" in str(raised.value)
     with pytest.raises(NodeUnreachable):
         await writing.write(b"x")
     assert time.monotonic() - began < 10, "the keepalive would have needed 15 s"
@@ -152,10 +152,10 @@ async def test_a_black_hole_is_seen_by_the_keepalive(bench: Bench, sshd: Sshd, m
     sshd.freeze()
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.5)
     began = time.monotonic()
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await channel.read(1)
     assert 0.8 < time.monotonic() - began < 10
-    assert "keepalive" in str(told.value)
+    assert "keepalive" in str(raised.value)
     with pytest.raises(NodeUnreachable, match="cannot be reached"):
         await transport.run(["true"], timeout_s=5)
     assert await channel.close() is None

@@ -69,8 +69,8 @@ async def test_a_hole_of_10_s_loses_nothing(isolated_cluster: Cluster, home: Pat
         node.cut()
         await asyncio.sleep(10)
         node.flush_rules()
-        said = b"1"
+        output = b"1"
         while block := await channel.read(1 << 16):
-            said += block
-        assert said.split() == [b"%d" % n for n in range(1, 301)]
+            output += block
+        assert output.split() == [b"%d" % n for n in range(1, 301)]
         assert await channel.close() == 0

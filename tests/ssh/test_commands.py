@@ -111,18 +111,18 @@ async def test_noise_of_the_login_shell_is_passed_over(bench: Bench) -> None:
 async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("echo 'This account is closed.' >&2; exit 7\n")
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await bench.to(sshd).run(["true"], timeout_s=10)
-    assert "This account is closed." in str(told.value)
+    assert "This account is closed." in str(raised.value)
     assert (await bench.to(bench.sshd()).run(["true"], timeout_s=10)).code == 0
 
 
 async def test_a_login_shell_cannot_steer_the_terminal_by_its_exit_output(bench: Bench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("printf '\\033]0;owned\\007Closed.\\n' >&2; exit 7\n")
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await bench.to(sshd).run(["true"], timeout_s=10)
-    assert told.value.why == "Closed."
+    assert raised.value.why == "Closed."
 
 
 async def test_a_program_that_never_stops_talking_is_ended(
@@ -229,9 +229,9 @@ async def test_commands_files_and_programs_that_stay_over_an_sshd_that_gives_one
 
 async def test_an_sshd_that_gives_no_session_at_all(bench: Bench) -> None:
     transport = bench.to(bench.sshd(MaxSessions=0))
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await transport.run(["true"], timeout_s=10)
-    assert "MaxSessions" in str(told.value)
+    assert "MaxSessions" in str(raised.value)
 
 
 async def test_programs_that_stay_do_not_keep_commands_waiting(bench: Bench) -> None:
@@ -250,9 +250,9 @@ async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench:
     running = asyncio.create_task(transport.run(script, timeout_s=600))
     await until((sshd.home / "started").exists)
     sshd.drop_connections()
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await running
-    assert "connection lost" in str(told.value)
+    assert "connection lost" in str(raised.value)
     assert (await transport.run(["cat", "~/started"], timeout_s=10)).stdout == b"x\n"
 
 

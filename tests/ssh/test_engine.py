@@ -69,8 +69,8 @@ async def test_a_fix_that_is_given_up_ends_on_the_node(bench: Bench, sshd: Sshd,
 async def test_a_shell_goes_where_the_connections_go(bench: Bench, sshd: Sshd, config: Config) -> None:
     argv = Engine(bench.home).nodes.shell_argv(config, "a")
     assert argv[:2] == ["ssh", "-t"]
-    said = await asyncio.to_thread(ssh, *argv, "pwd")
-    assert said.stdout == f"{sshd.home}\n", said.stderr
+    output = await asyncio.to_thread(ssh, *argv, "pwd")
+    assert output.stdout == f"{sshd.home}\n", output.stderr
 
 
 async def test_openssh_reads_the_same_configuration_and_checks_the_same_keys(bench: Bench, sshd: Sshd) -> None:

@@ -154,9 +154,9 @@ async def test_an_exchange_takes_a_measurable_time_over_ssh_and_none_here(bench:
 @pytest.mark.parametrize("subsystem", ["other /bin/false", "sftp /bin/false"])
 async def test_an_sshd_without_sftp_says_so_and_runs_commands(bench: Bench, subsystem: str) -> None:
     transport = bench.to(bench.sshd(Subsystem=subsystem))
-    with pytest.raises(NodeUnreachable, match="no files can be sent") as told:
+    with pytest.raises(NodeUnreachable, match="no files can be sent") as raised:
         await transport.read_from(PurePosixPath("~/x"), 0, 1)
-    assert "Subsystem sftp internal-sftp" in told.value.todo
+    assert "Subsystem sftp internal-sftp" in raised.value.todo
     assert (await transport.run(["true"], timeout_s=10)).code == 0
 
 
@@ -167,6 +167,6 @@ async def test_a_login_shell_that_talks_into_the_files_is_named(bench: Bench) ->
     transport = bench.to(sshd)
     await transport.put(PurePosixPath(sshd.home / "x"), b"x")
     (sshd.home / ".bashrc").write_text("echo 'Welcome to this Mac'\n")
-    with pytest.raises(NodeUnreachable, match="no files can be sent") as told:
+    with pytest.raises(NodeUnreachable, match="no files can be sent") as raised:
         await bench.to(sshd).read_from(PurePosixPath("~/x"), 0, 1)
-    assert "start-up file" in told.value.todo
+    assert "start-up file" in raised.value.todo

@@ -21,9 +21,9 @@ def offer(error: HostKeyUnknown) -> HostKeyOffer:
 
 
 async def refused(bench: Bench, sshd: Sshd) -> NodeUnreachable:
-    with pytest.raises(NodeUnreachable) as told:
+    with pytest.raises(NodeUnreachable) as raised:
         await bench.to(sshd).run(["true"], timeout_s=5)
-    return told.value
+    return raised.value
 
 
 async def test_an_unknown_key_is_shown_and_after_it_was_accepted_the_node_is_reached(bench: Bench) -> None:
@@ -81,9 +81,9 @@ async def test_a_changed_key_is_refused_with_both_fingerprints(bench: Bench, alg
 async def test_a_revoked_key_is_refused(bench: Bench) -> None:
     sshd = bench.sshd()
     bench.know(f"@revoked * {public(sshd.host_key)}\n")
-    told = await refused(bench, sshd)
-    assert not isinstance(told, HostKeyUnknown)
-    assert "revoked" in str(told)
+    error = await refused(bench, sshd)
+    assert not isinstance(error, HostKeyUnknown)
+    assert "revoked" in str(error)
 
 
 async def test_the_users_own_hashed_known_hosts_count_and_bad_lines_in_them_do_not(bench: Bench) -> None:

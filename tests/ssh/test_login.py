@@ -25,7 +25,7 @@ FREE = "1"
 """A port of loopback on which nobody listens."""
 
 
-async def told(transport: SshTransport) -> NodeUnreachable:
+async def login_error(transport: SshTransport) -> NodeUnreachable:
     with pytest.raises(NodeUnreachable) as error:
         await transport.run(["true"], timeout_s=5)
     return error.value
@@ -63,7 +63,7 @@ async def test_what_people_set_for_their_own_shells_changes_nothing(bench: Bench
 
 async def test_a_broken_configuration_is_named(bench: Bench) -> None:
     bench.configure("Host *\n    Port many")
-    error = await told(bench.to("ana"))
+    error = await login_error(bench.to("ana"))
     assert "configuration" in str(error)
     assert f"{bench.config} line 2" in str(error)
 
@@ -73,7 +73,7 @@ async def test_jump_hosts_are_gone_over_with_host_keys_checked_on_the_way(bench:
     bench.alias("first", first)
     bench.alias("second", second)
     bench.alias("last", last, "ProxyJump first,second")
-    unknown = await told(bench.to("last"))
+    unknown = await login_error(bench.to("last"))
     assert isinstance(unknown, HostKeyUnknown)
     assert unknown.target == "second"
     assert "second (on the way to last)" in str(unknown)
@@ -97,20 +97,20 @@ async def test_a_node_that_its_jump_host_cannot_reach(bench: Bench) -> None:
     bastion = bench.sshd()
     bench.alias("bastion", bastion)
     bench.configure(f"Host ana\n    HostName {LOOPBACK}\n    Port {FREE}\n    ProxyJump bastion")
-    error = await told(bench.to("ana"))
+    error = await login_error(bench.to("ana"))
     assert str(error).startswith("ana: cannot be reached from its jump host: Connection refused")
 
 
 async def test_a_hostile_jump_host_is_no_host(bench: Bench) -> None:
     bench.configure("Host ana\n    ProxyJump -oProxyCommand=id")
-    assert "ProxyJump names no host" in str(await told(bench.to("ana")))
+    assert "ProxyJump names no host" in str(await login_error(bench.to("ana")))
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[str]:
     """The socket of a real ssh-agent."""
-    said = subprocess.run(["ssh-agent", "-s", "-a", tmp_path / "agent"], capture_output=True, text=True, check=True)
-    pid = re.search(r"SSH_AGENT_PID=(\d+)", said.stdout)
+    output = subprocess.run(["ssh-agent", "-s", "-a", tmp_path / "agent"], capture_output=True, text=True, check=True)
+    pid = re.search(r"SSH_AGENT_PID=(\d+)", output.stdout)
     assert pid is not None
     yield str(tmp_path / "agent")
     os.kill(int(pid[1]), 15)
@@ -144,7 +144,7 @@ async def test_keys_that_are_refused_are_named(bench: Bench, agent: str, monkeyp
     into_agent(agent, bench.folder / "spare")
     monkeypatch.setenv("SSH_AUTH_SOCK", agent)
     bench.config.write_text(f"IdentityFile {bench.key_file}\nIdentityFile ~/.ssh/missing\n")
-    error = await told(bench.to(sshd))
+    error = await login_error(bench.to(sshd))
     assert isinstance(error, LoginRefused)
     for words in ("spare of the agent", str(bench.key_file), "missing (No such file", "ssh-copy-id"):
         assert words in str(error)
@@ -159,7 +159,7 @@ async def test_more_keys_than_an_sshd_lets_anyone_try(
         into_agent(agent, bench.folder / f"other{number}")
     monkeypatch.setenv("SSH_AUTH_SOCK", agent)
     bench.config.write_text(f"IdentityFile {bench.folder / 'none'}\n")
-    error = await told(bench.to(sshd))
+    error = await login_error(bench.to(sshd))
     assert isinstance(error, LoginRefused)
     assert "too many keys" in str(error)
     assert "IdentitiesOnly" in str(error)
@@ -168,7 +168,7 @@ async def test_more_keys_than_an_sshd_lets_anyone_try(
 async def test_a_login_without_any_key(bench: Bench) -> None:
     sshd = bench.sshd()
     bench.config.write_text("")
-    error = await told(bench.to(sshd))
+    error = await login_error(bench.to(sshd))
     assert isinstance(error, LoginRefused)
     assert "ssh-keygen" in str(error)
 
@@ -176,7 +176,7 @@ async def test_a_login_without_any_key(bench: Bench) -> None:
 async def test_a_private_key_that_others_can_read_is_refused_before_anything_is_connected(bench: Bench) -> None:
     bench.key_file.chmod(0o644)
     with socket.create_server((LOOPBACK, 0)) as nobody:
-        error = await told(bench.to(f"{LOOPBACK}:{nobody.getsockname()[1]}"))
+        error = await login_error(bench.to(f"{LOOPBACK}:{nobody.getsockname()[1]}"))
         assert str(error) == f"{bench.key_file}: a private key can be read by others (chmod 600 {bench.key_file})"
         nobody.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -204,19 +204,19 @@ async def test_a_user_certificate_beside_the_key_opens(bench: Bench) -> None:
 
 
 async def test_nobody_listens(bench: Bench) -> None:
-    error = await told(bench.to(f"{LOOPBACK}:{FREE}"))
+    error = await login_error(bench.to(f"{LOOPBACK}:{FREE}"))
     assert str(error).endswith("cannot be reached: connection refused (is Remote Login (sshd) on there?)")
 
 
 async def test_a_name_that_nobody_knows(bench: Bench) -> None:
-    error = await told(bench.to("no-such-host.invalid"))
+    error = await login_error(bench.to("no-such-host.invalid"))
     assert "its name is not known here" in str(error)
 
 
 async def test_a_node_that_takes_the_connection_and_says_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
-        error = await told(bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}"))
+        error = await login_error(bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}"))
     assert "no answer within" in str(error)
 
 
@@ -234,7 +234,7 @@ async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> 
         writer.close()
 
     async with await asyncio.start_server(hang_up, LOOPBACK, 0) as server:
-        error = await told(bench.to(f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"))
+        error = await login_error(bench.to(f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"))
     assert error.why == "not now nor later"
     assert str(error).isprintable()
 
@@ -254,7 +254,7 @@ async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     with socket.create_server((LOOPBACK, 0)) as silent:
         transport = bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}")
         async with asyncio.timeout(2):
-            errors = await asyncio.gather(*(told(transport) for _ in range(12)))
+            errors = await asyncio.gather(*(login_error(transport) for _ in range(12)))
     assert len(errors) == 12
 
 
@@ -296,7 +296,7 @@ async def test_what_a_hostile_server_says_of_why_is_plain_and_short(bench: Bench
     async with server:
         port = server.get_port()
         bench.know(f"[{LOOPBACK}]:{port} {public(key)}\n")
-        said = str(await told(bench.to(f"{LOOPBACK}:{port}")))
-    assert said.startswith(f"{LOOPBACK}:{port}: cannot be reached: ")
-    assert said.isprintable()
-    assert len(said) < 400
+        output = str(await login_error(bench.to(f"{LOOPBACK}:{port}")))
+    assert output.startswith(f"{LOOPBACK}:{port}: cannot be reached: ")
+    assert output.isprintable()
+    assert len(output) < 400

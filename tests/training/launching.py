@@ -27,7 +27,7 @@ from engine.protocol.attempt import (
     read_identity,
     write_atomic,
 )
-from tests.bundles import stage_bundle
+from tests.bundles import link_bundle
 from tests.unit.launch.host_layouts import ring_ports
 from tests.waiting import wait_until
 
@@ -142,7 +142,7 @@ def launch(
     fields = {"env": environment, "lease_s": LIMIT_S, "world_size": len(ranks), **(spec_fields or {})}
     spec = AttemptSpec(run_id="run", attempt=attempt, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
     write_atomic(files.spec, spec.to_json())
-    write_atomic(files.start, start_script(spec, files, stage_bundle(directory / "node")))
+    write_atomic(files.start, start_script(spec, files, link_bundle(directory / "node")))
     started = run_under_launcher(files.directory, len(ranks), ["/bin/sh", str(files.start)], nonce)
     run = Launched(started.process, files, len(ranks), nonce)
     wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)

@@ -22,7 +22,9 @@ def job(tiny: Tiny) -> dict[str, object]:
     return tiny.job(iters=STEPS, steps_per_report=10, val_batches=-1, steps_per_eval=25)
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (3.0, 1.0)], ids=["equal", "3:1"])
+@pytest.mark.parametrize(
+    "shares", [pytest.param((1.0, 1.0), id="equal", marks=pytest.mark.slow), pytest.param((3.0, 1.0), id="3:1")]
+)
 def test_two_ranks_train_as_one_does(tiny: Tiny, tmp_path: Path, alone: Launched, shares: tuple[float, ...]) -> None:
     both = launch(tmp_path, job(tiny), shares=shares).succeeded()
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual._compositor import Compositor
 from textual.pilot import Pilot
 
+from tests.bundles import link_bundle
 from tests.tui.fake_engine import NOW, FakeEngine, configuration
 from tui import app as app_module
 from tui.app import FlightDeckApp
@@ -34,6 +36,28 @@ class NoGcScheduler(GcScheduler):
 def no_gc_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one has tests of its own, and is in the consoles on a cluster and in every terminal."""
     monkeypatch.setattr(app_module, "GcScheduler", NoGcScheduler)
+
+
+@pytest.fixture(autouse=True)
+def no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console without a terminal draws its frames for nobody: a third of what it costs. `Console.screen` draws the
+    whole screen when it is asked for; the consoles of pictures and those in real terminals draw every frame."""
+    draw = Compositor.render_update
+
+    def render_update(self: Compositor, full: bool = False, **arguments: Any) -> Any:
+        if full:
+            return draw(self, full=True, **arguments)
+        self._dirty_regions.clear()
+        return None
+
+    monkeypatch.setattr(Compositor, "render_update", render_update)
+
+
+@pytest.fixture
+def home(home: Path) -> Path:
+    """A FLIGHTDECK_HOME of the test's own; this machine has the node bundle."""
+    link_bundle(home / "node")
+    return home
 
 
 @pytest.fixture
@@ -74,7 +98,7 @@ class Console:
         return "\n".join(strip.text for strip in strips)
 
     @property
-    def said(self) -> list[str]:
+    def notifications(self) -> list[str]:
         """The notifications so far."""
         return [notification.message for notification in self.app._notifications]
 

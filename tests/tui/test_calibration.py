@@ -119,7 +119,7 @@ async def test_while_a_run_goes_on_nothing_is_measured(fake: FakeEngine) -> None
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         await console.press("3", "c")
         assert fake.measurements == []
-        assert any("uses the nodes now" in said for said in console.said)
+        assert any("uses the nodes now" in text for text in console.notifications)
 
 
 async def test_the_key_means_nothing_in_another_pane(fake: FakeEngine) -> None:

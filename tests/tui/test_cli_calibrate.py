@@ -34,15 +34,15 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
     ]
     assert run(fake, quick=True) == ExitCode.OK
     assert fake.measurements == [True] and fake.closed
-    said = capsys.readouterr()
-    assert said.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [
         "local-0: loading",
         "local-0: measuring  1 of 10 s  16.0 ex/s",
         "local-0: measured  10 of 10 s  16.4 ex/s",
     ]
     for text in ("local-1  12.1 ex/s", "±3 %", "42.5%", "link local-0 - local-1: 48 µs, 8.1 GB/s", "1.60 times"):
-        assert text in said.out
-    assert "shares: by the measured throughputs" in said.out
+        assert text in output.out
+    assert "shares: by the measured throughputs" in output.out
 
 
 def test_what_is_stored_is_shown_and_nothing_is_measured(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,8 +57,8 @@ def test_what_is_stored_is_shown_and_nothing_is_measured(fake: FakeEngine, capsy
 
 def test_nothing_stored_is_said_and_fails(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(fake, show=True) == ExitCode.FAILED
-    said = capsys.readouterr().out
-    assert "not calibrated" in said and "hardware calibration missing, assuming equal performance" in said
+    output = capsys.readouterr().out
+    assert "not calibrated" in output and "hardware calibration missing, assuming equal performance" in output
     assert run(fake, show=True, json=True) == ExitCode.FAILED
     document = json.loads(capsys.readouterr().out)
     assert document["nodes"] == [] and document["prediction"]["why_not"] == "not calibrated"

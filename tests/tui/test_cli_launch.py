@@ -138,10 +138,10 @@ def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
     process = running("demo", "--headless", "--iters", "100000", *QUICK)
     wait_for(process, "iteration")
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "interrupted: stopping the run" in said
-    assert "aborted: user_abort" in said
+    assert "interrupted: stopping the run" in output
+    assert "aborted: user_abort" in output
     assert Engine(shared_home).runs.record("last").state is RunState.ABORTED
     assert with_nonce(nonce_of(shared_home, "last")) == []
 
@@ -156,8 +156,8 @@ def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
         assert process.poll() is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
-    assert (process.returncode, "aborted: user_abort" in said) == (130, True), said
+    output, _ = process.communicate(timeout=120)
+    assert (process.returncode, "aborted: user_abort" in output) == (130, True), output
     assert with_nonce(nonce_of(shared_home, "last")) == []
 
 
@@ -170,12 +170,12 @@ def test_following_logs_gives_every_line_once_and_ends_with_the_run(
     launched = running("launch", "-c", str(file), "--follow", *QUICK)
     wait_for(launched, "running")
     follower = running("logs", "last", "--rank", "0", "-f")
-    said, _ = follower.communicate(timeout=120)
+    output, _ = follower.communicate(timeout=120)
     assert follower.returncode == 0
     launched.communicate(timeout=60)
     assert launched.returncode == 0
-    assert said == flightdeck(shared_home, "logs", "last", "--rank", "0").out
-    assert "tick 99" in said
+    assert output == flightdeck(shared_home, "logs", "last", "--rank", "0").out
+    assert "tick 99" in output
 
 
 def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborted(
@@ -187,10 +187,10 @@ def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborte
     process = running("launch", "-c", str(file), "--follow", *QUICK)
     wait_for(process, "running")
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     run = Engine(shared_home).runs.find("last").id
-    assert f"flightdeck abort {run}" in said
+    assert f"flightdeck abort {run}" in output
     assert Engine(shared_home).runs.record(run).state is RunState.RUNNING
     aborted = flightdeck(shared_home, "abort", run)
     assert (aborted.code, "nothing is left" in aborted.out) == (0, True), aborted

@@ -122,8 +122,8 @@ def test_without_a_terminal_nothing_is_asked_and_the_command_is_named(
     strange: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert strange.run() == 1
-    said = capsys.readouterr().out
-    assert "flightdeck nodes --trust SHA256:new" in said and "ssh-keygen -lf" in said
+    output = capsys.readouterr().out
+    assert "flightdeck nodes --trust SHA256:new" in output and "ssh-keygen -lf" in output
     assert (strange.accepted, strange.closed) == ([], 1)
 
 
@@ -164,9 +164,9 @@ def test_a_changed_key_is_never_accepted_and_both_are_shown(
     cluster = Cluster([facts("max", problem="the host key has changed", problem_kind="key changed", changed_key=change,
                              fix="find out why")])  # fmt: skip
     assert cluster.run("SHA256:evil") == 1
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert cluster.accepted == []
-    assert "SHA256:old" in said.out and "SHA256:evil" in said.out and "find out why" in said.out
+    assert "SHA256:old" in output.out and "SHA256:evil" in output.out and "find out why" in output.out
 
 
 def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,17 +174,17 @@ def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.Capt
         [facts("max", problem="cannot be reached: no route", problem_kind="unreachable", fix="is it on?")]
     )
     assert cluster.run() == 1
-    said = capsys.readouterr().out
-    row = said.splitlines()[1]
+    output = capsys.readouterr().out
+    row = output.splitlines()[1]
     assert "unreachable, stale" in row and "0.32.4" in row and "3 h ago" in row
-    assert "max: cannot be reached: no route" in said and "fix: is it on?" in said
+    assert "max: cannot be reached: no route" in output and "fix: is it on?" in output
 
 
 def test_versions_that_differ_and_a_clock_that_is_off_stand_out(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster([facts("a"), facts("b"), facts("c", mlx="0.31.0", clock_skew_s=-7.5)])
     assert cluster.run() == 0
-    said = capsys.readouterr().out
-    assert "!=0.31.0" in said and "c: mlx 0.31.0, elsewhere 0.32.4" in said and "-7.5 s off" in said
+    output = capsys.readouterr().out
+    assert "!=0.31.0" in output and "c: mlx 0.31.0, elsewhere 0.32.4" in output and "-7.5 s off" in output
 
 
 def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEng
     async with opened(fake) as console:
         await console.shows("running 0:41")
         await console.press("n")
-        assert console.said == ["launch: demo-0314-140130 has not ended: ctrl+x aborts it"]
+        assert console.notifications == ["launch: demo-0314-140130 has not ended: ctrl+x aborts it"]
         assert console.on_deck
 
 
@@ -65,7 +65,7 @@ async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeE
         await console.shows("1 failure")
         assert "port 40211 is held by pid 4711" in console.screen
         await console.press("n")
-        assert console.said == ["launch: preflight has 1 failure: r checks again"]
+        assert console.notifications == ["launch: preflight has 1 failure: r checks again"]
 
 
 async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(fake: FakeEngine) -> None:
@@ -77,7 +77,7 @@ async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(
         for text in ("first failing   rank 1 on local-1", "40211: pid 4711, python train.py", "kill 4711"):
             await console.shows(text.split("   ")[-1])
         await console.press("y")
-        await console.until(lambda: bool(console.said))
+        await console.until(lambda: bool(console.notifications))
         assert console.app.clipboard == "kill 4711"
         assert [path.read_text() for path in (fake.home / "saved").iterdir()] == ["kill 4711\n"]
 
@@ -137,7 +137,7 @@ async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> N
 async def test_abort_is_disabled_without_a_run_and_says_why(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("ctrl+x")
-        assert console.said == ["abort: no run is shown"]
+        assert console.notifications == ["abort: no run is shown"]
 
 
 async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
@@ -374,7 +374,7 @@ async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: F
         await console.press("escape")
         await console.until(lambda: not console.app.state.searching)
         await console.press("n")
-        assert console.said[-1].startswith("launch: ")
+        assert console.notifications[-1].startswith("launch: ")
 
 
 async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: FakeEngine) -> None:
@@ -451,7 +451,7 @@ async def test_copying_a_log_line_keeps_it_in_a_file_too(fake: FakeEngine) -> No
         await console.press("slash", *"Trainable", "enter")
         await console.shows("Trainable parameters")
         await console.press("y")
-        await console.until(lambda: bool(console.said))
+        await console.until(lambda: bool(console.notifications))
         assert "Trainable parameters: 100.000%" in console.app.clipboard
         assert len(list((fake.home / "saved").iterdir())) == 1
 

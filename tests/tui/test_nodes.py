@@ -184,8 +184,8 @@ async def test_a_key_that_has_become_another_meanwhile_is_not_accepted(studio: F
     )
     async with opened(studio, config=macs.configuration()) as console:
         await console.press("1", "j", "j", "x", "right", "enter")
-        await console.until(lambda: bool(console.said))
-        assert console.said == ["not accepted: the host key is not the one that was accepted"]
+        await console.until(lambda: bool(console.notifications))
+        assert console.notifications == ["not accepted: the host key is not the one that was accepted"]
         assert studio.accepted == [] and console.app.state.facts["mini"].host_key is not None
 
 
@@ -212,7 +212,7 @@ async def test_an_unreachable_node_says_why_and_what_to_do_and_y_copies_that(stu
         await console.press("1", "G")
         await console.shows("no answer on port 22 within 10 s")
         await console.press("x")
-        assert console.said[-1].endswith("no command fixes this: is it on, and on this network?")
+        assert console.notifications[-1].endswith("no command fixes this: is it on, and on this network?")
         await console.press("y")
         await console.until(lambda: console.app.clipboard == "is it on, and on this network?")
 
@@ -255,7 +255,7 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
 async def test_x_says_why_where_there_is_nothing_to_fix(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("1", "x")
-        assert console.said[-1].endswith("no known problem on local-0 has a fix command")
+        assert console.notifications[-1].endswith("no known problem on local-0 has a fix command")
 
 
 async def test_a_shell_has_the_terminal_until_it_ends(
@@ -275,7 +275,7 @@ async def test_a_shell_has_the_terminal_until_it_ends(
         await console.press("1", "s")
         await console.until(seen.exists)
         assert handed == [True] and seen.read_text() == "shell\n"
-        assert console.said == ["the shell on local-0 ended with 3"]
+        assert console.notifications == ["the shell on local-0 ended with 3"]
         await console.press("escape")
         assert console.app.state.view == "dashboard"
 
@@ -285,7 +285,7 @@ async def test_a_key_right_behind_a_movement_means_what_was_moved_to(studio: Fak
         await console.press("1")
         console.app.deck.action_press("j")
         console.app.deck.action_press("s")
-        await console.until(lambda: bool(console.said))
+        await console.until(lambda: bool(console.notifications))
         assert studio.shells == ["max"]
 
 
@@ -293,7 +293,7 @@ async def test_where_the_terminal_cannot_be_handed_over_the_command_is_told(fake
     fake.shell = ["ssh", "-t", "ana@ultra.local"]
     async with opened(fake) as console:
         await console.press("1", "s")
-        assert console.said == ["this terminal cannot be handed over; in another one: ssh -t ana@ultra.local"]
+        assert console.notifications == ["this terminal cannot be handed over; in another one: ssh -t ana@ultra.local"]
 
 
 async def test_the_confirmation_of_a_launch_names_hosts_and_backend(studio: FakeEngine) -> None:

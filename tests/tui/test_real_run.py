@@ -15,6 +15,9 @@ from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
 
+TAKE_SECONDS = ("gradient_layer", "versions_match")
+"""Checks that tests/tui/test_cli_launch.py runs on the same demo."""
+
 
 @asynccontextmanager
 async def console_on(engine: Engine, config: Config) -> AsyncIterator[Console]:
@@ -26,6 +29,7 @@ async def console_on(engine: Engine, config: Config) -> AsyncIterator[Console]:
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
     engine = Engine(demo_below(home))
     config = await asyncio.to_thread(engine.configs.demo, ranks=2, iters=4000)
+    config = config.model_copy(update={"preflight": config.preflight.model_copy(update={"skip": TAKE_SECONDS})})
     async with console_on(engine, config) as console:
         await console.shows("launches it, after you confirm")
         await console.press("n", "right", "enter")

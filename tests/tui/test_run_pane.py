@@ -213,11 +213,11 @@ async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -
         assert "too small" not in console.screen
 
 
-@pytest.mark.parametrize(("epoch", "said"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
-async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, said: str) -> None:
+@pytest.mark.parametrize(("epoch", "progress"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
+async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, progress: str) -> None:
     fake.add(streamed := replace(situation.running(), chunk=ChunkProgress(3, 20, epoch)))
     async with opened(fake, size=(120, 36), follow=streamed.record.id) as console:
-        await console.shows(said)
+        await console.shows(progress)
 
 
 def test_a_low_plot_has_a_scale_of_two_figures() -> None:
@@ -267,7 +267,7 @@ async def test_a_plan_that_cannot_be_made_leaves_the_console_as_it_is(
 
     monkeypatch.setattr(fake, "make", broken)
     async with opened(fake) as console:
-        await console.until(lambda: "plan: no plan today" in console.said)
+        await console.until(lambda: "plan: no plan today" in console.notifications)
         await console.shows("n  launches it, after you confirm")
 
 

@@ -31,8 +31,8 @@ def test_its_figures_are_taken(tmp_path: Path) -> None:
 
 
 def test_it_gets_the_node_the_model_and_the_time(tmp_path: Path) -> None:
-    said = "import json, sys; print(json.dumps({'throughput': len(sys.argv), 'memory_gb': float(sys.argv[-1])} "
-    text = said + "| {'latency_ms': int(sys.argv[2:5:2] == ['a', 'qwen'])}))"
+    output = "import json, sys; print(json.dumps({'throughput': len(sys.argv), 'memory_gb': float(sys.argv[-1])} "
+    text = output + "| {'latency_ms': int(sys.argv[2:5:2] == ['a', 'qwen'])}))"
     found = calibrate_node(CONFIG, str(benchmark(tmp_path, text)), duration_s=7)
     assert (found.throughput, found.memory_gb, found.latency_ms) == (7, 7, 1)
 

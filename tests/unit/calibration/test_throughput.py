@@ -17,7 +17,7 @@ from engine.protocol.measurements import MeasureProgress, MeasureReport
 from tests.unit.plan.calibrations import config
 
 
-def said(document: Mapping[str, Any]) -> MeasureOutput | None:
+def output(document: Mapping[str, Any]) -> MeasureOutput | None:
     return parse_line(json.dumps(document).encode(), MeasureOutput)
 
 
@@ -25,7 +25,7 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
     written = MeasureReport(
         8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, [(1, 5), (2, 9)], "not on macOS"
     )
-    found = said({"measured": asdict(written)})
+    found = output({"measured": asdict(written)})
     assert found is not None and found.measured is not None
     measure = _measure(config(["a"]).nodes[0], found.measured)
     assert (measure.examples_per_s, measure.overhead_s, measure.steps, measure.state_bytes) == (
@@ -35,7 +35,7 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         6_000_000,
     )
     assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
-    progress = said({"progress": asdict(MeasureProgress("measuring", 1.5, 3, 8.0))})
+    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 3, 8.0))})
     assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
 
 
@@ -52,11 +52,11 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
     ],
 )
 def test_a_figure_that_cannot_be_is_no_answer(figures: dict[str, Any]) -> None:
-    assert said({"measured": figures}) is None
+    assert output({"measured": figures}) is None
 
 
 def test_messages_are_made_harmless_and_short() -> None:
-    found = said({"measured": {"problem": "\x1b[31mred\x1b]0;title\x07" + "x" * 1000}})
+    found = output({"measured": {"problem": "\x1b[31mred\x1b]0;title\x07" + "x" * 1000}})
     assert found is not None and found.measured is not None and found.measured.problem is not None
     assert "\x1b" not in found.measured.problem and len(found.measured.problem) < 400
 

@@ -17,11 +17,13 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, P
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
 from engine.security.paths import state_home
+from tests.bundles import link_bundle
 
 
 @pytest.fixture(autouse=True)
 def own_home(home: Path) -> Path:
-    """The worker is staged for every look: below a state directory of the test's own."""
+    """A state directory of the test's own, with the node bundle that every probe runs from."""
+    link_bundle(home / "node")
     return home
 
 

@@ -39,12 +39,12 @@ MODEL: dict[str, Any] = {"kind": "llama", "bytes": 1, "shards": 1, "faults": [],
 
 def test_texts_are_made_safe_and_short() -> None:
     hostile = "\x1b]0;title\x07model\u202egnp.\n" + "x" * 10_000
-    said = probe_results.ModelFiles.model_validate(
+    output = probe_results.ModelFiles.model_validate(
         MODEL | {"kind": hostile, "hashes": {"a\x1b[2J.safetensors": "1 bytes"}}
     )
-    assert said.kind.startswith("modelgnp.")
-    assert len(said.kind) <= 300
-    assert list(said.hashes) == ["a.safetensors"]
+    assert output.kind.startswith("modelgnp.")
+    assert len(output.kind) <= 300
+    assert list(output.hashes) == ["a.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["org/tiny", "org-1/tiny.v2"])
@@ -65,7 +65,7 @@ def test_a_pid_that_must_not_be_killed_is_refused(pid: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "output"),
     [
         (probe_results.AddressProblems, {"problems": [None] * 10_001}),
         (probe_results.ListeningPorts, {"listening": [70_000]}),
@@ -75,9 +75,9 @@ def test_a_pid_that_must_not_be_killed_is_refused(pid: object) -> None:
         (probe_results.ProgramLocation, {}),
     ],
 )
-def test_what_has_another_form_is_no_answer(kind: type[probe_results.ProbeResult], said: dict[str, Any]) -> None:
+def test_what_has_another_form_is_no_answer(kind: type[probe_results.ProbeResult], output: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        kind.model_validate(said)
+        kind.model_validate(output)
 
 
 HERE = NodeConfig(name="here", python=sys.executable, workdir="/")

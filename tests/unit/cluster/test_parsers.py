@@ -176,8 +176,8 @@ def test_names_from_a_node_are_safe_to_show_and_short() -> None:
     for text in (port.domain_uuid, port.peer_uuid, port.peer_name, named.name):
         assert text is not None and text.isprintable() and len(text) <= 120
     assert hardware_ports("Hardware Port: a\nDevice: en5; rm -rf /\n") == []
-    said = {"system": "Linux", "hostname": hostile, "answers": {"user": hostile, "versions": {"mlx": hostile}}}
-    for value in answer.read_facts(said).values():
+    output = {"system": "Linux", "hostname": hostile, "answers": {"user": hostile, "versions": {"mlx": hostile}}}
+    for value in answer.read_facts(output).values():
         assert not isinstance(value, str) or (value.isprintable() and len(value) <= 255)
 
 

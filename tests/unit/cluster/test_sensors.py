@@ -50,8 +50,8 @@ def test_an_old_macmon_names_a_pair_of_clock_and_ratio() -> None:
 
 
 def test_a_new_macmon_names_each_and_the_active_share_is_taken() -> None:
-    told = parse_macmon(json.dumps(NEW))
-    assert (told["gpu_use"], told["gpu_mhz"], told["cpu_use"]) == (0.75, 1398, 0.5)
+    values = parse_macmon(json.dumps(NEW))
+    assert (values["gpu_use"], values["gpu_mhz"], values["cpu_use"]) == (0.75, 1398, 0.5)
 
 
 def test_a_machine_without_a_sensor_for_the_whole_gives_cpu_and_gpu() -> None:
@@ -62,11 +62,11 @@ def test_a_machine_without_a_sensor_for_the_whole_gives_cpu_and_gpu() -> None:
     ("file", "gpu", "mhz", "power"), [("macmon-old.json", 0.8125, 402, 21.625), ("macmon-new.json", 0.125, 512, 6.5)]
 )
 def test_whole_lines_of_macmon(file: str, gpu: float, mhz: float, power: float) -> None:
-    told = parse_macmon(node_output(file))
-    assert (told["gpu_use"], told["gpu_mhz"], told["power_w"]) == (gpu, mhz, power)
-    assert 20e9 < told["memory_used_bytes"] < 30e9
-    assert told["swap_used_bytes"] > 2e9
-    assert 30 < told["gpu_temperature_c"] < told["cpu_temperature_c"] < 60
+    values = parse_macmon(node_output(file))
+    assert (values["gpu_use"], values["gpu_mhz"], values["power_w"]) == (gpu, mhz, power)
+    assert 20e9 < values["memory_used_bytes"] < 30e9
+    assert values["swap_used_bytes"] > 2e9
+    assert 30 < values["gpu_temperature_c"] < values["cpu_temperature_c"] < 60
 
 
 def test_use_is_what_the_counters_moved_by() -> None:
@@ -116,6 +116,6 @@ JUNK = st.recursive(st.floats() | st.integers() | st.text() | st.none() | st.boo
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(NEW, JUNK)))
-def test_impossible_macmon_values_are_not_measured(said: dict[str, object]) -> None:
-    for value in parse_macmon(json.dumps(said)).values():
+def test_impossible_macmon_values_are_not_measured(output: dict[str, object]) -> None:
+    for value in parse_macmon(json.dumps(output)).values():
         assert isinstance(value, float | int) and value >= 0

@@ -113,8 +113,8 @@ async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(tmp_path: 
             break
 
 
-def line(**said: object) -> bytes:
-    return json.dumps(said).encode()
+def line(**output: object) -> bytes:
+    return json.dumps(output).encode()
 
 
 def test_slow_readings_stay_with_their_own_age() -> None:
@@ -135,9 +135,9 @@ def test_a_mac_without_macmon() -> None:
         "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages wired down: 2.\nAnonymous pages: 3.\n"
         "Pages occupied by compressor: 1.\nPages purgeable: 1.\n"
     )
-    said = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25'}
+    output = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25'}
     reader.read(line(system="Darwin", ticks=[10, 10, 80, 0]), AT)
-    values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **said), AT)
+    values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **output), AT)
     assert values == {
         "cpu_use": 0.2,
         "gpu_use": 0.25,
@@ -155,7 +155,7 @@ def test_lines_that_are_not_the_programs_are_passed_over(junk: bytes) -> None:
 
 
 def test_values_of_the_wrong_kind_are_not_measured() -> None:
-    said = line(system="Linux", cpu=5, meminfo=["x"], cpu_temperature_c="hot", nvidia=[1, None], ranks={"a": 1})
-    values = TelemetryParser().read(said, AT)
+    output = line(system="Linux", cpu=5, meminfo=["x"], cpu_temperature_c="hot", nvidia=[1, None], ranks={"a": 1})
+    values = TelemetryParser().read(output, AT)
     assert values is not None
     assert NodeTelemetry(node="a", at=AT, **values).memory_used_bytes is None

@@ -12,7 +12,7 @@ import pytest
 
 from engine.launch.start_script import start_script
 from engine.protocol.attempt import AttemptSpec, NodeFiles, RankSpec, read_exit, read_identity, write_atomic
-from tests.bundles import stage_bundle
+from tests.bundles import link_bundle
 from tests.waiting import wait_until
 
 
@@ -22,7 +22,7 @@ def prepared(directory: Path, *pythons: str, command: list[str] | None = None, *
     ranks = [RankSpec(k, f"n{k}", "127.0.0.1", python, str(directory)) for k, python in enumerate(pythons)]
     spec = AttemptSpec("run", 1, "nonce", "ring", len(ranks), ranks, command=command or ["python", "-c", "print(1)"])
     write_atomic(files.spec, spec.to_json())
-    files.start.write_text(start_script(spec, files, stage_bundle(directory), **options))
+    files.start.write_text(start_script(spec, files, link_bundle(directory), **options))
     return files
 
 

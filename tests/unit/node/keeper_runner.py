@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine
 from engine.node import processes
-from engine.node.bootstrap import read_package
 from engine.protocol.attempt import (
     NONCE_ENV,
     AttemptSpec,
@@ -24,19 +22,18 @@ from engine.protocol.attempt import (
     read_identity,
     write_atomic,
 )
+from tests.bundles import link_files
 from tests.waiting import wait_until
-
-SOURCE = Path(engine.__file__).parent
 
 
 def stage_bundle(to: Path, trainer: str | None = None) -> Path:
-    """A copy of the worker as a node holds it; `trainer` is the source of another program in the trainer's place."""
-    for name, content in read_package(SOURCE).items():
-        copied = to / "engine" / name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(content)
+    """The worker as a node holds it; `trainer` is the source of another program in the trainer's place."""
+    if not to.exists():
+        link_files(to)
     if trainer is not None:
-        (to / "engine" / "trainer" / "main.py").write_text(trainer)
+        program = to / "engine" / "trainer" / "main.py"
+        program.unlink()
+        program.write_text(trainer)
     return to
 
 

@@ -94,7 +94,8 @@ def test_a_spec_of_another_version_is_refused_in_the_exit_record(tmp_path: Path)
     assert record.error is not None and "its version is 99" in record.error
 
 
-def test_the_command_gets_this_nodes_python_and_paths(tmp_path: Path) -> None:
+def test_the_command_gets_this_nodes_python_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH")
     shown = "import sys, os; print(sys.executable, sys.argv[1:], os.getcwd(), 'PYTHONPATH' in os.environ)"
     kept = start_keeper(tmp_path, ["python", "-c", shown, "{workdir}/x", "r{rank}"])
     assert kept.ended().code == 0

@@ -561,6 +561,6 @@ def test_mlx_reads_the_hostfiles_as_intended(tmp_path: Path) -> None:
     # One process for all: MLX takes longer to import than to read them.
     argv = [sys.executable, "-c", _ASK_MLX, *(str(path) for path, _ in meant)]
     read = subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout.splitlines()
-    for said, (_, wiring) in zip(read, meant, strict=True):
+    for output, (_, wiring) in zip(read, meant, strict=True):
         hosts = [[host.ssh, host.ips, host.rdma or ()] for host in wiring.hosts]
-        assert json.loads(said) == json.loads(json.dumps(hosts))
+        assert json.loads(output) == json.loads(json.dumps(hosts))

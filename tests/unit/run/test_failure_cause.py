@@ -102,9 +102,9 @@ def ended(
     ],
 )
 def test_a_known_text_is_explained(text: str, words: str) -> None:
-    told = explain(text.split("\n"))
-    assert told is not None
-    assert words in told.cause
+    message = explain(text.split("\n"))
+    assert message is not None
+    assert words in message.cause
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ FALLING = [(10 * at, 4.0 - at / 10) for at in range(1, 20)]
 
 
 def lines(*ranks: RankReport, **changed: Any) -> dict[str, Verification]:
-    plan: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "backend": "ring",
         "compared_every": 50,
         "tokens_per_second": changed.pop("predicted", None),
     }
-    plan |= {name: changed.pop(name) for name in ("backend", "compared_every") if name in changed}
+    expected |= {name: changed.pop(name) for name in ("backend", "compared_every") if name in changed}
     reported: dict[str, Any] = {"losses": FALLING, "tokens_per_second": 1840.0, "checkpoint": 100, **changed}
-    return {line.name: line for line in verify(ranks or (STARTED, STARTED), Expected(**plan), **reported)}
+    return {line.name: line for line in verify(ranks or (STARTED, STARTED), Expected(**expected), **reported)}
 
 
 def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:

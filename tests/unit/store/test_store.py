@@ -237,13 +237,13 @@ def kill_writers(home: Path, times: int) -> None:
         )
         assert writer.stdout is not None
         # Blocked until it writes for the first time, so that the kill falls among its writes and not its imports.
-        said = [writer.stdout.readline()]
+        output = [writer.stdout.readline()]
         threading.Event().wait(dice.uniform(0, 0.04))
         writer.kill()
-        said += writer.stdout.readlines()
+        output += writer.stdout.readlines()
         writer.stdout.close()
         writer.wait()
-        acknowledged = int(said[-1])
+        acknowledged = int(output[-1])
         reader = Store(home)
         found = ids(reader)
         assert reader.notices == []

@@ -70,10 +70,10 @@ def test_what_is_taken_for_a_host_can_harm_no_command_line(text: str) -> None:
     except InputError as refused:
         assert "\n" not in str(refused)
         return
-    for said in (str(target), target.openssh.removeprefix("ssh://"), target.host, target.user or "x"):
-        assert said.isascii()
-        assert not said.startswith("-")
-        assert not set(said) & set(" \t\n;&|<>$`'\"\\(){}*?!#~%,=/")
+    for output in (str(target), target.openssh.removeprefix("ssh://"), target.host, target.user or "x"):
+        assert output.isascii()
+        assert not output.startswith("-")
+        assert not set(output) & set(" \t\n;&|<>$`'\"\\(){}*?!#~%,=/")
     assert target.port is None or 1 <= target.port <= 65535
     assert SshTarget.parse(str(target)) == target
 

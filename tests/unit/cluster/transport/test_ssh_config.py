@@ -81,10 +81,10 @@ def test_whatever_is_written_is_one_name_and_one_key(
         add_known_host(home, name, key)
     except InputError:
         return
-    said = (home / "known_hosts").read_text()
-    assert said == f"{name} {key}\n"
-    assert said.isascii()
-    assert len(said.split()) == 3
+    output = (home / "known_hosts").read_text()
+    assert output == f"{name} {key}\n"
+    assert output.isascii()
+    assert len(output.split()) == 3
 
 
 def written(path: Path, text: str) -> Path:

@@ -18,11 +18,8 @@ import pytest
 from engine.node.probes import model, network
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
-from tests.machine import WATCHED
+from tests.machine import NONCE, WATCHED
 from tests.waiting import wait_until
-
-NONCE = f"nonce-of-a-lease-{os.getpid()}"
-"""Of this process of pytest's: another must not end what is held here."""
 
 
 @contextmanager
@@ -61,8 +58,8 @@ def folder(tmp_path: Path, name: str) -> Path:
 def test_a_released_lease_ends_what_it_held_and_reports_it(tmp_path: Path) -> None:
     mine, another = folder(tmp_path, "preflight-1"), folder(tmp_path, "a-run")
     with rank() as held, rank("another") as free, lease(60, mine, another) as holder:
-        said, _ = holder.communicate("\n\nend\n", timeout=20)
-        assert json.loads(said) == {"left": []}
+        output, _ = holder.communicate("\n\nend\n", timeout=20)
+        assert json.loads(output) == {"left": []}
         assert held.wait(5) == -signal.SIGKILL
         assert start_time(free.pid) is not None
         assert (mine.exists(), another.exists()) == (False, True)
@@ -93,8 +90,8 @@ def test_no_signal_but_kill_takes_a_lease_away() -> None:
     with rank() as held, lease(60) as holder:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             holder.send_signal(number)
-        said, _ = holder.communicate("end", timeout=20)
-        assert json.loads(said) == {"left": []}
+        output, _ = holder.communicate("end", timeout=20)
+        assert json.loads(output) == {"left": []}
         assert held.wait(5) == -signal.SIGKILL
 
 

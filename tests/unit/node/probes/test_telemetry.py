@@ -42,20 +42,20 @@ class Running:
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], "it says nothing"
-        said = json.loads(self.process.stdout.readline())
-        assert isinstance(said, dict)
-        return said
+        output = json.loads(self.process.stdout.readline())
+        assert isinstance(output, dict)
+        return output
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first line that holds, each answered as the head does."""
         assert self.process.stdin is not None
         limit = time.monotonic() + PATIENCE_S
         while time.monotonic() < limit:
-            said = self.line()
+            output = self.line()
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
-            if holds(said):
-                return said
+            if holds(output):
+                return output
         raise AssertionError("never said")
 
     def end(self) -> None:
@@ -114,23 +114,25 @@ def rss(pid: int) -> int:
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
-def of_run(said: dict[str, Any], run: str = "r1") -> dict[int, int]:
-    return {rank: used for name, rank, used in said.get("ranks", []) if name == run}
+def of_run(output: dict[str, Any], run: str = "r1") -> dict[int, int]:
+    return {rank: used for name, rank, used in output.get("ranks", []) if name == run}
 
 
 def test_it_says_what_a_ranks_processes_hold_while_they_are_there(script: Callable[..., Running]) -> None:
     running = script()
-    assert of_run(running.until(lambda said: "ranks" in said)) == {}
+    assert of_run(running.until(lambda output: "ranks" in output)) == {}
     with ranks_process("x = bytearray(50_000_000)") as first, ranks_process("", rank=0) as other:
         # A process that has only just been started grows for a moment.
-        running.until(lambda said: of_run(said).get(1, 0) == pytest.approx(rss(first.pid), rel=0.02))
-        said = of_run(running.until(lambda said: of_run(said).get(0, 0) == pytest.approx(rss(other.pid), rel=0.05)))
-        assert said[1] > 50e6
+        running.until(lambda output: of_run(output).get(1, 0) == pytest.approx(rss(first.pid), rel=0.02))
+        output = of_run(
+            running.until(lambda output: of_run(output).get(0, 0) == pytest.approx(rss(other.pid), rel=0.05))
+        )
+        assert output[1] > 50e6
         with ranks_process("x = bytearray(30_000_000)") as second:
             # Of one rank, whoever is its parent.
             both = rss(first.pid) + rss(second.pid)
-            running.until(lambda said: of_run(said)[1] == pytest.approx(both, rel=0.02))
-    running.until(lambda said: "ranks" in said and of_run(said) == {})
+            running.until(lambda output: of_run(output)[1] == pytest.approx(both, rel=0.02))
+    running.until(lambda output: "ranks" in output and of_run(output) == {})
 
 
 def test_a_process_that_became_a_ranks_by_exec_is_found(script: Callable[..., Running]) -> None:
@@ -145,18 +147,18 @@ def test_a_process_that_became_a_ranks_by_exec_is_found(script: Callable[..., Ru
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
         for _ in range(3):
-            assert of_run(running.until(lambda said: "ranks" in said)) == {}
+            assert of_run(running.until(lambda output: "ranks" in output)) == {}
         process.stdin.write(b"\n")
         process.stdin.flush()
-        running.until(lambda said: 3 in of_run(said))
+        running.until(lambda output: 3 in of_run(output))
         process.kill()
 
 
 def test_it_says_what_the_machine_does(script: Callable[..., Running]) -> None:
-    said = script().line()
-    assert said["system"] == "Linux"
-    assert said["cpu"].startswith("cpu ")
-    assert "MemAvailable:" in said["meminfo"] and "SwapFree:" in said["meminfo"]
+    output = script().line()
+    assert output["system"] == "Linux"
+    assert output["cpu"].startswith("cpu ")
+    assert "MemAvailable:" in output["meminfo"] and "SwapFree:" in output["meminfo"]
 
 
 def test_it_leaves_when_its_stdin_ends(script: Callable[..., Running]) -> None:
@@ -188,8 +190,8 @@ def test_on_a_mac_macmon_is_listened_to_and_ends_with_the_script(
     (tmp_path / "macmon").write_text(MACMON)
     (tmp_path / "macmon").chmod(0o755)
     running = script(ON_MAC, "0.05", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    said = running.until(lambda said: "macmon" in said)
-    assert json.loads(said["macmon"])["sys_power"] == 20.0
+    output = running.until(lambda output: "macmon" in output)
+    assert json.loads(output["macmon"])["sys_power"] == 20.0
     children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
     assert len(children) == 1
     assert running.process.stdin is not None
@@ -204,8 +206,8 @@ def test_a_macmon_that_cannot_be_run_or_dies_leaves_the_systems_own_tools(
     (tmp_path / "macmon").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "macmon").chmod(0o755)
     running = script(ON_MAC, "0.05", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    said = running.until(lambda said: "vm_stat" in said)
-    assert "macmon" not in said
+    output = running.until(lambda output: "vm_stat" in output)
+    assert "macmon" not in output
 
 
 PS = "  301   20480   1:35.69 Fri Nov 21 10:00:00 2026\n  302 1048576 12:01:35 Fri Nov 21 10:00:01 2026\nPID\n"

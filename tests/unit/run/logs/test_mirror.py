@@ -342,7 +342,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_supervisor_killed_while_it_mirrors_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
