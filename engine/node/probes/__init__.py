@@ -46,7 +46,7 @@ PROBES = {
     "mlx_lm": Probe("mlx_import.probe_mlx_lm", own_process=True),
     "model": Probe("model.probe_model"),
     "ports": Probe("network.probe_ports"),
-    "program": Probe("program.probe_program"),
+    "program": Probe("files.probe_program"),
     "reach": Probe("network.probe_reach"),
     "stale": Probe("leases.probe_stale"),
     "storage": Probe("storage.probe_storage"),
