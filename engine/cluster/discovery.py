@@ -27,7 +27,7 @@ from engine.errors import ConfigError, HostKeyUnknown, InputError, NodeUnreachab
 from engine.models import HostKeyOffer
 from engine.security.identifiers import LOCAL, SshTarget
 from engine.security.paths import path_fault
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import plain
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -39,6 +39,7 @@ BONJOUR_VARIABLE = "FLIGHTDECK_BONJOUR"
 """Addresses of the interfaces on which Bonjour asks, with commas; not set: all; "off": none."""
 BONJOUR_S = 3.0
 _HOST_LIMIT = 256
+_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -80,34 +81,29 @@ def hosts_from_hostfile(path: Path) -> Hostfile:
     """MLX's JSON, or lines of `host:slots`, one host for each rank. Raises ConfigError with all its faults."""
     faults = Faults()
     read = read_hostfile(faults, path)
-    hosts = []
-    for table in read.tables:
-        values = table.known
-        if not faults.found and (accepted := host_form(values.get("ssh"))):
-            faults.add(table.location, "ssh", values.get("ssh"), accepted)
-        if faults.found:
-            raise ConfigError(faults.found)
-        rdma = values.get("rdma")
-        hosts.append(
-            FoundHost(
-                name=values["name"],
-                ssh=values["ssh"],
-                sources=("hostfile",),
-                ips=tuple(values.get("ips") or ()),
-                rdma=tuple(rdma) if rdma else None,
-            )
-        )
+    for table in [] if faults.found else read.tables:
+        if accepted := host_form(table.known.get("ssh")):
+            faults.add(table.location, "ssh", table.known.get("ssh"), accepted)
     if faults.found:
         raise ConfigError(faults.found)
+    hosts = [
+        FoundHost(
+            name=table.known["name"],
+            ssh=table.known["ssh"],
+            sources=("hostfile",),
+            ips=tuple(table.known.get("ips") or ()),
+            rdma=tuple(table.known.get("rdma") or ()) or None,
+        )
+        for table in read.tables
+    ]
     return Hostfile(hosts, read.backend, read.env)
 
 
-async def discover(
-    timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bonjour: bool = True, here: bool = True
-) -> list[FoundHost]:
+async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bonjour: bool = True) -> list[FoundHost]:
     """This machine, then what ssh's configuration names, then what answers by Bonjour within `timeout_s`; each host
     once. Names that no ssh may be given are left out."""
-    found = [this_machine()] if here else []
+    # The head as a node, without ssh.
+    found = [FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))]
     known: dict[str, str] = {}
     if ssh_config:
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
@@ -119,11 +115,6 @@ async def discover(
             alias = known.get(SshTarget.parse(host.ssh).host.lower())
             _merge(found, replace(host, ssh=alias) if alias is not None else host)
     return found
-
-
-def this_machine() -> FoundHost:
-    """The head as a node, without ssh."""
-    return FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))
 
 
 def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
@@ -145,7 +136,7 @@ def _merge(found: list[FoundHost], host: FoundHost) -> None:
 
 def _of_alias(host: SshHost) -> FoundHost:
     about = [f"{name} {value}" for name, value in (("user", host.user), ("at", host.hostname)) if value is not None]
-    return FoundHost(_name(SshTarget.parse(host.alias)), host.alias, ("ssh config",), _shown(", ".join(about)))
+    return FoundHost(_name(SshTarget.parse(host.alias)), host.alias, ("ssh config",), plain(", ".join(about), _SHOWN))
 
 
 def _own_alias(host: SshHost) -> bool:
@@ -176,10 +167,6 @@ def is_address(host: str) -> bool:
         ipaddress.ip_address(host)
         return True
     return False
-
-
-def _shown(text: str) -> str:
-    return sanitise(text.encode(errors="replace"), 80)
 
 
 async def _bonjour(timeout_s: float) -> list[FoundHost]:
@@ -238,13 +225,14 @@ def _of_service(service: AsyncServiceInfo) -> FoundHost | None:
     except InputError:
         return None
     own = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
-    about = _shown(service.name.removesuffix(f".{BONJOUR_SERVICE}"))
+    about = plain(service.name.removesuffix(f".{BONJOUR_SERVICE}"), _SHOWN)
     if own and not port:
         return FoundHost(_name(target), LOCAL, ("Bonjour",), about)
     return FoundHost(_name(target), str(target), ("Bonjour",), about)
 
 
 FIND_PYTHON_LIMIT_S = 30.0
+_LINE = 160
 _MARK = "flightdeck-init"
 _ASK = """
 import importlib.metadata, importlib.util, platform
@@ -306,11 +294,12 @@ async def find_python(transport: Transport, *, time_limit_s: float = FIND_PYTHON
         done = await transport.run(["/bin/sh", "-c", _SCRIPT, "sh", _ASK, *first], timeout_s=time_limit_s)
     except HostKeyUnknown as unknown:
         offer = HostKeyOffer(target=unknown.target, key=unknown.key, fingerprint=unknown.fingerprint)
-        return FoundPython(problem=_line(unknown.what), todo=_line(unknown.todo), host_key=offer)
+        return FoundPython(problem=plain(unknown.what, _LINE), todo=plain(unknown.todo, _LINE), host_key=offer)
     except NodeUnreachable as away:
-        return FoundPython(problem=_line(away.what + (f": {away.why}" if away.why else "")), todo=_line(away.todo))
+        problem = f"{away.what}: {away.why}" if away.why else away.what
+        return FoundPython(problem=plain(problem, _LINE), todo=plain(away.todo, _LINE))
     except OSError as broken:
-        return FoundPython(problem=_line(broken.strerror or str(broken)))
+        return FoundPython(problem=plain(broken.strerror or str(broken), _LINE))
     if done.code is None:
         return FoundPython(problem=f"no answer within {time_limit_s:g} s")
     return parse_find_python(done)
@@ -344,13 +333,13 @@ def parse_find_python(done: Completed) -> FoundPython:
         versions = report.get("versions", "").split()
         names = ("python", "mlx", "mlx-lm")
         found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
-        return FoundPython(python, _line(", ".join(found)), hostname)
+        return FoundPython(python, plain(", ".join(found), _LINE), hostname)
     if "home" not in report:
-        output = _line(done.exit_output)
+        output = plain(done.exit_output, _LINE)
         return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
     if without:
-        problem += f" ({_line(without[0])} has none)"
+        problem += f" ({plain(without[0], _LINE)} has none)"
     return FoundPython(hostname=hostname, problem=problem, todo="docs/quickstart.md, step 2, or set `python` yourself")
 
 
@@ -361,7 +350,3 @@ def _usable(python: str | None, home: str | None) -> str | None:
     if home and home != "/" and PurePosixPath(python).is_relative_to(home):
         return f"~/{PurePosixPath(python).relative_to(home)}"
     return python
-
-
-def _line(text: str) -> str:
-    return sanitise(text.encode(errors="replace"), 160)

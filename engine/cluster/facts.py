@@ -53,13 +53,12 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
         "python": text_or_none(report.get("python"), 40),
         "cores": count_or_none(report.get("cores")),
     }
+    fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
     fields |= _disk(answers.get("disk")) | _versions(answers) | _mlx(unknown.get("mlx_import"), answers)
     if fields["system"] == "Darwin":
         fields |= _mac(answers, fields)
     elif fields["system"] == "Linux":
-        fields |= _linux(report, answers)
-    else:
-        fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
+        fields |= _linux(report, answers, fields)
     return fields | {"unknown": _really_unknown(unknown, answers, fields)}
 
 
@@ -86,23 +85,16 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
         if fields.get("interfaces"):
             found.pop("ip", None)
         return found
+    cables = json_or_none(answers.get("thunderbolt"))
+    readable_cables = isinstance(cables, dict) and isinstance(cables.get(_THUNDERBOLT), list)
     for name, command, readable in (
-        (
-            "thunderbolt",
-            f"system_profiler {_THUNDERBOLT} -json",
-            _has_thunderbolt_report(_text(answers, "thunderbolt")),
-        ),
+        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", readable_cables),
         ("ifconfig", "ifconfig -a", any(port.ipv4 for port in fields["interfaces"])),
     ):
         if name in answers and name not in found and not readable:
             output = plain(_text(answers, name).strip(), 200)
             found[name] = unknown.get(name) or Unparsable(command=command, output=output)
     return found
-
-
-def _has_thunderbolt_report(text: str) -> bool:
-    report = json_or_none(text)
-    return isinstance(report, dict) and isinstance(report.get(_THUNDERBOLT), list)
 
 
 def _text(answers: Mapping[str, Any], name: str) -> str:
@@ -151,27 +143,28 @@ def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
 
 
 def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
-    sysctl, profile = _text(answers, "sysctl"), hardware.mac_profile(_text(answers, "profile"))
-    version, build = hardware.mac_os_version(_text(answers, "sw_vers"))
+    sysctl, profile = hardware.parse_sysctl(_text(answers, "sysctl")), hardware.mac_profile(_text(answers, "profile"))
+    name, version, build = hardware.mac_os(_text(answers, "sw_vers"))
     ports = hardware_ports(_text(answers, "networksetup"))
     interfaces = mac_interfaces(_text(answers, "ifconfig"), ports)
     devices = network_interfaces.mac_rdma_devices(_text(answers, "ibv_devices"), _text(answers, "ibv_devinfo"))
     thunderbolt = thunderbolt_devices(ports, interfaces, [device.name for device in devices])
-    chip = text_or_none(hardware.mac_chip(sysctl), 60) or profile.chip
+    chip = text_or_none(sysctl.get("machdep.cpu.brand_string"), 60) or profile.chip
     table = hardware.apple_chip(chip)
+    gpu_limit = hardware.mac_gpu_limit(hardware.parse_sysctl(_text(answers, "sysctl_gpu")))
     return {
-        "os": text_or_none(hardware.mac_os_name(_text(answers, "sw_vers"))),
+        "os": text_or_none(name),
         "os_version": version,
         "os_build": build,
-        "model": text_or_none(hardware.parse_sysctl(sysctl).get("hw.model"), 40) or profile.model,
+        "model": text_or_none(sysctl.get("hw.model"), 40) or profile.model,
         "chip": chip,
-        "cores": hardware.mac_cores(sysctl) or profile.cores or known["cores"],
+        "cores": count_or_none(sysctl.get("hw.ncpu")) or profile.cores or known["cores"],
         "performance_cores": hardware.mac_performance_cores(sysctl),
         "gpu_cores": profile.gpu_cores or (table.gpu_cores if table else None),
-        "memory_total_bytes": hardware.mac_memory_total(sysctl),
+        "memory_total_bytes": count_or_none(sysctl.get("hw.memsize")),
         "memory_used_bytes": hardware.mac_memory_used(_text(answers, "vm_stat")),
-        "gpu_limit_bytes": hardware.mac_gpu_limit(_text(answers, "sysctl_gpu")) or known.get("gpu_limit_bytes"),
-        "swap_used_bytes": sensors.mac_swap_used(hardware.parse_sysctl(sysctl).get("vm.swapusage", "")),
+        "gpu_limit_bytes": gpu_limit or known.get("gpu_limit_bytes"),
+        "swap_used_bytes": sensors.mac_swap_used(sysctl.get("vm.swapusage", "")),
         "power_source": sensors.mac_power_source(_text(answers, "pmset_batt")),
         "low_power_mode": sensors.mac_low_power_mode(_text(answers, "pmset")),
         "thermal": _mac_thermal(answers),
@@ -182,27 +175,26 @@ def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
     }
 
 
-def _linux(answer: Mapping[str, Any], answers: Mapping[str, Any]) -> Fields:
-    meminfo, release = _text(answers, "meminfo"), _text(answers, "os_release")
-    total, used = hardware.linux_memory(meminfo)
-    kernel = " ".join(filter(None, ("Linux", text_or_none(answer.get("release"), 60))))
-    fields: Fields = {
-        "os": text_or_none(hardware.linux_os_name(release)) or kernel,
-        "os_version": text_or_none(hardware.linux_os_version(release), 40),
-        "model": text_or_none(_text(answers, "product"), 60) or text_or_none(_text(answers, "board"), 60),
+def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields) -> Fields:
+    total, used, swap_used = hardware.linux_memory(_text(answers, "meminfo"))
+    name, version = hardware.linux_os(_text(answers, "os_release"))
+    gpu_memory = hardware.nvidia_gpu_memory(_text(answers, "nvidia_smi"))
+    return {
+        "os": text_or_none(name) or known["os"],
+        "os_version": text_or_none(version, 40),
+        "model": text_or_none(answers.get("product"), 60) or text_or_none(answers.get("board"), 60),
         "chip": text_or_none(hardware.linux_chip(_text(answers, "cpuinfo")), 60)
-        or text_or_none(answer.get("machine"), 60),
+        or text_or_none(report.get("machine"), 60),
         "memory_total_bytes": total,
         "memory_used_bytes": used,
-        "swap_used_bytes": sensors.linux_swap_used(meminfo),
+        "gpu_limit_bytes": gpu_memory if gpu_memory is not None else known.get("gpu_limit_bytes"),
+        "swap_used_bytes": swap_used,
         "power_source": sensors.linux_power_source(answers.get("power_supply")),
-        "low_power_mode": sensors.linux_low_power_mode(answers.get("platform_profile")),
+        "low_power_mode": sensors.linux_low_power_mode(_text(answers, "platform_profile")),
         "thermal": sensors.linux_thermal(answers.get("zones")),
-        "interfaces": linux_interfaces(_text(answers, "ip")) or linux_interfaces(answers.get("addresses")),
+        "interfaces": linux_interfaces(json_or_none(answers.get("ip"))) or linux_interfaces(answers.get("addresses")),
         "rdma_devices": network_interfaces.linux_rdma_devices(answers.get("infiniband")),
     }
-    memory = hardware.nvidia_gpu_memory(_text(answers, "nvidia_smi"))
-    return fields | ({"gpu_limit_bytes": memory} if memory is not None else {})
 
 
 TIME_LIMIT_S = 12.0
@@ -289,17 +281,23 @@ async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s:
     return fields
 
 
-def _refused(error: FlightDeckError, node: NodeConfig) -> dict[str, Any]:
-    problem = text_or_none(f"{error.what}: {error.why}" if error.why else error.what, 300)
-    fields: dict[str, Any] = {"problem": problem, "problem_kind": _kind(error), "fix": text_or_none(error.todo, 300)}
+_KINDS: tuple[tuple[type[FlightDeckError], str], ...] = (
+    (HostKeyUnknown, "key unknown"),
+    (HostKeyChanged, "key changed"),
+    (LoginRefused, "login refused"),
+    (NodeUnreachable, "unreachable"),
+)
+"""Kinds of problem; the first three are NodeUnreachable too."""
+
+
+def _refused(error: FlightDeckError, node: NodeConfig) -> Fields:
+    fields: Fields = {
+        "problem": text_or_none(f"{error.what}: {error.why}" if error.why else error.what, 300),
+        "problem_kind": next((kind for type_, kind in _KINDS if isinstance(error, type_)), None),
+        "fix": text_or_none(error.todo, 300),
+    }
     if isinstance(error, HostKeyUnknown):
         fields["host_key"] = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
     elif isinstance(error, HostKeyChanged):
         fields["changed_key"] = HostKeyChange(target=node.ssh, accepted=error.expected, found=error.found)
     return fields
-
-
-def _kind(error: FlightDeckError) -> str | None:
-    kinds = ((HostKeyUnknown, "key unknown"), (HostKeyChanged, "key changed"), (LoginRefused, "login refused"))
-    known = next((kind for of, kind in kinds if isinstance(error, of)), None)
-    return known or ("unreachable" if isinstance(error, NodeUnreachable) else None)

@@ -68,43 +68,29 @@ _PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,18})\.?\s*$', re.MULTILINE)
 _USED = ("Anonymous pages", "Pages wired down", "Pages occupied by compressor")
 _EFFICIENCY = "efficiency"
 _LEVELS = 4
-_MEGABYTE = 2**20
+_MIB = 2**20
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
     """`sysctl NAME…` as name → value, without names that the machine does not have."""
-    pairs = (line.split(": ", 1) for line in text.splitlines() if ": " in line)
-    return {name.strip(): value.strip() for name, value in pairs}
+    return _fields(text, ": ")
 
 
-def mac_chip(sysctl_text: str) -> str | None:
-    return parse_sysctl(sysctl_text).get("machdep.cpu.brand_string") or None
-
-
-def mac_memory_total(sysctl_text: str) -> int | None:
-    return count_or_none(parse_sysctl(sysctl_text).get("hw.memsize"))
-
-
-def mac_cores(sysctl_text: str) -> int | None:
-    return count_or_none(parse_sysctl(sysctl_text).get("hw.ncpu"))
-
-
-def mac_performance_cores(sysctl_text: str) -> int | None:
+def mac_performance_cores(sysctl: Mapping[str, str]) -> int | None:
     """The cores of every level but Efficiency: the M5 Max has only the levels Super and Performance."""
-    values = parse_sysctl(sysctl_text)
     found = []
     for level in range(_LEVELS):
-        name = values.get(f"hw.perflevel{level}.name", "").lower()
-        count = count_or_none(values.get(f"hw.perflevel{level}.physicalcpu"))
+        name = sysctl.get(f"hw.perflevel{level}.name", "").lower()
+        count = count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu"))
         if name and count is not None and name != _EFFICIENCY:
             found.append(count)
     return sum(found) if found else None
 
 
-def mac_gpu_limit(sysctl_text: str) -> int | None:
+def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:
     """iogpu.wired_limit_mb in bytes; None for 0, which is the system's default."""
-    megabytes = count_or_none(parse_sysctl(sysctl_text).get("iogpu.wired_limit_mb"))
-    return megabytes * _MEGABYTE if megabytes else None
+    megabytes = count_or_none(sysctl.get("iogpu.wired_limit_mb"))
+    return megabytes * _MIB if megabytes else None
 
 
 @dataclass(frozen=True)
@@ -143,54 +129,42 @@ def mac_memory_used(vm_stat: str) -> int | None:
     return (sum(pages[name] for name in _USED) - pages.get("Pages purgeable", 0)) * int(size[1])
 
 
-def mac_os_name(sw_vers: str) -> str | None:
-    """For example "macOS 26.4.1 (25E253)"."""
-    version, build = mac_os_version(sw_vers)
-    if version is None:
-        return None
-    return f"{_versions(sw_vers).get('ProductName') or 'macOS'} {version}" + (f" ({build})" if build else "")
+def mac_os(sw_vers: str) -> tuple[str | None, str | None, str | None]:
+    """(name, version, build), for example ("macOS 26.4.1 (25E253)", "26.4.1", "25E253")."""
+    fields = _fields(sw_vers, ":")
+    version, build = text_or_none(fields.get("ProductVersion"), 20), text_or_none(fields.get("BuildVersion"), 20)
+    name = f"{fields.get('ProductName') or 'macOS'} {version}" + (f" ({build})" if build else "")
+    return name if version is not None else None, version, build
 
 
-def mac_os_version(sw_vers: str) -> tuple[str | None, str | None]:
-    """(version, build): ("26.4.1", "25E253")."""
-    fields = _versions(sw_vers)
-    return text_or_none(fields.get("ProductVersion"), 20), text_or_none(fields.get("BuildVersion"), 20)
-
-
-def _versions(sw_vers: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in sw_vers.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-_MIB = 2**20
+def _fields(text: str, separator: str) -> dict[str, str]:
+    """Lines of `name SEPARATOR value`; of equal names the first counts."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(separator)
+        if value.strip():
+            found.setdefault(name.strip(), value.strip())
+    return found
 
 
 def linux_chip(cpuinfo: str) -> str | None:
     """The processor's name: x86 has "model name"; some ARM boards have only "Hardware" or "Model"."""
-    fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, colon, value = line.partition(":")
-        if colon and value.strip():
-            fields.setdefault(name.strip().lower(), value.strip())
+    fields = {name.lower(): value for name, value in _fields(cpuinfo, ":").items()}
     return fields.get("model name") or fields.get("hardware") or fields.get("model")
 
 
-def linux_memory(meminfo: str) -> tuple[int | None, int | None]:
-    """(total, used) in bytes; used is the total less MemAvailable."""
-    fields = _meminfo(meminfo)
-    total, available = fields.get("MemTotal"), fields.get("MemAvailable")
-    return total, None if total is None or available is None else max(0, total - available)
+def linux_memory(meminfo: str) -> tuple[int | None, int | None, int | None]:
+    """(total, used, swap used) in bytes; used is the total less MemAvailable."""
+    sizes = {}
+    for name, value in _fields(meminfo, ":").items():
+        count = count_or_none(value.removesuffix(" kB"))
+        sizes[name] = count * 1024 if count is not None and value.endswith(" kB") else None
+    return sizes.get("MemTotal"), _used(sizes, "MemTotal", "MemAvailable"), _used(sizes, "SwapTotal", "SwapFree")
 
 
-def _meminfo(text: str) -> dict[str, int]:
-    """In bytes."""
-    fields: dict[str, int] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB" and (count := count_or_none(words[0])) is not None:
-            fields[name] = count * 1024
-    return fields
+def _used(sizes: Mapping[str, int | None], total: str, free: str) -> int | None:
+    whole, rest = sizes.get(total), sizes.get(free)
+    return max(0, whole - rest) if whole is not None and rest is not None else None
 
 
 def nvidia_gpu_memory(nvidia_smi: str) -> int | None:
@@ -199,22 +173,14 @@ def nvidia_gpu_memory(nvidia_smi: str) -> int | None:
     return min((count * _MIB for count in counts if count), default=None)
 
 
-def linux_os_version(os_release: str) -> str | None:
-    """VERSION_ID, for example "12"."""
-    return _release(os_release, "VERSION_ID")
+def linux_os(os_release: str) -> tuple[str | None, str | None]:
+    """(PRETTY_NAME, VERSION_ID), for example ("Debian GNU/Linux 12 (bookworm)", "12")."""
+    fields = _fields(os_release, "=")
+    return _unquoted(fields.get("PRETTY_NAME", "")), _unquoted(fields.get("VERSION_ID", ""))
 
 
-def linux_os_name(os_release: str) -> str | None:
-    """PRETTY_NAME, for example "Debian GNU/Linux 12 (bookworm)"."""
-    return _release(os_release, "PRETTY_NAME")
-
-
-def _release(text: str, wanted: str) -> str | None:
-    for line in text.splitlines():
-        name, _, value = line.partition("=")
-        if name == wanted:
-            try:
-                return " ".join(shlex.split(value)) or None
-            except ValueError:
-                return None
-    return None
+def _unquoted(value: str) -> str | None:
+    try:
+        return " ".join(shlex.split(value)) or None
+    except ValueError:
+        return None

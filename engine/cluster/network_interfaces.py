@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.models import Interface, RdmaDevice
-from engine.security.sanitise import count_or_none, json_objects, json_or_none, text_or_none
+from engine.security.sanitise import count_or_none, json_objects, text_or_none
 
 INTERFACE_LIMIT = 96
 """Interfaces kept of one node."""
@@ -26,15 +26,6 @@ _NUMBERED = re.compile(r"(?P<words>.*\S)\s*?(?P<number>\d{1,3})")
 _THUNDERBOLT = "Thunderbolt"
 
 
-@dataclass(frozen=True)
-class HardwarePort:
-    """One port of `networksetup -listallhardwareports`."""
-
-    name: str
-    """In the user's language."""
-    device: str
-
-
 @dataclass
 class _ParsedInterface:
     ipv4: list[str] = field(default_factory=list)
@@ -42,27 +33,26 @@ class _ParsedInterface:
     members: list[str] = field(default_factory=list)
 
 
-def hardware_ports(networksetup: str) -> list[HardwarePort]:
-    ports, name = [], None
+def hardware_ports(networksetup: str) -> dict[str, str]:
+    """Device → name of its port in the user's language."""
+    ports: dict[str, str] = {}
+    name = None
     for line in networksetup.splitlines():
-        key, colon, value = line.partition(": ")
-        if not colon:
-            continue
         # The keys are never translated.
+        key, _, value = line.partition(": ")
         if key == "Hardware Port":
             name = text_or_none(value)
-        elif key == "Device" and name is not None and _DEVICE.fullmatch(value.strip()):
-            ports.append(HardwarePort(name, value.strip()))
+        elif key == "Device" and name is not None and _DEVICE.fullmatch(value.strip()) and len(ports) < INTERFACE_LIMIT:
+            ports.setdefault(value.strip(), name)
             name = None
-    return ports[:INTERFACE_LIMIT]
+    return ports
 
 
-def mac_interfaces(ifconfig: str, ports: Sequence[HardwarePort] = ()) -> tuple[Interface, ...]:
-    """The interfaces of `ifconfig -a`, with the port names of networksetup."""
+def mac_interfaces(ifconfig: str, ports: Mapping[str, str]) -> tuple[Interface, ...]:
+    """The interfaces of `ifconfig -a`, with the port names of `hardware_ports`."""
     seen = _ifconfig(ifconfig)
     bridges = {member: name for name, entry in seen.items() for member in entry.members}
-    names = {port.device: port.name for port in ports}
-    for device in names:
+    for device in ports:
         seen.setdefault(device, _ParsedInterface())
     found = [
         Interface(
@@ -70,11 +60,11 @@ def mac_interfaces(ifconfig: str, ports: Sequence[HardwarePort] = ()) -> tuple[I
             ipv4=tuple(entry.ipv4),
             active=entry.active,
             bridge=bridges.get(name),
-            port_name=names.get(name),
+            port_name=ports.get(name),
         )
         for name, entry in seen.items()
         # A Mac has a dozen tunnels and radios besides.
-        if entry.ipv4 or entry.members or name in names or name in bridges
+        if entry.ipv4 or entry.members or name in ports or name in bridges
     ]
     return tuple(sorted(found, key=lambda interface: interface.name)[:INTERFACE_LIMIT])
 
@@ -98,9 +88,9 @@ def _ifconfig(text: str) -> dict[str, _ParsedInterface]:
 
 
 def linux_interfaces(ip: object) -> tuple[Interface, ...]:
-    """The interfaces of `ip -j addr`, given as text or parsed."""
+    """The interfaces of `ip -j addr`, parsed."""
     found = []
-    for row in json_objects(json_or_none(ip) if isinstance(ip, str) else ip):
+    for row in json_objects(ip):
         name, state, master = row.get("ifname"), row.get("operstate"), row.get("master")
         if not isinstance(name, str) or not _DEVICE.fullmatch(name):
             continue
@@ -114,9 +104,7 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
                 name=name,
                 ipv4=tuple(addresses),
                 # The loopback and tunnels report UNKNOWN.
-                active={"UP": True, "DOWN": False, "LOWERLAYERDOWN": False}.get(
-                    state if isinstance(state, str) else ""
-                ),
+                active={"UP": True, "DOWN": False, "LOWERLAYERDOWN": False}.get(str(state)),
                 bridge=master if isinstance(master, str) and _DEVICE.fullmatch(master) else None,
             )
         )
@@ -125,16 +113,16 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
 
 def _with_prefix(address: object, prefix: object) -> str | None:
     length = count_or_none(prefix)
+    if not isinstance(address, str) or length not in range(33):
+        return None
     try:
-        return (
-            f"{ipaddress.IPv4Address(address)}/{length}" if isinstance(address, str) and length in range(33) else None
-        )
+        return f"{ipaddress.IPv4Address(address)}/{length}"
     except ValueError:
         return None
 
 
 def thunderbolt_devices(
-    ports: Sequence[HardwarePort], interfaces: Sequence[Interface], rdma: Collection[str] = ()
+    ports: Mapping[str, str], interfaces: Sequence[Interface], rdma: Collection[str] = ()
 ) -> dict[str, str]:
     """Receptacle ("1", "2", …) → device, from the numbered hardware ports.
 
@@ -144,16 +132,13 @@ def thunderbolt_devices(
     evident = {device.removeprefix("rdma_") for device in rdma}
     evident |= {interface.name for interface in interfaces if interface.bridge is not None}
     families: dict[str, dict[str, str]] = {}
-    for port in ports:
-        if match := _NUMBERED.fullmatch(port.name):
-            families.setdefault(match["words"], {}).setdefault(str(int(match["number"])), port.device)
+    for device, name in ports.items():
+        if match := _NUMBERED.fullmatch(name):
+            families.setdefault(match["words"], {}).setdefault(str(int(match["number"])), device)
     if _THUNDERBOLT in families:
         return families[_THUNDERBOLT]
-    return max(
-        (family for family in families.values() if evident & set(family.values())),
-        key=lambda family: len(evident & set(family.values())),
-        default={},
-    )
+    family = max(families.values(), key=lambda family: len(evident & set(family.values())), default={})
+    return family if evident & set(family.values()) else {}
 
 
 RDMA_DEVICE_LIMIT = 64
@@ -161,7 +146,6 @@ _NAME = re.compile(r"[A-Za-z][\w.-]{0,31}")
 _HCA = re.compile(r"^hca_id:\s*(\S{1,32})\s*$")
 _STATE = re.compile(r"^\s+state:\s*(PORT_[A-Z_]{1,24})\b")
 _GID = re.compile(r"^\s+GID\[\s*\d{1,4}\]:\s*([0-9a-fA-F:.]{2,45})")
-_MAPPED = re.compile(r"(?:::|(?:0{1,4}:){5})ffff:(?P<address>[0-9a-f.:]{3,15})", re.IGNORECASE)
 _SYSFS_STATE = re.compile(r"\d: (INIT|ACTIVE|DOWN|ARMED)\b")
 
 
@@ -204,16 +188,15 @@ def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
     """From the probe's list: name, state ("4: ACTIVE") and GIDs of each device's first port."""
     found = []
     for row in json_objects(infiniband, RDMA_DEVICE_LIMIT):
-        name, state, gids = text_or_none(row.get("name"), 32), row.get("state"), row.get("gids")
+        name, gids = text_or_none(row.get("name"), 32), row.get("gids")
         if name is None or not _NAME.fullmatch(name):
             continue
-        match = _SYSFS_STATE.match(state) if isinstance(state, str) else None
-        texts: Sequence[object] = gids if isinstance(gids, list) else ()
+        state = _SYSFS_STATE.match(str(row.get("state")))
         found.append(
             RdmaDevice(
                 name=name,
-                port_state=f"PORT_{match[1]}" if match else None,
-                ipv4_gid=any(isinstance(gid, str) and is_ipv4_gid(gid) for gid in texts) if texts else None,
+                port_state=f"PORT_{state[1]}" if state else None,
+                ipv4_gid=any(is_ipv4_gid(str(gid)) for gid in gids) if isinstance(gids, list) and gids else None,
             )
         )
     return tuple(found)
@@ -221,4 +204,7 @@ def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
 
 def is_ipv4_gid(gid: str) -> bool:
     """An IPv4 address is `::ffff:a.b.c.d`, also written in full."""
-    return _MAPPED.fullmatch(gid.strip()) is not None
+    try:
+        return ipaddress.IPv6Address(gid.strip()).ipv4_mapped is not None
+    except ValueError:
+        return False

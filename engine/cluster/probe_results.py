@@ -16,6 +16,7 @@ def _short(text: str) -> str:
 
 
 ShortText = Annotated[str, AfterValidator(_short)]
+PathText = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
@@ -71,14 +72,14 @@ class ProgramLocation(ProbeResult):
 
     program: ShortText | None
     """The program that would run."""
-    script: Annotated[str, Field(max_length=4096)] | None = None
+    script: PathText | None = None
     """Where its Python script lies, symlinks followed."""
-    roots: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=10)] = []
+    roots: Annotated[list[PathText], Field(max_length=10)] = []
     """The node's home and its workdir, likewise."""
     fault: ShortText | None
-    make: Annotated[str, Field(max_length=4096)] | None = None
+    make: PathText | None = None
     """A folder that is missing."""
-    permit: Annotated[str, Field(max_length=4096)] | None = None
+    permit: PathText | None = None
     """A file that may not be executed."""
 
 
@@ -145,7 +146,7 @@ class WorkdirTree(ProbeResult):
     home: bool = False
     problem: ShortText | None = None
     absent: bool = False
-    permit: Annotated[str, Field(max_length=4096)] | None = None
+    permit: PathText | None = None
     """Path that may not be read."""
     cut: bool = False
     left: Annotated[list[ShortText], Field(max_length=10_000)] = []
@@ -187,8 +188,6 @@ class BusyProcess(ProbeResult):
     rss_bytes: Count
     run: bool = False
     """It belongs to a Flight Deck run."""
-    ours: bool = False
-    """It belongs to the node's own user."""
 
 
 class SystemLoad(ProbeResult):
@@ -217,12 +216,12 @@ class CheckpointStorage(ProbeResult):
 
     directory: ShortText
     fault: ShortText | None
-    make: Annotated[str, Field(max_length=4096)] | None = None
-    permit: Annotated[str, Field(max_length=4096)] | None = None
-    own: Annotated[str, Field(max_length=4096)] | None = None
+    make: PathText | None = None
+    permit: PathText | None = None
+    own: PathText | None = None
     """A folder of another user's."""
     free: Count | None = None
-    damaged: Annotated[list[tuple[Annotated[str, Field(max_length=4096)], ShortText]], Field(max_length=1_000)] = []
+    damaged: Annotated[list[tuple[PathText, ShortText]], Field(max_length=1_000)] = []
     """(file, what is wrong with it)."""
     resume: AdapterWeights | None = None
     resume_fault: ShortText | None = None

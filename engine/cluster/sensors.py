@@ -10,87 +10,62 @@ An "active" ratio is the share of time in which the unit did any work; "scaled" 
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from engine.security.sanitise import count_or_none, json_objects, text_or_none
+from engine.security.sanitise import count_or_none, json_objects, json_or_none, seconds_or_none, text_or_none
 
-
-class Gauges(TypedDict, total=False):
-    """Fields of NodeTelemetry, without those that were not measured."""
-
-    cpu_use: float
-    gpu_use: float
-    gpu_mhz: float
-    memory_used_bytes: int
-    swap_used_bytes: int
-    power_w: float
-    gpu_power_w: float
-    cpu_temperature_c: float
-    gpu_temperature_c: float
-    thermal: str
+Readings = dict[str, float]
+"""Fields of NodeTelemetry, without those that were not measured."""
 
 
-def parse_macmon(line: str) -> Gauges:
+def parse_macmon(line: str) -> Readings:
     """Empty for a line that is not macmon's."""
-    try:
-        sample = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    sample = json_or_none(line)
     if not isinstance(sample, dict):
         return {}
-    gauges: Gauges = {}
-    cpu = _first(sample, "cpu_active_ratio", "cpu_usage_ratio", "cpu_usage_pct", "cpu_scaled_ratio")
-    gpu = _first(sample, "gpu_active_ratio", "gpu_usage_ratio", "gpu_scaled_ratio")
     megahertz, ratio = _pair(sample.get("gpu_usage"))
-    gpu = ratio if gpu is None else gpu
-    megahertz = _first(sample, "gpu_freq_mhz") or megahertz
-    if cpu is not None and cpu <= 1.001:
-        gauges["cpu_use"] = min(cpu, 1.0)
-    if gpu is not None and gpu <= 1.001:
-        gauges["gpu_use"] = min(gpu, 1.0)
-    if megahertz is not None:
-        gauges["gpu_mhz"] = megahertz
-    _memory(gauges, sample.get("memory"))
-    # Machines without the sensor report 0.
-    if power := _first(sample, "sys_power") or _first(sample, "all_power"):
-        gauges["power_w"] = power
-    if (power := _first(sample, "gpu_power")) is not None:
-        gauges["gpu_power_w"] = power
-    temperatures = sample.get("temp")
-    if isinstance(temperatures, dict):
-        if warm := _first(temperatures, "cpu_temp_avg"):
-            gauges["cpu_temperature_c"] = warm
-        if warm := _first(temperatures, "gpu_temp_avg"):
-            gauges["gpu_temperature_c"] = warm
-    return gauges
+    gpu_use = _first(sample, "gpu_active_ratio", "gpu_usage_ratio", "gpu_scaled_ratio")
+    memory, temperatures = (_object(sample.get(name)) for name in ("memory", "temp"))
+    # Machines without a sensor report 0 for its power or temperature.
+    return _measured(
+        cpu_use=_share(_first(sample, "cpu_active_ratio", "cpu_usage_ratio", "cpu_usage_pct", "cpu_scaled_ratio")),
+        gpu_use=_share(ratio if gpu_use is None else gpu_use),
+        gpu_mhz=_first(sample, "gpu_freq_mhz") or megahertz,
+        memory_used_bytes=_whole(_first(memory, "ram_usage")),
+        swap_used_bytes=_whole(_first(memory, "swap_usage")),
+        power_w=_first(sample, "sys_power") or _first(sample, "all_power") or None,
+        gpu_power_w=_first(sample, "gpu_power"),
+        cpu_temperature_c=_first(temperatures, "cpu_temp_avg") or None,
+        gpu_temperature_c=_first(temperatures, "gpu_temp_avg") or None,
+    )
 
 
-def _memory(gauges: Gauges, memory: object) -> None:
-    if not isinstance(memory, dict):
-        return
-    if (used := _first(memory, "ram_usage")) is not None:
-        gauges["memory_used_bytes"] = int(used)
-    if (used := _first(memory, "swap_usage")) is not None:
-        gauges["swap_used_bytes"] = int(used)
+def _measured(**values: float | None) -> Readings:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def number(value: object) -> float | None:
     """A finite number that is not negative, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        value = float(value)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) and value >= 0 else None
+    found = seconds_or_none(value)
+    return found if found is not None and found >= 0 else None
 
 
-def _first(sample: dict[str, Any], *names: str) -> float | None:
+def _first(sample: Mapping[str, Any], *names: str) -> float | None:
     return next((found for name in names if (found := number(sample.get(name))) is not None), None)
+
+
+def _share(value: float | None) -> float | None:
+    return min(value, 1.0) if value is not None and value <= 1.001 else None
+
+
+def _whole(value: float | None) -> int | None:
+    return int(value) if value is not None else None
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _pair(value: object) -> tuple[float | None, float | None]:
@@ -131,19 +106,6 @@ def cpu_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> floa
     return busy / whole if 0 <= busy <= whole != 0 else None
 
 
-def linux_swap_used(meminfo: str) -> int | None:
-    """Bytes, from /proc/meminfo."""
-    fields = {
-        name: words[0]
-        for name, _, value in (line.partition(":") for line in meminfo.splitlines())
-        if (words := value.split())
-    }
-    total, free = fields.get("SwapTotal", ""), fields.get("SwapFree", "")
-    if not (total.isdecimal() and free.isdecimal() and len(total) < 16 and len(free) < 16):
-        return None
-    return max(0, int(total) - int(free)) * 1024
-
-
 def mac_swap_used(swapusage: str) -> int | None:
     """Bytes, from `sysctl vm.swapusage`: "… used = 512.25M …"."""
     found = _SWAP.search(swapusage)
@@ -163,7 +125,7 @@ def mac_thermal_pressure(notifyutil: str) -> str | None:
     return _THERMAL[level] if level < len(_THERMAL) else None
 
 
-def parse_nvidia_smi(lines: Iterable[str]) -> Gauges:
+def parse_nvidia_smi(lines: Iterable[str]) -> Readings:
     """nvidia-smi's CSV lines (index, use %, MHz, W, °C): the last of each GPU counts. Use is the mean of the GPUs,
     power the sum, clock and temperature the maximum."""
     newest: dict[str, Sequence[str]] = {}
@@ -173,16 +135,12 @@ def parse_nvidia_smi(lines: Iterable[str]) -> Gauges:
             newest[words[0]] = words[1:]
     columns = [[value for words in newest.values() if (value := _number(words[at])) is not None] for at in range(4)]
     use, clocks, power, temperatures = columns
-    gauges: Gauges = {}
-    if use and max(use) <= 100:
-        gauges["gpu_use"] = sum(use) / len(use) / 100
-    if clocks:
-        gauges["gpu_mhz"] = max(clocks)
-    if power:
-        gauges["gpu_power_w"] = sum(power)
-    if temperatures:
-        gauges["gpu_temperature_c"] = max(temperatures)
-    return gauges
+    return _measured(
+        gpu_use=sum(use) / len(use) / 100 if use and max(use) <= 100 else None,
+        gpu_mhz=max(clocks, default=None),
+        gpu_power_w=sum(power) if power else None,
+        gpu_temperature_c=max(temperatures, default=None),
+    )
 
 
 def _number(text: str) -> float | None:
@@ -252,8 +210,8 @@ def linux_power_source(power_supply: object) -> str | None:
     return f"battery {charge} %" if charge is not None and charge <= 100 else "battery"
 
 
-def linux_low_power_mode(platform_profile: object) -> bool | None:
-    profile = platform_profile.strip() if isinstance(platform_profile, str) else ""
+def linux_low_power_mode(platform_profile: str) -> bool | None:
+    profile = platform_profile.strip()
     return profile in ("low-power", "quiet") if profile else None
 
 

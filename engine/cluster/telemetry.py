@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.cluster import hardware, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
-from engine.cluster.sensors import number, parse_macmon
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused
 from engine.models import NodeTelemetry, RankUse
 from engine.outcomes import Late
 from engine.protocol.messages import RequestEnded
 from engine.security.identifiers import SshTarget
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import json_or_none, plain
 
 INTERVAL_S = 2.0
 SILENCE_S = 20.0
@@ -31,7 +29,8 @@ RETRY_S = (2.0, 30.0)
 """First and longest pause before it is started again; a login that was refused is not tried more often than after the
 longest."""
 RANK_LIMIT = 4096
-_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
+_Natural = Annotated[int, Field(ge=0, strict=True)]
+_RANK_ROW = TypeAdapter(tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,200}$")], _Natural, _Natural])
 
 
 async def telemetry(
@@ -41,7 +40,6 @@ async def telemetry(
     *,
     interval_s: float = INTERVAL_S,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    rng: random.Random | None = None,
 ) -> AsyncIterator[NodeTelemetry]:
     """Every node's values as they come, without end: a sample of each host every `interval_s` seconds. Nodes on one
     host get the same values, the ranks of the whole host among them. A node that does not answer yields its `problem`,
@@ -50,11 +48,8 @@ async def telemetry(
     for node in config.nodes:
         hosts.setdefault(SshTarget.parse(node.ssh), []).append(node)
     board = _LatestValues()
-    rng = rng or random.Random()
-    watches = [
-        asyncio.create_task(_HostStream(fleet.agent(nodes[0]), nodes, board, clock, interval_s).watch(pause, rng))
-        for nodes in hosts.values()
-    ]
+    streams = [_HostStream(fleet.agent(nodes[0]), nodes, board, clock, interval_s) for nodes in hosts.values()]
+    watches = [asyncio.create_task(stream.watch(pause)) for stream in streams]
     try:
         while True:
             for value in await board.take(watches):
@@ -91,25 +86,18 @@ class _LatestValues:
         return values
 
 
+@dataclass
 class _HostStream:
     """One host: its agent's telemetry, and its problems."""
 
-    def __init__(
-        self,
-        agent: AgentClient,
-        nodes: list[NodeConfig],
-        board: _LatestValues,
-        clock: Callable[[], datetime],
-        interval_s: float,
-    ) -> None:
-        self._agent = agent
-        self._nodes = nodes
-        self._board = board
-        self._clock = clock
-        self._interval_s = interval_s
-        self._failures = 0
+    agent: AgentClient
+    nodes: list[NodeConfig]
+    board: _LatestValues
+    clock: Callable[[], datetime]
+    interval_s: float
+    failures: int = 0
 
-    async def watch(self, pause: Callable[[float], Awaitable[None]], rng: random.Random) -> None:
+    async def watch(self, pause: Callable[[float], Awaitable[None]]) -> None:
         """Pass on samples; after each end report why, and start again."""
         while True:
             first, longest = RETRY_S
@@ -118,18 +106,18 @@ class _HostStream:
             except (HostKeyUnknown, HostKeyChanged, LoginRefused) as error:
                 problem, first = str(error), longest
             except InterpreterMissing:
-                problem = f"no such interpreter: {self._nodes[0].python}"
+                problem = f"no such interpreter: {self.nodes[0].python}"
             except (FlightDeckError, OSError) as error:
                 problem = str(error)
-            self._put(problem=sanitise(problem.encode(errors="replace"), 200) or "no answer")
-            await pause(min(longest, first * 2**self._failures) * rng.uniform(0.75, 1.25))
-            self._failures = min(self._failures + 1, 10)
+            self._put(problem=plain(problem, 200) or "no answer")
+            await pause(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
+            self.failures = min(self.failures + 1, 10)
 
     async def _stream(self) -> str:
         """Pass on the host's samples until they end; why they ended."""
-        request = await self._agent.start_probe("telemetry", f"{self._interval_s:g}")
+        request = await self.agent.start_probe("telemetry", f"{self.interval_s:g}")
         parser = TelemetryParser()
-        patience = max(SILENCE_S, 10 * self._interval_s)
+        patience = max(SILENCE_S, 10 * self.interval_s)
         try:
             while True:
                 line = await request.next_line(patience)
@@ -137,17 +125,17 @@ class _HostStream:
                     return f"no values for {patience:g} s"
                 if isinstance(line, RequestEnded):
                     return f"telemetry ended with {line.exit_code}: {line.stderr}"
-                values = parser.read(line, self._clock())
+                values = parser.read(line, self.clock())
                 if values is not None:
-                    self._failures = 0
+                    self.failures = 0
                     self._put(**values)
         finally:
             request.close()
 
     def _put(self, **values: Any) -> None:
-        for node in self._nodes:
+        for node in self.nodes:
             with contextlib.suppress(ValidationError):
-                self._board.put(NodeTelemetry(node=node.name, at=self._clock(), **values))
+                self.board.put(NodeTelemetry(node=node.name, at=self.clock(), **values))
 
 
 class TelemetryParser:
@@ -159,14 +147,10 @@ class TelemetryParser:
 
     def read(self, line: bytes, at: datetime) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""
-        try:
-            sample = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
+        sample = json_or_none(line)
         if not isinstance(sample, dict) or sample.get("system") not in ("Linux", "Darwin"):
             return None
-        on_mac = sample["system"] == "Darwin"
-        values: dict[str, Any] = dict(self._mac(sample) if on_mac else self._linux(sample))
+        values = self._mac(sample) if sample["system"] == "Darwin" else self._linux(sample)
         if "ranks" in sample:
             self._slow |= {"ranks": _ranks(sample["ranks"]), "slow_at": at}
         if "thermal" in sample:
@@ -174,12 +158,12 @@ class TelemetryParser:
         return values | self._slow
 
     def _linux(self, sample: dict[str, Any]) -> dict[str, Any]:
-        meminfo = _text(sample.get("meminfo"))
+        _, memory_used, swap_used = hardware.linux_memory(_text(sample.get("meminfo")))
         values: dict[str, Any] = {
             "cpu_use": self._cpu(sensors.cpu_ticks(_text(sample.get("cpu")))),
-            "memory_used_bytes": hardware.linux_memory(meminfo)[1],
-            "swap_used_bytes": sensors.linux_swap_used(meminfo),
-            "cpu_temperature_c": number(sample.get("cpu_temperature_c")),
+            "memory_used_bytes": memory_used,
+            "swap_used_bytes": swap_used,
+            "cpu_temperature_c": sensors.number(sample.get("cpu_temperature_c")),
             "source": "/proc",
         }
         lines = sample.get("nvidia")
@@ -190,17 +174,12 @@ class TelemetryParser:
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:
-            values: dict[str, Any] = {**parse_macmon(_text(sample["macmon"])), "source": "macmon"}
+            values: dict[str, Any] = {**sensors.parse_macmon(_text(sample["macmon"])), "source": "macmon"}
         else:
-            used = hardware.mac_memory_used(_text(sample.get("vm_stat")))
-            swap, gpu = (
-                sensors.mac_swap_used(_text(sample.get("swapusage"))),
-                sensors.mac_gpu_use(_text(sample.get("ioreg"))),
-            )
             values = {
-                "memory_used_bytes": used,
-                "swap_used_bytes": swap,
-                "gpu_use": gpu,
+                "memory_used_bytes": hardware.mac_memory_used(_text(sample.get("vm_stat"))),
+                "swap_used_bytes": sensors.mac_swap_used(_text(sample.get("swapusage"))),
+                "gpu_use": sensors.mac_gpu_use(_text(sample.get("ioreg"))),
                 "source": "vm_stat, sysctl, ioreg",
             }
         # The kernel's own counters mean the same on every system and with every macmon.
@@ -218,15 +197,10 @@ def _text(value: object) -> str:
 
 
 def _ranks(rows: object) -> tuple[RankUse, ...]:
+    """From rows of (run id, rank, bytes), without those that make no sense."""
     found = []
     for row in rows[:RANK_LIMIT] if isinstance(rows, list) else []:
-        run, rank, rss = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
-        if (
-            isinstance(run, str)
-            and _RUN_ID.fullmatch(run)
-            and type(rank) is int
-            and type(rss) is int
-            and rank >= 0 <= rss
-        ):
-            found.append(RankUse(run_id=run, rank=rank, rss_bytes=rss))
+        with contextlib.suppress(ValidationError):
+            run_id, rank, rss_bytes = _RANK_ROW.validate_python(row)
+            found.append(RankUse(run_id=run_id, rank=rank, rss_bytes=rss_bytes))
     return tuple(found)

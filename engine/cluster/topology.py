@@ -73,9 +73,14 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
     Several ranks on one machine are one node here, named after the first. A cable counts when its ends name each other,
     as in MLX's check of a mesh; two cables between the same nodes count as two.
     """
-    machines = _machines(facts)
+    first: dict[str, NodeFacts] = {}
+    for fact in facts:
+        first.setdefault(fact.host, fact)
+    machines = list(first.values())
     names = tuple(machine.node for machine in machines)
-    unknown = {machine.node: why for machine in machines if (why := _why_unknown(machine)) is not None}
+    unknown = {
+        machine.node: str(machine.unknown["thunderbolt"]) for machine in machines if "thunderbolt" in machine.unknown
+    }
     ends = {port.domain_uuid: (number, port) for number, machine in enumerate(machines) for port in machine.thunderbolt}
     cables, strangers = [], []
     for number, machine in enumerate(machines):
@@ -84,9 +89,12 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
             if peer is None:
                 # One that is not known may be the other end.
                 if port.peer_uuid is not None and not unknown:
-                    strangers.append(f"{machine.node} {_named(port)}: {port.peer_name or 'a computer'}")
+                    place = port.device or f"port {port.receptacle or '?'}"
+                    strangers.append(f"{machine.node} {place}: {port.peer_name or 'a computer'}")
             elif number < peer[0] and peer[1].peer_uuid == port.domain_uuid:
-                cables.append(_cable(machine.node, port, names[peer[0]], peer[1]))
+                b, b_device = names[peer[0]], peer[1].device
+                speed = port.speed or peer[1].speed
+                cables.append(Cable(a=machine.node, a_device=port.device, b=b, b_device=b_device, speed=speed))
     joined = {frozenset((cable.a, cable.b)) for cable in cables}
     pairs = [(a, b) for number, a in enumerate(names) for b in names[number + 1 :]]
     missing = tuple(pair for pair in pairs if frozenset(pair) not in joined and unknown.keys().isdisjoint(pair))
@@ -136,23 +144,3 @@ def _shape(found: Topology) -> str:
     if not found.cables:
         return "none"
     return "ring" if ring_order(found) is not None else "incomplete"
-
-
-def _why_unknown(machine: NodeFacts) -> str | None:
-    why = machine.unknown.get("thunderbolt")
-    return str(why) if why is not None else None
-
-
-def _machines(facts: Sequence[NodeFacts]) -> list[NodeFacts]:
-    first: dict[str, NodeFacts] = {}
-    for fact in facts:
-        first.setdefault(fact.host, fact)
-    return list(first.values())
-
-
-def _cable(a: str, a_port: ThunderboltPort, b: str, b_port: ThunderboltPort) -> Cable:
-    return Cable(a=a, a_device=a_port.device, b=b, b_device=b_port.device, speed=a_port.speed or b_port.speed)
-
-
-def _named(port: ThunderboltPort) -> str:
-    return port.device or f"port {port.receptacle or '?'}"

@@ -151,17 +151,30 @@ def with_nonce(nonce: str) -> list[Process]:
 
 def with_variables(variables: dict[str, str]) -> list[Process]:
     """The processes whose environment holds all of `variables`, seen as by `with_nonce`."""
-    found = _linux_with(variables) if _LINUX else _ps_with(variables)
-    return [process for process in found if process.pid != os.getpid()]
+    return [process for process, values in _carrying(*variables) if values == variables]
 
 
 def with_any_nonce() -> dict[str, list[Process]]:
     """The processes of every attempt on this machine, by its nonce, seen as by `with_nonce`."""
     found: dict[str, list[Process]] = {}
-    for process, nonce in _linux_nonces() if _LINUX else _ps_nonces():
-        if process.pid != os.getpid():
-            found.setdefault(nonce, []).append(process)
+    for process, values in _carrying(NONCE_VARIABLE):
+        found.setdefault(values[NONCE_VARIABLE], []).append(process)
     return found
+
+
+def pids_of_runs() -> set[int]:
+    """The processes of every attempt on this machine."""
+    return {process.pid for found in with_any_nonce().values() for process in found}
+
+
+def command_of(pid: int) -> str | None:
+    """A process's command line; None when it is gone."""
+    if not _LINUX:
+        return tool_output("ps", "-ww", "-o", "command=", "-p", str(pid)).strip() or None
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return None
 
 
 def kill_group(pgid: int, sig: int) -> bool:
@@ -187,51 +200,60 @@ def kill_with_nonce(nonce: str) -> None:
             return
 
 
-def _linux_start(pid: int) -> str | None:
+def linux_stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on, the third in proc(5); none when the process is gone."""
     try:
-        stat = (_PROC / str(pid) / "stat").read_bytes()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  (hundreds, at every telemetry sample)
+            # The command's name may hold spaces and brackets: fields are counted from the last bracket.
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return None
-    # The command's name may hold spaces and brackets: fields are counted from the last bracket.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    if fields[0] in (b"Z", b"X", b"x"):
+        return []
+
+
+def _linux_start(pid: int) -> str | None:
+    fields = linux_stat(pid)
+    if not fields or fields[0] in (b"Z", b"X", b"x"):
         return None
     return fields[19].decode()
 
 
-def _linux_with(variables: dict[str, str]) -> Iterator[Process]:
-    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
+    """Each process that has all of these variables, with their values; without zombies and the caller."""
+    for process, values in _linux_carrying(names) if _LINUX else _ps_carrying(names):
+        if process.pid != os.getpid():
+            yield process, values
+
+
+def _linux_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
     network = _network("self")
-    for entry, environment in _linux_environments():
-        if wanted.issubset(environment) and (process := _linux_process(entry, network)) is not None:
-            yield process
-
-
-def _linux_nonces() -> Iterator[tuple[Process, str]]:
-    assignment = f"{NONCE_VARIABLE}=".encode()
-    network = _network("self")
-    for entry, environment in _linux_environments():
-        nonce = next((each for each in environment if each.startswith(assignment)), None)
-        if nonce is not None and (process := _linux_process(entry, network)) is not None:
-            yield process, nonce.removeprefix(assignment).decode(errors="replace")
-
-
-def _linux_environments() -> Iterator[tuple[Path, list[bytes]]]:
     for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                yield entry, (entry / "environ").read_bytes().split(b"\0")
+        values = _linux_values(entry, names) if entry.name.isdigit() else None
+        if values is not None and (process := _linux_process(entry, network)) is not None:
+            yield process, values
+
+
+def _linux_values(entry: Path, names: tuple[str, ...]) -> dict[str, str] | None:
+    """None where one is missing, or the environment cannot be read."""
+    try:
+        environment = b"\0" + (entry / "environ").read_bytes()
+    except OSError:
+        return None
+    values = {}
+    for name in names:
+        _, found, rest = environment.partition(f"\0{name}=".encode())
+        if not found:
+            return None
+        values[name] = rest.partition(b"\0")[0].decode(errors="replace")
+    return values
 
 
 def _linux_process(entry: Path, network: str | None) -> Process | None:
-    try:
-        command = (entry / "cmdline").read_bytes()
-    except OSError:
-        return None
+    pid = int(entry.name)
+    command = command_of(pid)
     # A process in a container with its own network counts as another machine's.
-    if _linux_start(int(entry.name)) is None or _network(entry.name) != network:
+    if command is None or _linux_start(pid) is None or _network(entry.name) != network:
         return None
-    return Process(int(entry.name), command.replace(b"\0", b" ").decode(errors="replace").strip())
+    return Process(pid, command)
 
 
 def _network(pid: str) -> str | None:
@@ -242,17 +264,11 @@ def _network(pid: str) -> str | None:
         return None
 
 
-def _ps_with(variables: dict[str, str]) -> Iterator[Process]:
-    wanted = [re.compile(rf" {re.escape(f'{name}={value}')}(?= |$)") for name, value in variables.items()]
+def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
     for process, words in _ps():
-        if all(pattern.search(words) for pattern in wanted):
-            yield process
-
-
-def _ps_nonces() -> Iterator[tuple[Process, str]]:
-    for process, words in _ps():
-        if nonce := re.search(rf" {NONCE_VARIABLE}=(\S+)", words):
-            yield process, nonce[1]
+        values = {name: found[1] for name in names if (found := re.search(rf" {name}=(\S*)", words))}
+        if len(values) == len(names):
+            yield process, values
 
 
 def _ps() -> Iterator[tuple[Process, str]]:
@@ -263,7 +279,15 @@ def _ps() -> Iterator[tuple[Process, str]]:
             yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0]), " " + words[2]
 
 
-def _tool(*command: str) -> str:
+def tool_output(*command: str) -> str:
+    """As `_tool`, and "" for a tool that is missing or takes longer than 5 s."""
+    try:
+        return _tool(*command, limit_s=5.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _tool(*command: str, limit_s: float = _TOOL_TIMEOUT_S) -> str:
     """A system tool's output, in the C locale; "" when it fails, as `ps` does for a pid that is gone.
 
     In UTC: `ps` prints start times in the current time zone, and a Mac that travels would take a running process for
@@ -271,8 +295,9 @@ def _tool(*command: str) -> str:
     """
     finished = subprocess.run(
         command,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=_TOOL_TIMEOUT_S,
+        timeout=limit_s,
         env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
         check=False,
     )

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import asyncssh
 
-from engine.cluster.transport.ssh import ConnectionLimiter, SshTransport
+from engine.cluster.transport.ssh import ConnectionLimiter
+from engine.cluster.transport.ssh.transport import SshTransport
 from engine.node.processes import Process, with_variables
 from engine.security.identifiers import SshTarget
 
@@ -175,10 +176,10 @@ class Bench:
         lines = [f"Host {name}", f"HostName {LOOPBACK}", f"Port {sshd.port}", *more]
         self.configure("\n    ".join(lines))
 
-    def to(self, sshd: Sshd | str, *, doors: ConnectionLimiter | None = None) -> SshTransport:
+    def to(self, sshd: Sshd | str) -> SshTransport:
         """A transport, closed at the end of the test."""
         host = sshd if isinstance(sshd, str) else f"{getpass.getuser()}@{LOOPBACK}:{sshd.port}"
-        transport = SshTransport(SshTarget.parse(host), self.home, doors=doors)
+        transport = SshTransport(SshTarget.parse(host), self.home, ConnectionLimiter())
         self._transports.append(transport)
         return transport
 

@@ -16,7 +16,7 @@ import asyncssh
 import pytest
 
 from engine.cluster.transport.fleet import Fleet
-from engine.cluster.transport.ssh import SshTransport
+from engine.cluster.transport.ssh.transport import SshTransport
 from engine.errors import HostKeyUnknown, InputError, LoginRefused, NodeUnreachable
 from engine.security.identifiers import SshTarget
 from tests.ssh.bench import LOOPBACK, Bench, Sshd, public, until

@@ -66,12 +66,10 @@ class Transport(Protocol):
     @property
     def target(self) -> SshTarget: ...
 
-    async def run(
-        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
-    ) -> Completed:
-        """Run a command, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then, or when the
-        call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it cannot be
-        started, NodeUnreachable also for one on another machine that says more than anybody can take in."""
+    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
+        """Run a command without input, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then,
+        or when the call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it
+        cannot be started, NodeUnreachable also for one on another machine that prints more than 32 MiB."""
         ...
 
     async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
@@ -80,10 +78,6 @@ class Transport(Protocol):
 
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
         """At most `size` bytes from `offset`; b"" at the end. Raises FileNotFoundError and OSError."""
-        ...
-
-    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
-        """Write a file so that a reader sees all of it or nothing; its folder must be there. Raises OSError."""
         ...
 
     async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
@@ -126,18 +120,8 @@ def check_names(files: Iterable[str]) -> None:
             raise OSError(errno.EINVAL, f"{name[:80]!r} is no name of a file in a folder")
 
 
-def command_line(argv: Sequence[str], directory: PurePath | None = None) -> str:
-    """The one place where an argument list becomes a line for a node's shell."""
-    line = " ".join(quoted(argument) for argument in argv)
-    return f"cd {quoted(directory)} && exec {line}" if directory is not None else f"exec {line}"
-
-
 def for_any_shell(script: str) -> str:
     """A POSIX shell script as one line that every login shell hands to /bin/sh unread, also fish and csh. Its last
     newlines are lost."""
     bare = _UNSAFE.sub(lambda byte: b"\\0%03o" % byte[0][0], script.encode(errors="surrogateescape")).decode()
     return f"""exec /bin/sh -c 'eval "$(printf %b "$1")"' flightdeck '{bare}'"""
-
-
-HOME = PurePosixPath("~")
-"""The home of a node's user."""

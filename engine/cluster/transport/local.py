@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import errno
 import os
-import secrets
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path, PurePath
+from typing import IO
 
 from engine.cluster.transport.base import Channel, Completed, check_names, in_home
 from engine.errors import NodeUnreachable
@@ -29,10 +29,8 @@ class LocalTransport:
     def target(self) -> SshTarget:
         return SshTarget(LOCAL)
 
-    async def run(
-        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
-    ) -> Completed:
-        starting = asyncio.create_task(_start(argv, directory, stderr=asyncio.subprocess.PIPE))
+    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
+        starting = asyncio.create_task(_start(argv, None, stderr=asyncio.subprocess.PIPE))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -41,7 +39,7 @@ class LocalTransport:
                 await _end(await starting)
             raise
         try:
-            stdout, stderr = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+            stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
         except TimeoutError:
             return Completed(None, b"", b"")
         finally:
@@ -56,13 +54,10 @@ class LocalTransport:
         except BaseException:
             stderr.close()
             raise
-        return LocalChannel(process, stderr.fileno(), stderr.close)
+        return LocalChannel(process, stderr)
 
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
         return await asyncio.to_thread(_read_from, expanded(path), offset, size)
-
-    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
-        await asyncio.to_thread(_put, expanded(path), content, mode)
 
     async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
         await asyncio.to_thread(_put_tree, expanded(path), files)
@@ -77,10 +72,9 @@ class LocalTransport:
 class LocalChannel:
     """The Channel to a process of this machine."""
 
-    def __init__(self, process: asyncio.subprocess.Process, stderr: int, forget: Callable[[], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
         self._process = process
         self._stderr = stderr
-        self._forget = forget
         self._exit_output: str | None = None
 
     async def write(self, data: bytes) -> None:
@@ -111,7 +105,7 @@ class LocalChannel:
         await leaving
         if self._exit_output is None:
             self._exit_output = self.exit_output
-            self._forget()
+            self._stderr.close()
 
     async def _emptied(self) -> None:
         """Returns when it has left: what it still says is for nobody."""
@@ -124,8 +118,9 @@ class LocalChannel:
     def exit_output(self) -> str:
         if self._exit_output is not None:
             return self._exit_output
-        size = os.fstat(self._stderr).st_size
-        output = os.pread(self._stderr, _EXIT_OUTPUT_BYTES, max(0, size - _EXIT_OUTPUT_BYTES))
+        stderr = self._stderr.fileno()
+        size = os.fstat(stderr).st_size
+        output = os.pread(stderr, _EXIT_OUTPUT_BYTES, max(0, size - _EXIT_OUTPUT_BYTES))
         return Completed(None, b"", output).exit_output
 
 
@@ -168,16 +163,6 @@ def _read_from(path: Path, offset: int, size: int) -> bytes:
         return os.pread(file.fileno(), size, offset)
 
 
-def _put(path: Path, content: bytes, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        _write(temporary, content, mode)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _put_tree(path: Path, files: dict[str, bytes]) -> None:
     check_names(files)
     _make_private(path.parent)
@@ -188,7 +173,7 @@ def _put_tree(path: Path, files: dict[str, bytes]) -> None:
         for name, content in files.items():
             file = tree / name
             _make_private(file.parent)
-            _write(file, content, 0o600)
+            _write(file, content)
         try:
             tree.rename(path)
         except OSError as error:
@@ -203,8 +188,8 @@ def _make_private(folder: Path) -> None:
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import InputError
@@ -26,26 +26,32 @@ CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
 """An ssh_config to use in place of ~/.ssh/config and /etc/ssh/ssh_config."""
 
 
+_USUAL_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+
+
 def own_known_hosts(home: Path) -> Path:
     """The host keys that were accepted in Flight Deck, in the state directory `home`."""
     return home / "known_hosts"
 
 
-def ssh_configs() -> list[Path]:
-    """The ssh_config files that count, the first word on a thing wins; only those that are there."""
+def _config_files() -> list[Path]:
+    """The ssh_config files that count, the first word on a thing wins."""
     given = os.environ.get(CONFIG_VARIABLE)
-    files = [Path(given).expanduser()] if given else [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
-    return [file for file in files if file.is_file()]
+    return [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
+
+
+def ssh_configs() -> list[Path]:
+    """The ssh_config files that count, of those that are there."""
+    return [file for file in _config_files() if file.is_file()]
 
 
 def known_hosts_files(home: Path, user: list[str] | None = None, system: list[str] | None = None) -> list[Path]:
     """The known_hosts files that count, ours first, of those that are there: `user` and `system` are ssh_config's
     UserKnownHostsFile and GlobalKnownHostsFile. The user's usual ones count besides, the system's only for want of
     others."""
-    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
     if system is None:
         system = ["/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
-    named = dict.fromkeys([*(user or []), *usual, *system])
+    named = dict.fromkeys([*(user or []), *_USUAL_KNOWN_HOSTS, *system])
     files = [own_known_hosts(home), *(Path(name).expanduser() for name in named)]
     return [file for file in files if file.is_file()]
 
@@ -86,25 +92,19 @@ class SshHost:
     port: str | None = None
 
 
-@dataclass
-class _ParserState:
-    hosts: dict[str, SshHost] = field(default_factory=dict)
-    section: list[SshHost] = field(default_factory=list)
-    """Those that the next keys belong to."""
-
-
 def ssh_hosts(paths: Sequence[Path] | None = None) -> list[SshHost]:
     """Every `Host` name in these files, by default those that ssh reads here, and in what they include, that is no
     pattern and that can be a node; in order. What cannot be read has none; nothing is contacted or run (`Match exec`
     neither)."""
-    reading = _ParserState()
+    hosts: dict[str, SshHost] = {}
     for path in ssh_configs() if paths is None else paths:
-        _read(path, reading, 0)
+        _read(path, hosts, [], 0)
     # Git's servers let nobody train on them.
-    return [host for host in reading.hosts.values() if host.user != "git"]
+    return [host for host in hosts.values() if host.user != "git"]
 
 
-def _read(path: Path, reading: _ParserState, depth: int) -> None:
+def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], depth: int) -> None:
+    """Adds the file's entries to `hosts`. `section` are those that its first lines belong to."""
     try:
         if path.stat().st_size > _SIZE_LIMIT:
             return
@@ -117,34 +117,28 @@ def _read(path: Path, reading: _ParserState, depth: int) -> None:
             continue
         keyword, words = match[1].lower(), _words(match[2])
         if keyword == "host":
-            reading.section = _section(words, reading)
+            section = _section(words, hosts)
         elif keyword == "match":
-            reading.section = []
+            section = []
         elif keyword == "include" and depth < _DEPTH:
-            outside = reading.section
             for name in words:
                 for file in sorted(glob.glob(str(_included(name)))):  # noqa: PTH207  (absolute patterns)
-                    _read(Path(file), reading, depth + 1)
-            # A section of an included file ends with it.
-            reading.section = outside
+                    _read(Path(file), hosts, section, depth + 1)
         elif words and keyword in ("hostname", "user", "port"):
-            for host in reading.section:
+            for host in section:
                 # The first value counts, as in ssh.
                 if getattr(host, keyword) is None:
                     setattr(host, keyword, words[0])
 
 
-def _section(words: list[str], reading: _ParserState) -> list[SshHost]:
+def _section(words: list[str], hosts: dict[str, SshHost]) -> list[SshHost]:
     section = []
     for alias in words:
-        if any(sign in alias for sign in "*?!") or len(reading.hosts) >= _HOST_LIMIT:
+        if any(sign in alias for sign in "*?!@") or len(hosts) >= _HOST_LIMIT:
             continue
-        try:
+        with contextlib.suppress(InputError):
             SshTarget.parse(alias)
-        except InputError:
-            continue
-        if "@" not in alias:
-            section.append(reading.hosts.setdefault(alias, SshHost(alias)))
+            section.append(hosts.setdefault(alias, SshHost(alias)))
     return section
 
 
@@ -175,15 +169,9 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
     besides. Raises InputError for paths that no ssh_config can hold, OSError.
     """
-    write_atomic(path, openssh_config(home, unattended=unattended))
-
-
-def openssh_config(home: Path, *, unattended: bool = True) -> str:
-    """The text of that ssh_config."""
-    given = os.environ.get(CONFIG_VARIABLE)
-    theirs = [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
-    usual = ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
-    known = dict.fromkeys([str(own_known_hosts(home)).replace("%", "%%"), *_known_hosts_of(theirs), *usual])
+    theirs = _config_files()
+    own = str(own_known_hosts(home)).replace("%", "%%")
+    known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
     lines = ["# Written by Flight Deck: its own words first, then the user's configuration."]
     lines += [
         "Match all",
@@ -207,7 +195,7 @@ def openssh_config(home: Path, *, unattended: bool = True) -> str:
             "    ClearAllForwardings yes",
         ]
     lines += [f"Include {_config_word(_GLOB.sub(_ESCAPED, str(file)))}" for file in theirs]
-    return "\n".join(lines) + "\n"
+    write_atomic(path, "\n".join(lines) + "\n")
 
 
 def shell_argv(target: SshTarget, config: Path) -> list[str]:

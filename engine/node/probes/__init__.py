@@ -48,7 +48,7 @@ PROBES = {
     "mlx_lm": Probe("mlx_import", own_process=True),
     "model": Probe("model"),
     "ports": Probe("network"),
-    "program": Probe("program"),
+    "program": Probe("files"),
     "reach": Probe("network"),
     "stale": Probe("leases"),
     "storage": Probe("storage"),

@@ -103,20 +103,15 @@ def check_file(path: Path, keys: dict[str, str]) -> dict[str, Any]:
         return {"problem": f"{path} cannot be read: {error.strerror}", "absent": False}
 
 
-def count_examples(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            examples = sum(1 for line in file if not line.isspace())
-            return {"examples": examples, "bytes": file.tell()}
-    except OSError as error:
-        return {"problem": f"{path}: {error.strerror}"}
-
-
 def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
     """`files` in the order of the arguments. `keys` is JSON: {"prompt": …, "completion": …, "chat": …, "text": …}."""
     return {"files": [check_file(Path(file), json.loads(keys)) for file in files]}
 
 
 def probe_examples(file: str) -> dict[str, Any]:
-    """`examples` (lines that are not blank) and `bytes`, or `problem`. Nothing is parsed: millions take a moment."""
-    return count_examples(Path(file))
+    """`examples` (lines that are not blank), or `problem`. Nothing is parsed: millions take a moment."""
+    try:
+        with Path(file).open("rb") as lines:
+            return {"examples": sum(1 for line in lines if not line.isspace())}
+    except OSError as error:
+        return {"problem": f"{file}: {error.strerror}"}

@@ -1,4 +1,5 @@
-"""The `hashes`, `bundle` and `tree` probes: whether files are the same on every node."""
+"""The `hashes`, `bundle` and `tree` probes: whether files are the same on every node; `program`: where a job's own
+program is; and `write`, which puts the files of an attempt in place."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from engine.protocol.job import config_hash
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-def hashes(request: dict[str, Any]) -> dict[str, str | None]:
+def probe_hashes(request_text: str) -> dict[str, Any]:
+    """`hashes`: SHA-256 of each of the JSON request's `files` by its name, of the model's small files, of the job as
+    this python reads it, and of the bundle that runs this."""
+    request = json.loads(request_text)
     found = {name: file_hash(Path(path).expanduser()) for name, path in request["files"].items()}
     if request["model"] is not None:
         model = Path(request["model"]).expanduser()
@@ -27,7 +31,7 @@ def hashes(request: dict[str, Any]) -> dict[str, str | None]:
     if request["job"] is not None:
         found["job"] = config_hash(request["job"])
     found["worker"] = bundle_hash(PACKAGE)
-    return found
+    return {"hashes": found}
 
 
 def file_hash(path: Path) -> str | None:
@@ -48,7 +52,16 @@ ENVIRONMENT = "pyvenv.cfg"
 """A folder that holds it is a virtual environment, whatever it is called: made on each machine, for that machine."""
 
 
-def manifest(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
+    """The manifest of a folder. The JSON request has `without`, names (or patterns) that are left out wherever they
+    are; `apart`, paths that are left out; `files`, how many are read at most; `whole_bytes`, up to which size a file is
+    hashed; `all_bytes`, how much is hashed in all.
+
+    `home` says that the folder is the user's home, of which nothing is read; `problem` why it cannot be read (`absent`:
+    there is none; `permit`: what may not be read); `entries` has path -> [size, SHA-256 or None], of a symlink [-1, its
+    target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
+    """
+    folder, request = Path(folder_path), json.loads(request_text)
     report: dict[str, Any] = {
         "home": False, "absent": False, "problem": None, "permit": None, "entries": {}, "cut": False, "left": [],
     }  # fmt: skip
@@ -132,27 +145,9 @@ def _entry(path: Path, hashed: int) -> list[Any] | None:
     return [size, digest.hexdigest()]
 
 
-def probe_hashes(request: str) -> dict[str, Any]:
-    """`hashes`: SHA-256 of each of the JSON request's `files` by its name, of the model's small files, of the job as
-    this python reads it, and of the bundle that runs this."""
-    return {"hashes": hashes(json.loads(request))}
-
-
 def probe_bundle() -> dict[str, Any]:
     """`sha256`: the hash of the bundle that runs this."""
     return {"sha256": bundle_hash(PACKAGE)}
-
-
-def probe_tree(folder: str, request: str) -> dict[str, Any]:
-    """The manifest of a folder. The JSON request has `without`, names (or patterns) that are left out wherever they
-    are; `apart`, paths that are left out; `files`, how many are read at most; `whole_bytes`, up to which size a file is
-    hashed; `all_bytes`, how much is hashed in all.
-
-    `home` says that the folder is the user's home, of which nothing is read; `problem` why it cannot be read (`absent`:
-    there is none; `permit`: what may not be read); `entries` has path -> [size, SHA-256 or None], of a symlink [-1, its
-    target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
-    """
-    return manifest(Path(folder), json.loads(request))
 
 
 def probe_write(folder: str, files: str) -> dict[str, Any]:
@@ -178,3 +173,43 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
         shutil.rmtree(partial, ignore_errors=True)
         return {"problem": error.strerror or str(error)}
     return {"problem": None}
+
+
+PYTHON_NAMES = ("python", "python3")
+
+
+def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
+    """`program`, what would be run, where its Python `script` really lies, and `roots`, where it may; or its `fault`,
+    with a folder to `make` or a file to `permit` the execution of."""
+    workdir = Path(workdir_path)
+    if not workdir.is_dir():
+        return _fault(f"workdir {workdir} is not there{did_you_mean(workdir)}", make=str(workdir))
+    # The keeper's own words for what differs from node to node.
+    here = {"{workdir}": str(workdir), "{python}": python}
+    command = [here.get(word, word.replace("{workdir}", str(workdir))) for word in words]
+    first = command[0]
+    if first in PYTHON_NAMES:
+        program = Path(python)
+    elif os.sep in first:
+        program = workdir / Path(first).expanduser()
+    else:
+        program = Path(shutil.which(first) or "")
+        if not program.name:
+            return _fault(f"no program {first} on PATH")
+    if not program.is_file():
+        return _fault(f"{program} is not there{did_you_mean(program)}")
+    if not os.access(program, os.X_OK):
+        return _fault(f"{program} may not be executed", permit=str(program))
+    if first in PYTHON_NAMES or program.name.startswith("python"):
+        script = next((word for word in command[1:] if not word.startswith("-")), None)
+        if script and script.endswith(".py"):
+            path = workdir / Path(script).expanduser()
+            if not path.is_file():
+                return _fault(f"{path} is not there{did_you_mean(path)}")
+            roots = [str(Path.home().resolve()), str(workdir.resolve())]
+            return {"program": f"{program} {path}", "fault": None, "script": str(path.resolve()), "roots": roots}
+    return {"program": str(program), "fault": None}
+
+
+def _fault(what: str, *, make: str | None = None, permit: str | None = None) -> dict[str, str | None]:
+    return {"program": None, "fault": what, "make": make, "permit": permit}

@@ -71,18 +71,15 @@ _LEASE = re.compile(r"engine\.node\.probes lease (\S+)")
 _AGAIN_S = 0.3
 
 
-def stale() -> list[dict[str, Any]]:
-    """One entry for each nonce. What is gone after _AGAIN_S was about to leave, or to come."""
+def probe_stale() -> dict[str, Any]:
+    """`stale`: for each nonce whose processes nobody watches any more, their `pids` and the first one's `command`."""
     first = _unwatched()
     if not first:
-        return []
+        return {"stale": []}
+    # What is gone by then was about to leave, or to come.
     time.sleep(_AGAIN_S)
-    second = _unwatched()
-    return [
-        {"pids": sorted(processes), "command": processes[min(processes)][:200]}
-        for nonce, processes in second.items()
-        if nonce in first
-    ]
+    groups = [processes for nonce, processes in _unwatched().items() if nonce in first]
+    return {"stale": [{"pids": sorted(group), "command": group[min(group)][:200]} for group in groups]}
 
 
 def _unwatched() -> dict[str, dict[int, str]]:
@@ -111,8 +108,3 @@ def probe_lease(nonce: str, seconds: str, *folders: str) -> Iterator[dict[str, A
         signal.signal(number, signal.SIG_IGN)
     yield {"held": True}
     yield {"left": hold(nonce, float(seconds), [Path(folder) for folder in folders])}
-
-
-def probe_stale() -> dict[str, Any]:
-    """`stale`: for each nonce whose processes nobody watches any more, their `pids` and the first one's `command`."""
-    return {"stale": stale()}

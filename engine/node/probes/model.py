@@ -18,7 +18,10 @@ HASHED_LIMIT = 256 << 20
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def read(directory: Path) -> dict[str, Any]:
+def probe_model(path: str) -> dict[str, Any]:
+    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names) and `hashes`:
+    SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
+    directory = Path(path)
     report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "faults": [], "repository": None, "hashes": {}}
     if not directory.is_dir():
         report["faults"] = [f"no such directory{did_you_mean(directory, CONFIGURATION)}"]
@@ -73,13 +76,14 @@ def _sha256(path: Path) -> str:
 LIMIT_BYTES = 256 << 10
 
 
-def read_configuration(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIGURATION
+def probe_configuration(directory: str) -> dict[str, Any]:
+    """The model's config.json as `configuration`, or `problem`."""
+    path = Path(directory) / CONFIGURATION
     try:
         with path.open("rb") as file:
             content = file.read(LIMIT_BYTES + 1)
     except OSError as error:
-        return {"problem": f"{path}: {error.strerror}{did_you_mean(directory, CONFIGURATION)}"}
+        return {"problem": f"{path}: {error.strerror}{did_you_mean(path.parent, CONFIGURATION)}"}
     if len(content) > LIMIT_BYTES:
         return {"problem": f"{path} is no model configuration: more than {LIMIT_BYTES >> 10} KiB"}
     try:
@@ -89,14 +93,3 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     if not isinstance(configuration, dict):
         return {"problem": f"{path} is no model configuration: no JSON object"}
     return {"configuration": configuration}
-
-
-def probe_model(directory: str) -> dict[str, Any]:
-    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names) and `hashes`:
-    SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
-    return read(Path(directory))
-
-
-def probe_configuration(directory: str) -> dict[str, Any]:
-    """The model's config.json as `configuration`, or `problem`."""
-    return read_configuration(Path(directory))

@@ -8,18 +8,16 @@ import os
 import re
 import select
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engine.node.processes import NONCE_VARIABLE
+from engine.node.processes import command_of, pids_of_runs, tool_output
 
 _LISTEN = "0A"
-_TOOL_TIMEOUT_S = 5.0
 _LINUX = sys.platform.startswith("linux")
 
 
@@ -30,7 +28,7 @@ def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
     pid = _linux_holder(port) if _LINUX else _mac_holder(port)
     if pid is None:
         return {"holder": "a process that cannot be seen", "pid": None, "orphan": False}
-    return {"holder": f"pid {pid} ({_command(pid)[:120] or '?'})", "pid": pid, "orphan": _has_nonce(pid)}
+    return {"holder": f"pid {pid} ({(command_of(pid) or '?')[:120]})", "pid": pid, "orphan": pid in pids_of_runs()}
 
 
 def bindable(ip: str, port: int) -> bool:
@@ -63,7 +61,7 @@ def lsof_pid(output: str) -> int | None:
 
 
 def _mac_holder(port: int) -> int | None:
-    return lsof_pid(_printed("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
+    return lsof_pid(tool_output("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
 
 
 def _linux_holder(port: int) -> int | None:
@@ -84,32 +82,6 @@ def _linux_holder(port: int) -> int | None:
         except OSError:
             continue
     return None
-
-
-def _command(pid: int) -> str:
-    if not _LINUX:
-        return _printed("ps", "-ww", "-o", "command=", "-p", str(pid)).strip()
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _has_nonce(pid: int) -> bool:
-    if _LINUX:
-        try:
-            return f"{NONCE_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
-    return re.search(rf" {NONCE_VARIABLE}=", _printed("ps", "-Eww", "-o", "command=", "-p", str(pid))) is not None
-
-
-def _printed(*argv: str) -> str:
-    try:
-        done = subprocess.run(argv, capture_output=True, timeout=_TOOL_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace")
 
 
 _CONNECT_LIMIT_S = 3.0
@@ -141,11 +113,11 @@ def reach(ip: str, port: int) -> str | None:
         return words
 
 
-def listen(seconds: float, addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Listen on a free port of each address, yield the ports, and accept until the time is over or stdin ends."""
-    sockets = [socket.create_server((ip, 0)) for ip in addresses]
+def probe_listen(seconds: str, *ips: str) -> Iterator[dict[str, Any]]:
+    """`listening`, a free port of each address, on which connections are accepted for `seconds` or until stdin ends."""
+    sockets = [socket.create_server((ip, 0)) for ip in ips]
     yield {"listening": [listener.getsockname()[1] for listener in sockets]}
-    until = time.monotonic() + seconds
+    until = time.monotonic() + float(seconds)
     while (left := until - time.monotonic()) > 0:
         ready, _, _ = select.select([*sockets, sys.stdin], [], [], left)
         if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
@@ -153,12 +125,6 @@ def listen(seconds: float, addresses: Sequence[str]) -> Iterator[dict[str, Any]]
         for listener in sockets:
             if listener in ready:
                 listener.accept()[0].close()
-
-
-def reach_all(endpoints: Sequence[str]) -> list[str | None]:
-    """`reach` for each IP:PORT, all at once: one that does not answer takes _CONNECT_LIMIT_S."""
-    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
-        return list(pool.map(lambda endpoint: reach(*_split(endpoint)), endpoints))
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -186,9 +152,6 @@ def probe_addresses(*ips: str) -> dict[str, Any]:
 
 def probe_reach(*endpoints: str) -> dict[str, Any]:
     """`problems`, in the order of the arguments (IP:PORT): None, or why it cannot be reached."""
-    return {"problems": reach_all(endpoints)}
-
-
-def probe_listen(seconds: str, *ips: str) -> Iterator[dict[str, Any]]:
-    """`listening`, a free port of each address, in use for `seconds` or until stdin ends."""
-    yield from listen(float(seconds), ips)
+    # All at once: one that does not answer takes _CONNECT_LIMIT_S.
+    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
+        return {"problems": list(pool.map(lambda endpoint: reach(*_split(endpoint)), endpoints))}

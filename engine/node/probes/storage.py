@@ -1,10 +1,4 @@
-"""Probes where a training would save: `python -m engine.node.probes.storage QUESTION`.
-
-QUESTION is JSON: `directory`; `roots`, one of which must hold it; `runs`, where earlier runs' folders lie; `resume`,
-a file of trained weights to go on with, or null; `needed`, bytes. Prints `directory` resolved; `fault`, with a folder
-to `make`, to `permit` or to `own`; `free`, bytes; `damaged`, [file, why] of what lies there; `resume`, what its
-weights are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than `needed` is free.
-"""
+"""The `storage` probe: where a training would save."""
 
 from __future__ import annotations
 
@@ -36,7 +30,7 @@ def safetensors_fault(path: Path) -> str | None:
 
 def adapter(path: Path) -> dict[str, Any]:
     """Description of a file of trained weights: its `kind` (lora, dora, full), the adapters' `ranks`, the `layers`
-    and the `modules` in them. Raises Refused, OSError."""
+    and the `modules` in them. Raises CheckpointError, OSError."""
     tensors = check_header(path).tensors
     found = [(match, shape) for name, (_, shape) in tensors.items() if (match := _ADAPTER.search(name)) is not None]
     if not found:
@@ -73,8 +67,15 @@ CONFIGURATION = "adapter_config.json"
 _LARGEST = 3
 
 
-def probe(question: dict[str, Any]) -> dict[str, Any]:
-    """The document for one question."""
+def probe_storage(request: str) -> dict[str, Any]:
+    """The JSON request has `directory`; `roots`, one of which must hold it; `runs`, where earlier runs' folders lie;
+    `resume`, a file of trained weights to go on with, or null; `needed`, bytes.
+
+    Reports `directory` resolved; `fault`, with a folder to `make`, to `permit` or to `own`; `free`, bytes; `damaged`,
+    [file, why] of what lies there; `resume`, what its weights are, or `resume_fault`; `largest`, [folder, bytes] of
+    earlier runs, when less than `needed` is free.
+    """
+    question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
     report: dict[str, Any] = {"fault": None, "make": None, "permit": None, "own": None, "free": None, "damaged": []}
     report |= {"resume": None, "resume_fault": None, "largest": []}
@@ -178,7 +179,3 @@ def _largest(runs: Path) -> list[list[Any]]:
         return []
     sizes = sorted(((size_of(folder), str(folder)) for folder in folders), reverse=True)
     return [[folder, size] for size, folder in sizes[:_LARGEST] if size]
-
-
-def probe_storage(request: str) -> dict[str, Any]:
-    return probe(json.loads(request))

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH208
+# ruff: noqa: PTH123, PTH208
 # As short and as cheap as can be: this runs on the node, beside the training.
 """The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
 parsed on the head.
@@ -24,9 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from engine.node.processes import linux_stat, tool_output
+
 BUDGET = 0.008
 """Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
-COMMAND_LIMIT_S = 5
 RESCAN_EVERY = 16
 """A process that was no rank's is looked at again in one of so many scans: it may have been caught before its exec."""
 NONCE, SPEC, RANK = "FLIGHTDECK_NONCE", "FLIGHTDECK_SPEC", "MLX_RANK"
@@ -52,39 +53,12 @@ def spent_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def printed(argv: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=COMMAND_LIMIT_S,
-            check=False,
-            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace")
-
-
 def content(path: str, limit: int = 1 << 20) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with open(path, "rb") as file:
+            return file.read(limit)
     except OSError:
         return b""
-    try:
-        parts = []
-        while limit > 0:
-            part = os.read(descriptor, min(limit, 65536))
-            if not part:
-                break
-            parts.append(part)
-            limit -= len(part)
-        return b"".join(parts)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
 
 
 class Paced:
@@ -206,13 +180,12 @@ class LinuxRanks:
             return None
         pairs = (entry.partition(b"=") for entry in environ.split(b"\0"))
         named = {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
-        return process_owner(named,
-                      self.stat(pid)[0])  # fmt: skip
+        return process_owner(named, self.stat(pid)[0])
 
     def stat(self, pid: int) -> tuple[str, int]:
         """Start time and resident pages; ("", 0) when it is gone."""
-        fields = content(f"/proc/{pid}/stat", 4096).rpartition(b")")[2].split()
-        return (fields[19].decode(), int(fields[21])) if len(fields) > 21 else ("", 0)
+        fields = linux_stat(pid)
+        return (fields[19].decode(), int(fields[21])) if fields else ("", 0)
 
 
 class MacRanks:
@@ -225,7 +198,7 @@ class MacRanks:
 
     def read(self) -> dict[str, object]:
         self.scans += 1
-        present = ps_list(printed(["/bin/ps", "-xo", "pid=,rss=,time=,lstart="]))
+        present = ps_list(tool_output("/bin/ps", "-xo", "pid=,rss=,time=,lstart="))
         self.known = {key: mark for key, mark in self.known.items() if key in present}
         unknown = [
             pid
@@ -236,7 +209,7 @@ class MacRanks:
         starts = dict(present.keys())
         for begin in range(0, len(unknown), 200):
             some = unknown[begin : begin + 200]
-            text = printed(["/bin/ps", "-Eww", "-o", "pid=,command=", "-p", ",".join(map(str, some))])
+            text = tool_output("/bin/ps", "-Eww", "-o", "pid=,command=", "-p", ",".join(map(str, some)))
             environments = ps_environments(text)
             for pid in some:
                 self.known[pid, starts[pid]] = process_owner(environments.get(pid, {}), starts[pid])
@@ -298,11 +271,12 @@ class Linux:
 
     def __init__(self, interval: float) -> None:
         self.readings = [Paced(self.quick, interval, BUDGET / 4), Paced(LinuxRanks().read, interval, BUDGET / 2)]
-        self.thermometers = thermometers()
+        self.thermometer = cpu_thermometer()
         self.stream: Stream | None = None
         smi = shutil.which("nvidia-smi")
         if smi is not None:
-            self.stream = Stream(lambda every: nvidia_command(smi, every), interval, BUDGET / 4)
+            fields = [f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits"]
+            self.stream = Stream(lambda every: [smi, *fields, f"--loop={max(1, round(every))}"], interval, BUDGET / 4)
         self.leads = False
         self.interval = interval
 
@@ -315,13 +289,12 @@ class Linux:
             "cpu": content("/proc/stat", 1024).split(b"\n", 1)[0].decode(errors="replace"),
             "meminfo": content("/proc/meminfo", 8192).decode(errors="replace"),
         }
-        for name, path in self.thermometers.items():
-            value = content(path, 64).strip()
-            if value.isdigit():
-                report[name] = int(value) / 1000
+        millidegrees = content(self.thermometer, 64).strip()
+        if millidegrees.isdigit():
+            report["cpu_temperature_c"] = int(millidegrees) / 1000
         if self.stream is not None and self.stream.process is not None:
-            ticks = content(f"/proc/{self.stream.process.pid}/stat", 4096).rpartition(b")")[2].split()
-            if len(ticks) > 12:
+            ticks = linux_stat(self.stream.process.pid)
+            if ticks:
                 self.stream.settle((int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"))
         return report
 
@@ -335,22 +308,17 @@ class Linux:
         return report
 
 
-def nvidia_command(smi: str, every: float) -> list[str]:
-    return [smi, f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits", f"--loop={max(1, round(every))}"]
-
-
-def thermometers() -> dict[str, str]:
-    """{"cpu_temperature_c": file of millidegrees}; empty where the machine has none."""
+def cpu_thermometer() -> str:
+    """A file of millidegrees; "" where the machine has none."""
     root = "/sys/class/hwmon"
     try:
         chips = sorted(os.listdir(root))
     except OSError:
-        return {}
+        return ""
     for chip in chips:
-        name = content(f"{root}/{chip}/name", 64).strip()
-        if name in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
-            return {"cpu_temperature_c": f"{root}/{chip}/temp1_input"}
-    return {}
+        if content(f"{root}/{chip}/name", 64).strip() in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
+            return f"{root}/{chip}/temp1_input"
+    return ""
 
 
 class Mac:
@@ -377,10 +345,10 @@ class Mac:
         return self.interval * 2.5 if self.leads else max(self.interval, self.own.due - now)
 
     def tools(self) -> dict[str, object]:
-        statistics = printed(["/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"])
+        statistics = tool_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
         return {
-            "vm_stat": printed(["/usr/bin/vm_stat"]),
-            "swapusage": printed(["/usr/sbin/sysctl", "vm.swapusage"]),
+            "vm_stat": tool_output("/usr/bin/vm_stat"),
+            "swapusage": tool_output("/usr/sbin/sysctl", "vm.swapusage"),
             "ioreg": "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:8192],
         }
 
@@ -397,7 +365,7 @@ class Mac:
 
 
 def thermal() -> dict[str, object]:
-    return {"thermal": printed(["/usr/bin/notifyutil", "-g", "com.apple.system.thermalpressurelevel"])}
+    return {"thermal": tool_output("/usr/bin/notifyutil", "-g", "com.apple.system.thermalpressurelevel")}
 
 
 class MacTicks:

@@ -202,9 +202,9 @@ def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> No
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "adapters.safetensors").write_bytes(bytes(size))
     asked = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs"), "resume": None}
-    message = storage.probe({**asked, "needed": 1 << 60})
+    message = storage.probe_storage(json.dumps({**asked, "needed": 1 << 60}))
     assert message["largest"] == [[str(tmp_path / "runs" / "large"), 1000], [str(tmp_path / "runs" / "small"), 10]]
-    assert storage.probe({**asked, "needed": 0})["largest"] == []
+    assert storage.probe_storage(json.dumps({**asked, "needed": 0}))["largest"] == []
 
 
 async def test_a_model_of_another_kind_leaves_the_size_open_and_says_why(saving: Config, model: Path) -> None:

@@ -48,7 +48,7 @@ def on(config: Config, *hosts: str) -> Config:
 def scene_of(config: Config, ways: dict[str, Way]) -> CheckContext:
     fleet = Fleet((), state_home())
     for host, way in ways.items():
-        fleet.answer(host, way)
+        fleet.replace(host, way)
     return CheckContext(config, fleet)
 
 

@@ -116,5 +116,5 @@ def fleet_of(**transports: LocalTransport) -> Fleet:
     """Hosts by their names in `ssh`."""
     fleet = Fleet((), Path("/nonexistent"))
     for host, transport in transports.items():
-        fleet.answer(host, transport)
+        fleet.replace(host, transport)
     return fleet

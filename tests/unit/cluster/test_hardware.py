@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cluster import hardware
+from engine.cluster.facts import read_facts
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                                    4000.
@@ -28,6 +29,7 @@ SW_VERS = "ProductName:\t\tmacOS\nProductVersion:\t\t26.4.1\nBuildVersion:\t\t25
 
 MEMINFO = (
     "MemTotal:       24684092 kB\nMemFree:        20000000 kB\nMemAvailable:   23684092 kB\nHugePages_Total:       0\n"
+    "SwapTotal: 2097152 kB\nSwapFree: 1048576 kB\n"
 )
 X86 = "processor\t: 0\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel name\t: AMD EPYC\n"
 RASPBERRY = "processor\t: 0\nBogoMIPS\t: 108.00\n\nHardware\t: BCM2835\nModel\t\t: Raspberry Pi 4 Model B\n"
@@ -35,10 +37,10 @@ ARM_SERVER = "processor\t: 0\nBogoMIPS\t: 243.75\nCPU implementer\t: 0x41\n"
 
 
 def test_a_mac() -> None:
-    assert hardware.mac_chip(SYSCTL) == "Apple M3 Ultra"
-    assert hardware.mac_memory_total(SYSCTL) == 512 * 2**30
+    facts = read_facts({"system": "Darwin", "answers": {"sysctl": SYSCTL}})
+    assert (facts["chip"], facts["memory_total_bytes"]) == ("Apple M3 Ultra", 512 * 2**30)
     assert hardware.mac_memory_used(VM_STAT) == (247_000 + 159_000 + 454_000 - 1000) * 16384
-    assert hardware.mac_os_name(SW_VERS) == "macOS 26.4.1 (25E253)"
+    assert hardware.mac_os(SW_VERS) == ("macOS 26.4.1 (25E253)", "26.4.1", "25E253")
 
 
 def test_an_intel_mac_has_smaller_pages() -> None:
@@ -51,37 +53,31 @@ def test_a_linux_machines_chip(cpuinfo: str, name: str | None) -> None:
 
 
 def test_a_linux_machine() -> None:
-    assert hardware.linux_memory(MEMINFO) == (24_684_092 * 1024, 1_000_000 * 1024)
-    assert (
-        hardware.linux_os_name('NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n')
-        == "Debian GNU/Linux 12 (bookworm)"
-    )
-    assert hardware.linux_os_name("PRETTY_NAME=Alpine\n") == "Alpine"
+    assert hardware.linux_memory(MEMINFO) == (24_684_092 * 1024, 1_000_000 * 1024, 2**30)
+    debian = 'NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nVERSION_ID="12"\n'
+    assert hardware.linux_os(debian) == ("Debian GNU/Linux 12 (bookworm)", "12")
+    assert hardware.linux_os("PRETTY_NAME=Alpine\n") == ("Alpine", None)
 
 
 @pytest.mark.parametrize(
     "text", ["", "Mach Virtual Memory Statistics:", "hw.memsize: lots", "PRETTY_NAME='torn", "MemTotal: x kB"]
 )
 def test_what_cannot_be_read_is_not_measured(text: str) -> None:
-    assert [
-        hardware.mac_chip(text),
-        hardware.mac_memory_total(text),
-        hardware.mac_memory_used(text),
-        hardware.mac_os_name(text),
-    ] == [None] * 4
-    assert [hardware.linux_chip(text), hardware.linux_os_name(text)] == [None] * 2
-    assert hardware.linux_memory(text) == (None, None)
+    facts = read_facts({"system": "Darwin", "answers": {"sysctl": text}})
+    assert [facts["chip"], facts["memory_total_bytes"]] == [None] * 2
+    assert (hardware.mac_memory_used(text), hardware.mac_os(text)) == (None, (None, None, None))
+    assert (hardware.linux_chip(text), hardware.linux_os(text)) == (None, (None, None))
+    assert hardware.linux_memory(text) == (None, None, None)
 
 
 @given(st.text())
 def test_no_text_whatever_upsets_them(text: str) -> None:
     for read in (
-        hardware.mac_chip,
-        hardware.mac_memory_total,
+        hardware.parse_sysctl,
         hardware.mac_memory_used,
-        hardware.mac_os_name,
+        hardware.mac_os,
         hardware.linux_chip,
         hardware.linux_memory,
-        hardware.linux_os_name,
+        hardware.linux_os,
     ):
         read(text)

@@ -50,15 +50,15 @@ def test_a_peer_behind_a_hub_is_found_and_a_display_is_none() -> None:
 
 
 def test_cores_of_both_level_names() -> None:
-    m3, m5 = node_output("sysctl-m3.txt"), node_output("sysctl-m5.txt")
-    assert (hardware.mac_cores(m3), hardware.mac_performance_cores(m3)) == (32, 24)
-    assert (hardware.mac_cores(m5), hardware.mac_performance_cores(m5)) == (18, 18)
-    assert hardware.mac_performance_cores("hw.perflevel0.physicalcpu: 8\n") is None
+    for text, cores in (("sysctl-m3.txt", (32, 24)), ("sysctl-m5.txt", (18, 18))):
+        facts = answer.read_facts({"system": "Darwin", "answers": {"sysctl": node_output(text)}})
+        assert (facts["cores"], facts["performance_cores"]) == cores
+    assert hardware.mac_performance_cores({"hw.perflevel0.physicalcpu": "8"}) is None
 
 
 @pytest.mark.parametrize(("text", "limit"), [("0", None), ("491520", 480 * 2**30), ("lots", None), ("", None)])
 def test_a_wired_limit_of_0_is_the_systems_default(text: str, limit: int | None) -> None:
-    assert hardware.mac_gpu_limit(f"iogpu.wired_limit_mb: {text}\n") == limit
+    assert hardware.mac_gpu_limit(hardware.parse_sysctl(f"iogpu.wired_limit_mb: {text}\n")) == limit
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_power_and_heat_of_linux() -> None:
 
 
 def test_interfaces_of_linux() -> None:
-    found = {interface.name: interface for interface in linux_interfaces(node_output("ip-addr.json"))}
+    found = {interface.name: interface for interface in linux_interfaces(json.loads(node_output("ip-addr.json")))}
     assert found["br0"] == Interface(name="br0", ipv4=("10.0.0.5/24",), active=True)
     assert found["eth0"].bridge == "br0"
     assert (found["lo"].active, found["wlp3s0"].active) == (None, False)
@@ -172,10 +172,10 @@ def test_names_from_a_node_are_safe_to_show_and_short() -> None:
     hostile = "\x1b]0;owned\x07Mac\u202e" + "x" * 5000
     report = json.dumps({"SPThunderboltDataType": [{"domain_uuid_key": hostile, "_items": [{"_name": hostile, "domain_uuid_key": hostile}]}]})  # noqa: E501  # fmt: skip
     (port,) = thunderbolt_ports(report, {})
-    (named,) = hardware_ports(f"Hardware Port: {hostile}\nDevice: en5\n")
-    for text in (port.domain_uuid, port.peer_uuid, port.peer_name, named.name):
+    (named,) = hardware_ports(f"Hardware Port: {hostile}\nDevice: en5\n").values()
+    for text in (port.domain_uuid, port.peer_uuid, port.peer_name, named):
         assert text is not None and text.isprintable() and len(text) <= 120
-    assert hardware_ports("Hardware Port: a\nDevice: en5; rm -rf /\n") == []
+    assert hardware_ports("Hardware Port: a\nDevice: en5; rm -rf /\n") == {}
     output = {"system": "Linux", "hostname": hostile, "answers": {"user": hostile, "versions": {"mlx": hostile}}}
     for value in answer.read_facts(output).values():
         assert not isinstance(value, str) or (value.isprintable() and len(value) <= 255)

@@ -33,13 +33,13 @@ def test_a_macbook_cabled_to_a_studio_is_one_cable_seen_from_both_ends() -> None
 
 def test_hardware_ports_of_macos_27() -> None:
     ports = hardware_ports(node_output("networksetup-macbook.txt"))
-    assert {port.device: port.name for port in ports}["en7"] == "Thunderbolt 2"
+    assert ports["en7"] == "Thunderbolt 2"
     assert thunderbolt_devices(ports, ()) == {"1": "en2", "2": "en7", "3": "en3"}
 
 
 def test_a_port_of_its_own_and_a_member_of_the_bridge() -> None:
     def port(name: str, device: str) -> tuple[tuple[str, ...], bool | None, str | None]:
-        interfaces = {interface.name: interface for interface in mac_interfaces(node_output(name))}
+        interfaces = {interface.name: interface for interface in mac_interfaces(node_output(name), {})}
         found = interfaces[device]
         return found.ipv4, found.active, found.bridge
 
@@ -76,10 +76,11 @@ def test_profiles() -> None:
 
 def test_sysctl_versions_and_heat() -> None:
     mini = "hw.model: Mac16,10\nhw.memsize: 25769803776\niogpu.wired_limit_mb: 0\n"
-    assert (hardware.mac_memory_total(mini), hardware.mac_gpu_limit(mini)) == (24 * 2**30, None)
+    mini_facts = read_facts({"system": "Darwin", "answers": {"sysctl": mini, "sysctl_gpu": mini}})
+    assert (mini_facts["memory_total_bytes"], mini_facts["gpu_limit_bytes"]) == (24 * 2**30, None)
     for version, build in (("26.3.2", "25D101"), ("26.5", "25F70")):
         text = f"ProductName:\t\tmacOS\nProductVersion:\t\t{version}\nBuildVersion:\t\t{build}\n"
-        assert hardware.mac_os_version(text) == (version, build)
+        assert hardware.mac_os(text)[1:] == (version, build)
     answers = {"sysctl": SWAP, "vm_stat": node_output("vm_stat-24gb.txt")}
     facts = read_facts({"system": "Darwin", "answers": answers})
     assert facts["swap_used_bytes"] == sensors.mac_swap_used(SWAP) == int(768.5 * 2**20)

@@ -12,7 +12,6 @@ from engine.cluster import sensors
 from engine.cluster.sensors import parse_macmon
 from tests.data import node_output
 
-MEMINFO = "MemTotal: 24684092 kB\nMemAvailable: 23684092 kB\nSwapTotal: 2097152 kB\nSwapFree: 1048576 kB\n"
 IOREG = (
     '      "PerformanceStatistics" = {"In use system memory (driver)"=0,"Alloc system memory"=34170552320,'
     '"Tiler Utilization %"=3,"Renderer Utilization %"=12,"Device Utilization %"=25}\n'
@@ -83,7 +82,6 @@ def test_use_is_what_the_counters_moved_by() -> None:
 
 
 def test_swap_gpu_and_heat() -> None:
-    assert sensors.linux_swap_used(MEMINFO) == 2**30
     assert sensors.mac_swap_used("vm.swapusage: total = 2048.00M  used = 1.50G  free = 0.5G") == 3 * 2**29
     assert sensors.mac_gpu_use(IOREG + IOREG.replace("=25", "=71")) == 0.71
     assert sensors.mac_thermal_pressure("com.apple.system.thermalpressurelevel 2\n") == "heavy"
@@ -104,7 +102,6 @@ def test_the_newest_line_of_each_gpu() -> None:
 def test_no_text_whatever_upsets_them(text: str) -> None:
     assert parse_macmon(text) == {}
     sensors.cpu_ticks(text)
-    sensors.linux_swap_used(text)
     sensors.mac_swap_used(text)
     sensors.mac_gpu_use(text)
     sensors.mac_thermal_pressure(text)

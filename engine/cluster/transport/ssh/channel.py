@@ -19,6 +19,7 @@ from pathlib import PurePath
 import asyncssh
 
 from engine.cluster.transport.base import Completed, for_any_shell, quoted
+from engine.cluster.transport.ssh.connection import SharedConnection
 from engine.cluster.transport.ssh.errors import REASON_LIMIT, SSH_ERRORS, connection_lost, unreachable_error
 from engine.errors import NodeUnreachable
 from engine.security.sanitise import plain
@@ -71,24 +72,23 @@ class SshChannel:
     def __init__(
         self,
         process: asyncssh.SSHClientProcess[bytes],
-        connection: asyncssh.SSHClientConnection,
+        line: SharedConnection,
         command: ShellCommand,
-        where: str,
         *,
         kill_group: Callable[[int], Awaitable[None]],
         on_closed: Callable[[], None],
     ) -> None:
         self._process = process
-        self._connection = connection
+        self._connection = line.dialled.connection
         self._command = command
-        self._where = where
+        self._where = line.where
         self._kill_group = kill_group
         self._on_closed = on_closed
         self._group: int | None = None
         self._unread = b""
         self._stderr = b""
         self._noise_on_stderr = True
-        self._listening = asyncio.create_task(self._listen(), name=f"stderr of {command.program} on {where}")
+        self._listening = asyncio.create_task(self._listen(), name=f"stderr of {command.program}")
         self._closed = False
 
     async def begin(self) -> None:
@@ -113,9 +113,9 @@ class SshChannel:
             raise FileNotFoundError(errno.ENOENT, f"no such directory on {self._where}")
         self._group = int(answer)
 
-    async def complete(self, stdin: bytes) -> Completed:
-        """Give it all of its stdin, and take all that it says. Raises NodeUnreachable, also when that is too much."""
-        writing = asyncio.create_task(self._feed(stdin), name=f"stdin of {self._command.program}")
+    async def complete(self) -> Completed:
+        """End its stdin, and take all that it prints. Raises NodeUnreachable, also when that is too much."""
+        self._end_input()
         blocks, size = [self._unread], len(self._unread)
         try:
             while block := await self._process.stdout.read(1 << 18):
@@ -128,8 +128,6 @@ class SshChannel:
             await self._listening
         except SSH_ERRORS as error:
             raise connection_lost(self._where, _reason(error)) from error
-        finally:
-            writing.cancel()
         code = self._code
         if code is None:
             raise connection_lost(self._where, "in the middle of a command")
@@ -190,8 +188,7 @@ class SshChannel:
 
     async def _leave(self) -> None:
         """Close its stdin and await its end; end it when that takes long."""
-        with contextlib.suppress(*SSH_ERRORS):
-            self._process.stdin.write_eof()
+        self._end_input()
         if not await self._closes_within(_LEAVES_S) and not self._connection.is_closed():
             with contextlib.suppress(NodeUnreachable):
                 await self.end()
@@ -214,11 +211,8 @@ class SshChannel:
         self._on_closed()
         self._on_closed = _nothing
 
-    async def _feed(self, data: bytes) -> None:
+    def _end_input(self) -> None:
         with contextlib.suppress(*SSH_ERRORS):
-            if data:
-                self._process.stdin.write(data)
-                await self._process.stdin.drain()
             self._process.stdin.write_eof()
 
     async def _discard(self) -> None:

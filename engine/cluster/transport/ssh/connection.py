@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,6 +16,7 @@ from typing import cast
 import asyncssh
 from asyncssh.constants import OPEN_REQUEST_SESSION_FAILED
 
+from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.auth import (
     PLAIN_HOST_KEY_ALGORITHMS,
     HostKeyRecorder,
@@ -30,7 +30,6 @@ from engine.cluster.transport.ssh.errors import (
     REASON_LIMIT,
     SSH_ERRORS,
     connection_lost,
-    no_answer,
     no_sftp,
     unreachable_error,
 )
@@ -45,24 +44,8 @@ from engine.errors import InputError, NodeUnreachable
 from engine.security.identifiers import SshTarget
 from engine.security.sanitise import plain
 
-CONNECTS_AT_ONCE = 8
-"""To one sshd: it drops some of 50 at once (MaxStartups 10:30:100), none of 8."""
-CONNECTS_IN_ALL = 32
 _TRIES = 5
 _JUMPS = 4
-
-
-class ConnectionLimiter:
-    """Who may knock where: no more connections at once than an sshd takes in, nor than this process should make."""
-
-    def __init__(self) -> None:
-        self._all = asyncio.Semaphore(CONNECTS_IN_ALL)
-        self._each: dict[tuple[str, int], asyncio.Semaphore] = {}
-
-    @contextlib.asynccontextmanager
-    async def at(self, host: str, port: int) -> AsyncIterator[None]:
-        async with self._each.setdefault((host, port), asyncio.Semaphore(CONNECTS_AT_ONCE)), self._all:
-            yield
 
 
 @dataclass(frozen=True)
@@ -96,18 +79,10 @@ class _Setup:
     known: asyncssh.SSHKnownHosts
 
     @property
-    def identity_files(self) -> list[str] | None:
-        return cast("list[str] | None", self.options.config.get("IdentityFile"))
-
-    @property
     def agent(self) -> str:
         configured = self.options.agent_path or ""
         named = configured.removeprefix("$")
         return os.environ.get(named, "") if configured in ("SSH_AUTH_SOCK", f"${named}") else configured
-
-    @property
-    def only_named(self) -> bool:
-        return bool(self.options.config.get("IdentitiesOnly"))
 
     @property
     def jumps(self) -> list[SshTarget]:
@@ -123,15 +98,15 @@ class _Setup:
         return any((hop.host, hop.port or 22) == (self.options.host, self.options.port) for hop in self.jumps)
 
 
-async def dial(target: SshTarget, home: Path, doors: ConnectionLimiter, rng: random.Random) -> OpenConnection:
+async def dial(target: SshTarget, home: Path, limiter: ConnectionLimiter) -> OpenConnection:
     """Connect, anew where an sshd drops strangers. Raises NodeUnreachable and what is below it, within the connect
-    timeout once the door is free."""
+    timeout once the limiter lets it."""
     ends = time.monotonic() + CONNECT_TIMEOUT_S
     for attempt in range(_TRIES):
         try:
-            return await _dial(target, home, doors)
+            return await _dial(target, home, limiter)
         except _Dropped as dropped:
-            pause = rng.uniform(0.1, 0.4) * 2**attempt
+            pause = random.uniform(0.1, 0.4) * 2**attempt
             if attempt == _TRIES - 1 or time.monotonic() + pause > ends:
                 raise dropped.error from dropped
         await asyncio.sleep(pause)
@@ -147,7 +122,7 @@ class _Dropped(Exception):
 async def _dial(
     target: SshTarget,
     home: Path,
-    doors: ConnectionLimiter,
+    limiter: ConnectionLimiter,
     beyond: tuple[SshTarget, ...] = (),
     way: OpenConnection | None = None,
 ) -> OpenConnection:
@@ -165,8 +140,8 @@ async def _dial(
     try:
         for hop in hops:
             # Of several only the first is reached as its own configuration says: the others lie behind it.
-            way = await _dial(hop, home, doors, (*beyond, target), way)
-        connection = await _through(setup, way.connection if way is not None else None, where, str(target), doors)
+            way = await _dial(hop, home, limiter, (*beyond, target), way)
+        connection = await _through(setup, way.connection if way is not None else None, where, str(target), limiter)
     except BaseException:
         if way is not None:
             way.abort()
@@ -194,11 +169,13 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
 
 
 async def _through(
-    setup: _Setup, way: asyncssh.SSHClientConnection | None, where: str, target: str, doors: ConnectionLimiter
+    setup: _Setup, way: asyncssh.SSHClientConnection | None, where: str, target: str, limiter: ConnectionLimiter
 ) -> asyncssh.SSHClientConnection:
     """Connect to what `setup` says, over `way` if that is given."""
-    offered = identities(setup.identity_files, setup.agent, only_named=setup.only_named)
-    async with doors.at(setup.options.host, setup.options.port), offered as keys:
+    config = setup.options.config
+    named = cast("list[str] | None", config.get("IdentityFile"))
+    offered = identities(named, setup.agent, only_named=bool(config.get("IdentitiesOnly")))
+    async with limiter.at(setup.options.host, setup.options.port), offered as keys:
         witness = HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -291,7 +268,6 @@ class SharedConnection:
 
     dialled: OpenConnection
     where: str
-    clock: Callable[[], float] = time.monotonic
     used: int = 0
     lasting: int = 0
     """Those of `used` that do not end by themselves."""
@@ -304,7 +280,7 @@ class SharedConnection:
 
     @property
     def limit(self) -> int:
-        return self._limit if self.clock() < self._limit_until else SESSIONS
+        return self._limit if time.monotonic() < self._limit_until else SESSIONS
 
     def take(self, *, lasting: bool) -> None:
         self.used += 1
@@ -315,7 +291,7 @@ class SharedConnection:
         self.lasting -= lasting
 
     async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:
-        """Start a login shell with this line. Raises Refused, LostBefore, NodeUnreachable."""
+        """Start a login shell with this line. Raises SessionRefused, LostBeforeStart, NodeUnreachable."""
         opened = False
 
         def session() -> asyncssh.SSHClientProcess[bytes]:
@@ -332,11 +308,10 @@ class SharedConnection:
                 )
         except TimeoutError as error:
             self.dialled.abort()
-            raise no_answer(self.where) from error
+            raise unreachable_error(error, self.where) from error
         except SSH_ERRORS as error:
             if not connection.is_closed() and isinstance(error, asyncssh.ChannelOpenError):
-                self._limit, self._limit_until = max(1, self.used - 1), self.clock() + _LIMIT_BELIEVED_S
-                raise SessionRefused(error.reason) from error
+                raise self._refused(error) from error
             self.dialled.abort()
             if opened:
                 raise connection_lost(self.where, str(error)) from error
@@ -344,22 +319,25 @@ class SharedConnection:
         return cast("asyncssh.SSHClientProcess[bytes]", process)
 
     async def start_sftp(self) -> asyncssh.SFTPClient:
-        """Raises Refused, LostBefore, NodeUnreachable."""
+        """Raises SessionRefused, LostBeforeStart, NodeUnreachable."""
         connection = self.dialled.connection
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 return await connection.start_sftp_client()
         except TimeoutError as error:
             self.dialled.abort()
-            raise no_answer(self.where) from error
+            raise unreachable_error(error, self.where) from error
         except asyncssh.ChannelOpenError as error:
             if connection.is_closed():
                 raise LostBeforeStart(str(error)) from error
             if error.code == OPEN_REQUEST_SESSION_FAILED:
                 raise no_sftp(self.where, error) from error
-            self._limit, self._limit_until = max(1, self.used - 1), self.clock() + _LIMIT_BELIEVED_S
-            raise SessionRefused(error.reason) from error
+            raise self._refused(error) from error
         except SSH_ERRORS as error:
             if connection.is_closed():
                 raise LostBeforeStart(str(error)) from error
             raise no_sftp(self.where, error) from error
+
+    def _refused(self, error: asyncssh.ChannelOpenError) -> SessionRefused:
+        self._limit, self._limit_until = max(1, self.used - 1), time.monotonic() + _LIMIT_BELIEVED_S
+        return SessionRefused(error.reason)

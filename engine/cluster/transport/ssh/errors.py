@@ -28,16 +28,17 @@ def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeU
     """One of ours for one of theirs. `tried` are the keys that were offered, in words."""
     if isinstance(error, NodeUnreachable):
         return error
-    if isinstance(error, asyncssh.PermissionDenied) or "authentication failures" in str(error):
-        return login_refused(where, tried, many="authentication failures" in str(error))
+    if "authentication failures" in str(error):
+        todo = "name the right one: IdentityFile and IdentitiesOnly yes"
+        return LoginRefused("login refused", where=where, why=f"too many keys were offered: {tried}", todo=todo)
+    if isinstance(error, asyncssh.PermissionDenied):
+        return _login_refused(where, tried)
     why, todo = _why_and_fix(error)
     return NodeUnreachable("cannot be reached", where=where, why=plain(why, REASON_LIMIT), todo=todo)
 
 
-def login_refused(where: str, tried: str, *, many: bool = False) -> LoginRefused:
-    if many:
-        why, todo = f"too many keys were offered: {tried}", "name the right one: IdentityFile and IdentitiesOnly yes"
-    elif tried:
+def _login_refused(where: str, tried: str) -> LoginRefused:
+    if tried:
         why, todo = f"none of our keys is accepted there: {tried}", "is the user right? Else ssh-copy-id puts a key"
     else:
         why, todo = "there is no key to offer", "make one by ssh-keygen and put it there by ssh-copy-id"
@@ -58,21 +59,27 @@ def no_sftp(where: str, error: asyncssh.Error | OSError | ValueError) -> NodeUnr
     return NodeUnreachable("no files can be sent: it gives no SFTP", where=where, why=why, todo=todo)
 
 
-def no_answer(where: str) -> NodeUnreachable:
-    """A node that says nothing for the connect timeout."""
-    return unreachable_error(TimeoutError(), where)
+_CAUSES: tuple[tuple[type[Exception], str, str], ...] = (
+    (TimeoutError, f"no answer within {CONNECT_TIMEOUT_S} s", "is it on, awake and on this network?"),
+    (socket.gaierror, "its name is not known here", "is it spelled right? A Mac's name ends in .local"),
+    (asyncssh.ProtocolNotSupported, "what answers there is no ssh server", "is the port right?"),
+    (asyncssh.ChannelOpenError, "a session is refused: {error.reason}", "MaxSessions of its sshd must be 1 at least"),
+)
+"""(error, why, what to do), the first that fits."""
+_NO_ROUTE = ("no route to it", "is it on, and on this network?")
+_ERRNO_CAUSES = {
+    errno.ECONNREFUSED: ("connection refused", "is Remote Login (sshd) on there?"),
+    errno.EHOSTUNREACH: _NO_ROUTE,
+    errno.ENETUNREACH: _NO_ROUTE,
+    errno.EHOSTDOWN: _NO_ROUTE,
+    errno.ECONNRESET: ("the connection is reset by the other side", ""),
+}
 
 
 def _why_and_fix(error: Exception) -> tuple[str, str]:
-    """Why, and what to do."""
-    if isinstance(error, TimeoutError):
-        return f"no answer within {CONNECT_TIMEOUT_S} s", "is it on, awake and on this network?"
-    if isinstance(error, socket.gaierror):
-        return "its name is not known here", "is it spelled right? A Mac's name ends in .local"
-    if isinstance(error, asyncssh.ProtocolNotSupported):
-        return "what answers there is no ssh server", "is the port right?"
-    if isinstance(error, asyncssh.ChannelOpenError):
-        return f"a session is refused: {error.reason}", "MaxSessions of its sshd must be 1 at least"
+    for kind, why, todo in _CAUSES:
+        if isinstance(error, kind):
+            return why.format(error=error), todo
     if isinstance(error, asyncssh.DisconnectError):
         return error.reason or "closed by the other side", ""
     if isinstance(error, OSError):
@@ -84,13 +91,9 @@ def _os_why_and_fix(error: OSError) -> tuple[str, str]:
     # asyncio gives several addresses' errors as one without a number, and says the address once more.
     numbers = [error.errno] if error.errno is not None else [int(found) for found in _ERRNO.findall(str(error))]
     number = numbers[-1] if numbers else None
-    if number == errno.ECONNREFUSED:
-        return "connection refused", "is Remote Login (sshd) on there?"
-    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
-        return "no route to it", "is it on, and on this network?"
-    if number == errno.ECONNRESET:
-        return "the connection is reset by the other side", ""
     if number is None:
         return str(error) or type(error).__name__, ""
+    if number in _ERRNO_CAUSES:
+        return _ERRNO_CAUSES[number]
     named = f": {error.filename}" if error.filename else ""
     return f"{os.strerror(number)}{named}", ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import secrets
 from collections.abc import Coroutine, Iterator
 from pathlib import PurePath
@@ -52,21 +51,6 @@ async def read_from(sftp: asyncssh.SFTPClient, path: PurePath, offset: int, size
     return data
 
 
-async def put(sftp: asyncssh.SFTPClient, path: PurePath, content: bytes, mode: int) -> None:
-    name = _name(path)
-    temporary = _beside(name)
-    try:
-        await _write(sftp, temporary, content, mode)
-        await sftp.posix_rename(temporary, name)
-    except asyncssh.SFTPFailure as error:
-        full = await _is_full(sftp, name, len(content))
-        await _cleanup(sftp.remove(temporary))
-        raise (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) if full else error) from error
-    except BaseException:
-        await _cleanup(sftp.remove(temporary))
-        raise
-
-
 async def put_tree(sftp: asyncssh.SFTPClient, path: PurePath, files: dict[str, bytes]) -> None:
     name = _name(path)
     made = _beside(name)
@@ -79,7 +63,7 @@ async def put_tree(sftp: asyncssh.SFTPClient, path: PurePath, files: dict[str, b
 
     async def write(file: str, content: bytes) -> None:
         async with writing:
-            await _write(sftp, f"{made}/{file}", content, 0o600)
+            await _write(sftp, f"{made}/{file}", content)
 
     try:
         await sftp.mkdir(made, _PRIVATE)
@@ -97,8 +81,8 @@ async def put_tree(sftp: asyncssh.SFTPClient, path: PurePath, files: dict[str, b
         raise
 
 
-async def _write(sftp: asyncssh.SFTPClient, name: str, content: bytes, mode: int) -> None:
-    async with sftp.open(name, "wb", asyncssh.SFTPAttrs(permissions=mode)) as file:
+async def _write(sftp: asyncssh.SFTPClient, name: str, content: bytes) -> None:
+    async with sftp.open(name, "wb", asyncssh.SFTPAttrs(permissions=0o600)) as file:
         await file.write(content)
         with contextlib.suppress(asyncssh.SFTPOpUnsupported):
             await file.fsync()
@@ -113,14 +97,6 @@ def _name(path: PurePath) -> str:
 def _beside(name: str) -> str:
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}.{last}.{secrets.token_hex(4)}"
-
-
-async def _is_full(sftp: asyncssh.SFTPClient, name: str, size: int) -> bool:
-    """True if `size` more bytes do not fit beside `name`: OpenSSH reports that as "Failure", too."""
-    with contextlib.suppress(asyncssh.Error, OSError):
-        disk = await sftp.statvfs(name.rpartition("/")[0] or ("/" if name.startswith("/") else "."))
-        return disk.bavail * disk.frsize <= size
-    return False
 
 
 async def _cleanup(removal: Coroutine[Any, Any, None]) -> None:

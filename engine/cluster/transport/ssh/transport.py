@@ -16,16 +16,11 @@ from typing import Any, TypeVar
 import asyncssh
 
 from engine.cluster.transport.base import Channel, Completed, for_any_shell
+from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh import sftp as remote
 from engine.cluster.transport.ssh.auth import NamedHostKeyUnknown, host_key_mismatch
 from engine.cluster.transport.ssh.channel import ShellCommand, SshChannel
-from engine.cluster.transport.ssh.connection import (
-    ConnectionLimiter,
-    LostBeforeStart,
-    SessionRefused,
-    SharedConnection,
-    dial,
-)
+from engine.cluster.transport.ssh.connection import LostBeforeStart, SessionRefused, SharedConnection, dial
 from engine.cluster.transport.ssh.errors import SSH_ERRORS, connection_lost, unreachable_error
 from engine.cluster.transport.ssh_config import add_known_host
 from engine.errors import NodeUnreachable
@@ -56,15 +51,12 @@ _Result = TypeVar("_Result")
 class SshTransport:
     """One node over SSH."""
 
-    def __init__(
-        self, target: SshTarget, home: Path, *, doors: ConnectionLimiter | None = None, rng: random.Random | None = None
-    ) -> None:
-        """`home` is the state directory, with the host keys that were accepted; `doors` are shared by all transports
+    def __init__(self, target: SshTarget, home: Path, limiter: ConnectionLimiter) -> None:
+        """`home` is the state directory, with the host keys that were accepted; `limiter` is shared by all transports
         of a process."""
         self._target = target
         self._home = home
-        self._doors = doors or ConnectionLimiter()
-        self._rng = rng or random.Random()
+        self._limiter = limiter
         self._lines: list[SharedConnection] = []
         self._dialling: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
@@ -76,15 +68,14 @@ class SshTransport:
     def target(self) -> SshTarget:
         return self._target
 
-    async def run(
-        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
-    ) -> Completed:
-        channel = await self._start(ShellCommand(argv, directory), lasting=False)
+    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
+        channel = await self._start(ShellCommand(argv, None), lasting=False)
         try:
             async with asyncio.timeout(timeout_s):
-                return await channel.complete(stdin)
+                return await channel.complete()
         except TimeoutError:
-            await self._surely(channel.end())
+            # Also when the call is cancelled.
+            await asyncio.shield(self._do_behind(channel.end()))
             return Completed(None, b"", b"")
         except BaseException:
             # Cancelled, or the connection was lost: then another one tells whether it runs on.
@@ -96,9 +87,6 @@ class SshTransport:
 
     async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
         return await self._with_files(path, lambda sftp: remote.read_from(sftp, path, offset, size))
-
-    async def put(self, path: PurePath, content: bytes, *, mode: int = 0o600) -> None:
-        await self._with_files(path, lambda sftp: remote.put(sftp, path, content, mode))
 
     async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
         await self._with_files(path, lambda sftp: remote.put_tree(sftp, path, files))
@@ -115,7 +103,7 @@ class SshTransport:
         """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.
         Nothing is done for one that is known by now. Raises HostKeyChanged, NodeUnreachable, OSError."""
         try:
-            dialled = await dial(self._target, self._home, self._doors, self._rng)
+            dialled = await dial(self._target, self._home, self._limiter)
         except NamedHostKeyUnknown as offered:
             if offered.target != str(self._target):
                 raise
@@ -169,14 +157,7 @@ class SshTransport:
         except BaseException:
             give()
             raise
-        channel = SshChannel(
-            process,
-            line.dialled.connection,
-            command,
-            line.where,
-            kill_group=self._kill_group,
-            on_closed=give,
-        )
+        channel = SshChannel(process, line, command, kill_group=self._kill_group, on_closed=give)
         try:
             await channel.begin()
         except BaseException:
@@ -203,7 +184,7 @@ class SshTransport:
         """All who wait for a connection wait for the same one, and share why there is none."""
 
         async def connect() -> None:
-            dialled = await dial(self._target, self._home, self._doors, self._rng)
+            dialled = await dial(self._target, self._home, self._limiter)
             self._lines.append(SharedConnection(dialled, str(self._target)))
 
         if self._dialling is None or self._dialling.done():
@@ -222,7 +203,7 @@ class SshTransport:
     async def _pause(self, attempt: int) -> None:
         """The first time is an accident; from then on others are in the way; the last time nothing follows."""
         if 0 < attempt < _TRIES - 1:
-            await asyncio.sleep(self._rng.uniform(1, 2) * _PAUSE_S * 2**attempt)
+            await asyncio.sleep(random.uniform(1, 2) * _PAUSE_S * 2**attempt)
 
     async def _with_files(self, path: PurePath, do: Callable[[asyncssh.SFTPClient], Awaitable[_Result]]) -> _Result:
         line, sftp = await self._open_files()
@@ -292,7 +273,7 @@ class SshTransport:
         for dialled in [line.dialled for line in self._lines if line.alive]:
             with contextlib.suppress(asyncssh.ChannelOpenError):
                 return await _code_of(dialled.connection, line)
-        dialled = await dial(self._target, self._home, self._doors, self._rng)
+        dialled = await dial(self._target, self._home, self._limiter)
         try:
             return await _code_of(dialled.connection, line)
         finally:
@@ -310,10 +291,6 @@ class SshTransport:
         if not task.cancelled():
             # Whoever still waits for it is told; nobody need.
             task.exception()
-
-    async def _surely(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Also when the call is cancelled."""
-        await asyncio.shield(self._do_behind(ending))
 
     async def _likely(self, ending: Coroutine[Any, Any, None]) -> None:
         """Before a call that has failed returns, and behind it when that takes long: the node may be gone."""

@@ -88,17 +88,6 @@ async def test_a_file_is_read_from_an_offset_to_its_end(local: Transport, tmp_pa
         await local.read_from(tmp_path / "none", 0, 1)
 
 
-async def test_a_file_is_put_whole_and_private(local: Transport, tmp_path: Path) -> None:
-    file = tmp_path / "spec.json"
-    await local.put(file, b"one")
-    await local.put(file, b"two")
-    assert file.read_bytes() == b"two"
-    assert file.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(IsADirectoryError):
-        await local.put(tmp_path, b"x", mode=0o700)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]
-
-
 async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Transport, nonce: str) -> None:
     # It hears neither the end of its input nor a polite word.
     channel = await local.open(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from engine.cluster.transport.ssh_config import (
     SshHost,
     add_known_host,
-    openssh_config,
     shell_argv,
     ssh_hosts,
     write_openssh_config,
@@ -241,7 +240,7 @@ def test_a_configuration_that_is_not_there_is_none(folder: Path) -> None:
 @pytest.mark.parametrize("name", ['a"b', "a\nBatchMode no", "${HOME}"])
 def test_a_path_that_no_configuration_can_hold_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError):
-        openssh_config(tmp_path / name)
+        write_openssh_config(tmp_path / "ssh_config", tmp_path / name)
 
 
 def test_the_argv_of_a_shell() -> None:

@@ -12,18 +12,18 @@ import pytest
 from engine.node.probes import load
 
 MAC = """
-  501   501  98.7 93206736    02:11:40 /Applications/Ollama.app/Contents/Resources/ollama runner --model x
-   88     0   3,2   104448 12-04:00:01 /System/Library/SkyLight.framework/WindowServer -daemon
-  777   501 180.0    20480       00:04 python -m engine.node.probes
-  900   501   0.0
+  501  98.7 93206736    02:11:40 /Applications/Ollama.app/Contents/Resources/ollama runner --model x
+   88   3.2   104448 12-04:00:01 /System/Library/SkyLight.framework/WindowServer -daemon
+  777 180.0    20480       00:04 python -m engine.node.probes
+  900   0.0
 """
 
 
 def test_processes_as_ps_prints_them_without_what_has_just_begun() -> None:
-    ollama, server = load._ps_processes(MAC, 501)
-    assert (ollama["pid"], ollama["cores"], ollama["rss_bytes"], ollama["ours"]) == (501, 0.987, 93206736 * 1024, True)
+    ollama, server = load._ps_processes(MAC)
+    assert (ollama["pid"], ollama["cores"], ollama["rss_bytes"]) == (501, 0.987, 93206736 * 1024)
     assert ollama["command"].startswith("/Applications/Ollama.app/")
-    assert (server["pid"], server["cores"], server["ours"]) == (88, 0.032, False)
+    assert (server["pid"], server["cores"]) == (88, 0.032)
 
 
 @pytest.mark.parametrize(("etime", "seconds"), [("00:04", 4), ("02:11:40", 7_900), ("12-04:00:01", 1_051_201)])
@@ -50,5 +50,5 @@ def test_a_process_that_keeps_a_core_busy_is_found_once_it_is_old_enough(
     assert spinning not in {process["pid"] for process in load.probe_load()["processes"]}
     monkeypatch.setattr(load, "_OLDER_S", -1.0)
     found = {process["pid"]: process for process in load.probe_load()["processes"]}[spinning]
-    assert (found["ours"], found["run"], "while True" in found["command"]) == (True, False, True)
+    assert (found["run"], "while True" in found["command"]) == (False, True)
     assert 0.02 <= found["cores"] <= os.cpu_count() * 1.2  # type: ignore[operator]

@@ -140,7 +140,7 @@ def test_addresses_that_answer_and_that_do_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         open_, shut = (f"127.0.0.1:{each.getsockname()[1]}" for each in (listener, closed))
-        assert network.reach_all([open_, shut]) == [None, "Connection refused"]
+        assert network.probe_reach(open_, shut) == {"problems": [None, "Connection refused"]}
     assert network.own("127.0.0.1") is None
     assert "is not an address of this machine" in (network.own("192.0.2.1") or "")
 
@@ -160,7 +160,7 @@ def test_an_address_is_listened_on_until_stdin_ends() -> None:
 def test_a_model_with_any_configuration_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    json.dumps(model.read(tmp_path))
+    json.dumps(model.probe_model(str(tmp_path)))
 
 
 def test_only_listeners_count_in_the_kernels_table() -> None:
