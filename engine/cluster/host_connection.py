@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import random
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
@@ -111,37 +109,6 @@ class NodeFile(Protocol):
     def size(self) -> int | None:
         """Bytes that it has; None while that is not known."""
         ...
-
-
-class LocalFile:
-    """A node's file when the node is this machine."""
-
-    generation = 0
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-
-    def read_from(self, offset: int, size: int) -> bytes:
-        if self._descriptor < 0:
-            try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return b""
-        return os.pread(self._descriptor, size, offset)
-
-    def read_whole(self, offset: int, size: int) -> bytes:
-        return self.read_from(offset, size)
-
-    def size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
 
 WINDOW_BYTES = 1 << 20

@@ -182,3 +182,13 @@ async def test_opening_that_is_cancelled_leaves_nothing(bench: Bench, sshd: Sshd
         if not isinstance(opened, BaseException):
             await opened.close()
     await until(lambda: not sshd.processes(FLIGHTDECK_NONCE=nonce))
+
+
+async def test_an_exchange_takes_a_measurable_time_over_ssh_and_none_here(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    for _ in range(2):
+        seconds = await transport.round_trip_s()
+        assert seconds is not None and 0 < seconds < 1
+    assert sshd.connections() == 1
+    assert await LocalTransport().round_trip_s() is None

@@ -1,15 +1,14 @@
-"""The Transport and Channel protocols: what can be done on a node however it is reached. Paths are the node's own;
-one that begins with `~/` lies in the home of the node's user, for arguments as well as for files.
+"""The Transport and Channel protocols: what can be done on a node however it is reached. An argument that is
+`~` or begins with `~/` lies in the home of the node's user.
 """
 
 from __future__ import annotations
 
-import errno
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePath
 from typing import Protocol
 
 from engine.errors import InputError
@@ -72,18 +71,8 @@ class Transport(Protocol):
         cannot be started, NodeUnreachable also for one on another machine that prints more than 32 MiB."""
         ...
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         """Start a program and leave it running; the caller closes the channel."""
-        ...
-
-    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset`; b"" at the end. Raises FileNotFoundError and OSError."""
-        ...
-
-    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
-        """Put a folder with these files (relative name → content, 0600, folders 0700) at `path`, all of it or
-        nothing: made beside it and renamed. The parents are made (0700). A `path` that is there already is left alone
-        and OSError raised."""
         ...
 
     async def round_trip_s(self) -> float | None:
@@ -110,14 +99,6 @@ def quoted(argument: PurePath | str) -> str:
     if inside is None:
         return shlex.quote(str(argument))
     return f'"$HOME"/{shlex.quote(inside)}' if inside else '"$HOME"'
-
-
-def check_names(files: Iterable[str]) -> None:
-    """That a tree's names are relative, and lead nowhere else. Raises OSError."""
-    for name in files:
-        parts = PurePosixPath(name).parts
-        if not parts or "\0" in name or name.startswith("/") or ".." in parts:
-            raise OSError(errno.EINVAL, f"{name[:80]!r} is no name of a file in a folder")
 
 
 def for_any_shell(script: str) -> str:

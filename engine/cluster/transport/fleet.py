@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -98,14 +98,8 @@ class _LazySshTransport:
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         return await (await self._ssh()).run(argv, timeout_s=timeout_s)
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
-        return await (await self._ssh()).open(argv, directory=directory)
-
-    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        return await (await self._ssh()).read_from(path, offset, size)
-
-    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
-        await (await self._ssh()).put_tree(path, files)
+    async def open(self, argv: Sequence[str]) -> Channel:
+        return await (await self._ssh()).open(argv)
 
     async def round_trip_s(self) -> float | None:
         return await (await self._ssh()).round_trip_s()

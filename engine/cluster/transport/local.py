@@ -1,10 +1,9 @@
-"""This machine as a node (127.0.0.1): processes and files, without ssh."""
+"""This machine as a node (127.0.0.1): processes, without ssh."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import tempfile
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path, PurePath
 from typing import IO
 
-from engine.cluster.transport.base import Channel, Completed, check_names, in_home
+from engine.cluster.transport.base import Channel, Completed, in_home
 from engine.errors import NodeUnreachable
 from engine.node.processes import kill_group
 from engine.security.identifiers import LOCAL, SshTarget
@@ -30,7 +29,7 @@ class LocalTransport:
         return SshTarget(LOCAL)
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        starting = asyncio.create_task(_start(argv, None, stderr=asyncio.subprocess.PIPE))
+        starting = asyncio.create_task(_start(argv, stderr=asyncio.subprocess.PIPE))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -47,20 +46,14 @@ class LocalTransport:
             await asyncio.shield(_end(process))
         return Completed(process.returncode, stdout, stderr)
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  (the channel closes it)
         try:
-            process = await _start(argv, directory, stderr=stderr.fileno())
+            process = await _start(argv, stderr=stderr.fileno())
         except BaseException:
             stderr.close()
             raise
         return LocalChannel(process, stderr)
-
-    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        return await asyncio.to_thread(_read_from, expanded(path), offset, size)
-
-    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
-        await asyncio.to_thread(_put_tree, expanded(path), files)
 
     async def round_trip_s(self) -> float | None:
         return None
@@ -130,13 +123,13 @@ def expanded(path: PurePath | str) -> Path:
     return Path(path) if inside is None else Path.home() / inside
 
 
-async def _start(argv: Sequence[str], directory: PurePath | None, *, stderr: int) -> asyncio.subprocess.Process:
+async def _start(argv: Sequence[str], *, stderr: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(str(expanded(argument)) if in_home(argument) is not None else argument for argument in argv),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
-        cwd="/" if directory is None else expanded(directory),
+        cwd="/",
         start_new_session=True,
     )
 
@@ -156,41 +149,3 @@ async def _left(process: asyncio.subprocess.Process) -> None:
             while await process.stdout.read(1 << 20):
                 pass
     await process.wait()
-
-
-def _read_from(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), size, offset)
-
-
-def _put_tree(path: Path, files: dict[str, bytes]) -> None:
-    check_names(files)
-    _make_private(path.parent)
-    # mkdtemp makes it 0700; renamed whole, or not at all: a folder does not replace one that holds something.
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
-        tree = Path(made) / "tree"
-        tree.mkdir(mode=0o700)
-        for name, content in files.items():
-            file = tree / name
-            _make_private(file.parent)
-            _write(file, content)
-        try:
-            tree.rename(path)
-        except OSError as error:
-            if path.exists():
-                raise FileExistsError(errno.EEXIST, "is there already", str(path)) from error
-            raise
-
-
-def _make_private(folder: Path) -> None:
-    """mkdir's own mode is not that of the parents that it makes."""
-    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
-        missing.mkdir(mode=0o700, exist_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

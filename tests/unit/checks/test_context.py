@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import pytest
 
@@ -30,12 +30,12 @@ class Way(LocalTransport):
         self.may.set()
         self._lost = lost
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         self.asked += 1
         await self.may.wait()
         if self._lost:
             raise NodeUnreachable("does not answer", where="mac")
-        return await super().open(argv, directory=directory)
+        return await super().open(argv)
 
 
 def on(config: Config, *hosts: str) -> Config:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import Channel
@@ -100,7 +100,7 @@ class FakeNode(LocalTransport):
         received = [message for channel in self.channels for message in channel.received]
         return [message for message in received if isinstance(message, ProbeRequest)]
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         if isinstance(self.document, Exception):
             raise self.document
         line = json.dumps({"kind": "bootstrap", "home": self.home, "missing": False}).encode()

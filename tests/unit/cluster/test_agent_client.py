@@ -8,7 +8,7 @@ import signal
 import stat
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -246,8 +246,8 @@ class SlowLine(LocalTransport):
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
-        channel = await super().open(argv, directory=directory)
+    async def open(self, argv: Sequence[str]) -> Channel:
+        channel = await super().open(argv)
         read = channel.read
 
         async def read_late(size: int) -> bytes:

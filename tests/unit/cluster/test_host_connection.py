@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -60,14 +60,14 @@ class Road(LocalTransport):
     faults = 0
     """As many more openings end in what nobody has thought of."""
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         if self.closed:
             raise NodeUnreachable("no route", where="there")
         if self.faults:
             self.faults -= 1
             raise RuntimeError("a fault of ours")
         self.opened += 1
-        return await super().open(argv, directory=directory)
+        return await super().open(argv)
 
 
 class Host:
@@ -193,7 +193,7 @@ class LineTransport(LocalTransport):
     def __init__(self) -> None:
         self.channels: list[FakeChannel] = []
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
+    async def open(self, argv: Sequence[str]) -> Channel:
         self.channels.append(FakeChannel(lambda request: [], STARTED + encode(hello()), acknowledges=False))
         return self.channels[-1]
 

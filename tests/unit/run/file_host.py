@@ -9,7 +9,6 @@ from engine.cluster.host_connection import (
     AttemptOnHost,
     ConnectionState,
     HostConnection,
-    LocalFile,
     NodeFile,
     RankObservation,
 )
@@ -20,6 +19,7 @@ from engine.node.processes import Process
 from engine.protocol.attempt import NodeFiles, read_exit, read_identity
 from engine.protocol.events import ExitOutput, exit_output
 from engine.security.identifiers import LOCAL
+from tests.unit.run.logs.run_logs import LocalFile
 
 
 class FileHost(HostConnection):

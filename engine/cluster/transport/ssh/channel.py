@@ -14,7 +14,6 @@ import re
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import PurePath
 
 import asyncssh
 
@@ -24,8 +23,7 @@ from engine.cluster.transport.ssh.errors import REASON_LIMIT, SSH_ERRORS, connec
 from engine.errors import NodeUnreachable
 from engine.security.sanitise import plain
 
-_BEGIN = """CDPATH= cd -- "$1" 2>/dev/null || { printf '\\n%s dir\\n' "$flightdeck_mark"; exit 125; }
-shift
+_BEGIN = """cd || exit 125
 case $1 in -*) false ;; *) command -v "$1" >/dev/null 2>&1 ;; esac ||
     { printf '\\n%s none\\n' "$flightdeck_mark"; exit 127; }
 printf '\\n%s\\n' "$flightdeck_mark" >&2
@@ -48,11 +46,11 @@ _STDOUT_LIMIT = 1 << 25
 class ShellCommand:
     """An argument list as a line for a login shell, and the mark that its output begins behind."""
 
-    def __init__(self, argv: Sequence[str], directory: PurePath | None) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         """Raises InputError for what no argument can be, OSError when they are too long."""
         self.program = str(argv[0])
         self.mark = f"flightdeck-{secrets.token_hex(8)}"
-        words = " ".join(quoted(argument) for argument in ("~" if directory is None else directory, *argv))
+        words = " ".join(quoted(argument) for argument in argv)
         self.line = for_any_shell(f"flightdeck_mark={self.mark}\nset -- {words}\n{_BEGIN}")
         if len(self.line) > _LINE_LIMIT:
             raise OSError(errno.E2BIG, "the arguments are too long", self.program)
@@ -109,8 +107,6 @@ class SshChannel:
         answer, self._unread = found[1], output[found.end() :]
         if answer == b"none":
             raise FileNotFoundError(errno.ENOENT, f"no such program on {self._where}", self._command.program)
-        if answer == b"dir":
-            raise FileNotFoundError(errno.ENOENT, f"no such directory on {self._where}")
         self._group = int(answer)
 
     async def complete(self) -> Completed:
@@ -156,6 +152,10 @@ class SshChannel:
             if self._code is None and self._connection.is_closed():
                 raise await self._gone()
         return data
+
+    @property
+    def connected(self) -> bool:
+        return not self._connection.is_closed()
 
     async def close(self) -> int | None:
         if not self._closed:

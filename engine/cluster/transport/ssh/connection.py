@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 import asyncssh
-from asyncssh.constants import OPEN_REQUEST_SESSION_FAILED
 
 from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.auth import (
@@ -30,7 +29,6 @@ from engine.cluster.transport.ssh.errors import (
     REASON_LIMIT,
     SSH_ERRORS,
     connection_lost,
-    no_sftp,
     unreachable_error,
 )
 from engine.cluster.transport.ssh_config import (
@@ -311,33 +309,10 @@ class SharedConnection:
             raise unreachable_error(error, self.where) from error
         except SSH_ERRORS as error:
             if not connection.is_closed() and isinstance(error, asyncssh.ChannelOpenError):
-                raise self._refused(error) from error
+                self._limit, self._limit_until = max(1, self.used - 1), time.monotonic() + _LIMIT_BELIEVED_S
+                raise SessionRefused(error.reason) from error
             self.dialled.abort()
             if opened:
                 raise connection_lost(self.where, str(error)) from error
             raise LostBeforeStart(str(error)) from error
         return cast("asyncssh.SSHClientProcess[bytes]", process)
-
-    async def start_sftp(self) -> asyncssh.SFTPClient:
-        """Raises SessionRefused, LostBeforeStart, NodeUnreachable."""
-        connection = self.dialled.connection
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return await connection.start_sftp_client()
-        except TimeoutError as error:
-            self.dialled.abort()
-            raise unreachable_error(error, self.where) from error
-        except asyncssh.ChannelOpenError as error:
-            if connection.is_closed():
-                raise LostBeforeStart(str(error)) from error
-            if error.code == OPEN_REQUEST_SESSION_FAILED:
-                raise no_sftp(self.where, error) from error
-            raise self._refused(error) from error
-        except SSH_ERRORS as error:
-            if connection.is_closed():
-                raise LostBeforeStart(str(error)) from error
-            raise no_sftp(self.where, error) from error
-
-    def _refused(self, error: asyncssh.ChannelOpenError) -> SessionRefused:
-        self._limit, self._limit_until = max(1, self.used - 1), time.monotonic() + _LIMIT_BELIEVED_S
-        return SessionRefused(error.reason)

@@ -50,15 +50,6 @@ def connection_lost(where: str, why: str) -> NodeUnreachable:
     return NodeUnreachable("connection lost", where=where, why=plain(why, REASON_LIMIT))
 
 
-def no_sftp(where: str, error: asyncssh.Error | OSError | ValueError) -> NodeUnreachable:
-    """Commands go there, and files do not."""
-    why, todo = plain(str(error), REASON_LIMIT), "its sshd_config needs a line as `Subsystem sftp internal-sftp`"
-    if isinstance(error, asyncssh.SFTPBadMessage):
-        # Everywhere but with internal-sftp it is the login shell that starts it.
-        todo = "a start-up file of the shell there prints something: let it do so only for a terminal, [ -t 1 ]"
-    return NodeUnreachable("no files can be sent: it gives no SFTP", where=where, why=why, todo=todo)
-
-
 _CAUSES: tuple[tuple[type[Exception], str, str], ...] = (
     (TimeoutError, f"no answer within {CONNECT_TIMEOUT_S} s", "is it on, awake and on this network?"),
     (socket.gaierror, "its name is not known here", "is it spelled right? A Mac's name ends in .local"),

@@ -9,15 +9,14 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 import asyncssh
 
 from engine.cluster.transport.base import Channel, Completed, for_any_shell
 from engine.cluster.transport.ssh import ConnectionLimiter
-from engine.cluster.transport.ssh import sftp as remote
 from engine.cluster.transport.ssh.auth import NamedHostKeyUnknown, host_key_mismatch
 from engine.cluster.transport.ssh.channel import ShellCommand, SshChannel
 from engine.cluster.transport.ssh.connection import LostBeforeStart, SessionRefused, SharedConnection, dial
@@ -45,7 +44,6 @@ while kill -s 0 -- -{group} 2>/dev/null; do
 done"""
 """On the node: end a process group, and look that nothing of it is alive: a zombie is not. (The Mac's sh reads no case
 within `$( )` but with both brackets.)"""
-_Result = TypeVar("_Result")
 
 
 class SshTransport:
@@ -60,8 +58,8 @@ class SshTransport:
         self._lines: list[SharedConnection] = []
         self._dialling: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
-        self._sftp: tuple[SharedConnection, asyncssh.SFTPClient] | None = None
-        self._starting_sftp: asyncio.Task[None] | None = None
+        self._echo: SshChannel | None = None
+        self._measuring = asyncio.Lock()
         self._behind: set[asyncio.Task[None]] = set()
 
     @property
@@ -69,7 +67,7 @@ class SshTransport:
         return self._target
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        channel = await self._start(ShellCommand(argv, None), lasting=False)
+        channel = await self._start(ShellCommand(argv), lasting=False)
         try:
             async with asyncio.timeout(timeout_s):
                 return await channel.complete()
@@ -82,22 +80,26 @@ class SshTransport:
             await self._likely(channel.end())
             raise
 
-    async def open(self, argv: Sequence[str], *, directory: PurePath | None = None) -> Channel:
-        return await self._start(ShellCommand(argv, directory), lasting=True)
-
-    async def read_from(self, path: PurePath, offset: int, size: int) -> bytes:
-        return await self._with_files(path, lambda sftp: remote.read_from(sftp, path, offset, size))
-
-    async def put_tree(self, path: PurePath, files: dict[str, bytes]) -> None:
-        await self._with_files(path, lambda sftp: remote.put_tree(sftp, path, files))
+    async def open(self, argv: Sequence[str]) -> Channel:
+        return await self._start(ShellCommand(argv), lasting=True)
 
     async def round_trip_s(self) -> float | None:
-        async def exchange(sftp: asyncssh.SFTPClient) -> float:
-            began = time.perf_counter()
-            await sftp.realpath(".")
-            return time.perf_counter() - began
-
-        return await self._with_files(PurePath(), exchange)
+        # Over a program that stays: no start of a login shell is measured.
+        async with self._measuring:
+            echo, self._echo = self._echo, None
+            if echo is None or not echo.connected:
+                echo = await self._start(ShellCommand(["cat"]), lasting=True)
+            try:
+                began = time.perf_counter()
+                await echo.write(b"\n")
+                if not await echo.read(1):
+                    raise connection_lost(str(self._target), "the program that answers has left")
+                seconds = time.perf_counter() - began
+            except BaseException:
+                await self._likely(echo.end())
+                raise
+            self._echo = echo
+            return seconds
 
     async def accept(self, fingerprint: str) -> None:
         """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.
@@ -114,10 +116,9 @@ class SshTransport:
             dialled.abort()
 
     async def close(self) -> None:
-        lines, self._lines, self._sftp = self._lines, [], None
-        for task in (self._dialling, self._starting_sftp):
-            if task is not None:
-                task.cancel()
+        lines, self._lines, self._echo = self._lines, [], None
+        if self._dialling is not None:
+            self._dialling.cancel()
         # What is being ended on the node is, first, where the node still answers.
         if self._behind:
             await asyncio.wait(set(self._behind), timeout=_BACKGROUND_LIMIT_S)
@@ -189,14 +190,11 @@ class SshTransport:
 
         if self._dialling is None or self._dialling.done():
             self._dialling = self._do_behind(connect())
-        await self._shared(self._dialling)
-
-    async def _shared(self, task: asyncio.Task[None]) -> None:
-        """Await what others await as well: whoever gives up does not end it. Raises what it raises."""
         try:
-            await asyncio.shield(task)
+            # Whoever gives up does not end it.
+            await asyncio.shield(self._dialling)
         except asyncio.CancelledError:
-            if task.cancelled():
+            if self._dialling.cancelled():
                 raise connection_lost(str(self._target), "closed here") from None
             raise
 
@@ -204,55 +202,6 @@ class SshTransport:
         """The first time is an accident; from then on others are in the way; the last time nothing follows."""
         if 0 < attempt < _TRIES - 1:
             await asyncio.sleep(random.uniform(1, 2) * _PAUSE_S * 2**attempt)
-
-    async def _with_files(self, path: PurePath, do: Callable[[asyncssh.SFTPClient], Awaitable[_Result]]) -> _Result:
-        line, sftp = await self._open_files()
-        try:
-            with remote.as_os_errors(path, line.where):
-                return await do(sftp)
-        except remote.SFTP_LOST as error:
-            self._forget_files(sftp)
-            raise connection_lost(line.where, error.reason) from error
-        except (ConnectionError, asyncssh.DisconnectError) as error:
-            # Not an error of the file's, though some of these are OSErrors, too.
-            line.dialled.abort()
-            raise connection_lost(line.where, str(error)) from error
-        except asyncssh.Error as error:
-            raise unreachable_error(error, line.where) from error
-
-    async def _open_files(self) -> tuple[SharedConnection, asyncssh.SFTPClient]:
-        """The one SFTP client, shared like its connection."""
-        if self._sftp is not None and not self._sftp[0].alive:
-            self._sftp = None
-        if self._sftp is None:
-            if self._starting_sftp is None or self._starting_sftp.done():
-                self._starting_sftp = self._do_behind(self._start_sftp())
-            await self._shared(self._starting_sftp)
-        assert self._sftp is not None
-        return self._sftp
-
-    async def _start_sftp(self) -> None:
-        for attempt in range(_TRIES):
-            line = await self._session(lasting=True)
-            try:
-                self._sftp = line, await line.start_sftp()
-                return
-            except SessionRefused as refused:
-                problem = unreachable_error(asyncssh.ChannelOpenError(2, str(refused)), line.where)
-            except LostBeforeStart as gone:
-                problem = connection_lost(line.where, str(gone))
-            finally:
-                if self._sftp is None:
-                    line.give(lasting=True)
-                    self._freed.set()
-            await self._pause(attempt)
-        raise problem
-
-    def _forget_files(self, sftp: asyncssh.SFTPClient) -> None:
-        if self._sftp is not None and self._sftp[1] is sftp:
-            self._sftp[0].give(lasting=True)
-            self._sftp = None
-            self._freed.set()
 
     async def _kill_group(self, group: int) -> None:
         """End a process group on the node, proved. Raises NodeUnreachable."""

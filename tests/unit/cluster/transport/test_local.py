@@ -6,7 +6,6 @@ import asyncio
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -76,16 +75,6 @@ async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(local:
         with pytest.raises(asyncio.CancelledError):
             await running
     await gone(nonce)
-
-
-async def test_a_file_is_read_from_an_offset_to_its_end(local: Transport, tmp_path: Path) -> None:
-    file = tmp_path / "log"
-    file.write_bytes(b"0123456789")
-    assert await local.read_from(file, 4, 3) == b"456"
-    assert await local.read_from(file, 8, 100) == b"89"
-    assert await local.read_from(file, 10, 100) == b""
-    with pytest.raises(FileNotFoundError):
-        await local.read_from(tmp_path / "none", 0, 1)
 
 
 async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Transport, nonce: str) -> None:
