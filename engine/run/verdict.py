@@ -54,10 +54,11 @@ class Fault:
 
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
+    if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
+        # Also when an abort was requested: it came too late to change anything.
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
-    if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
-        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
     faults = sorted(_faults_of(evidence), key=lambda fault: fault.order)
     if not evidence.trainer and not any(fault.weight is Weight.CONSEQUENCE for fault in faults):
         # A command that ends with 0 has done its part, unless another rank was lost because of it.

@@ -60,6 +60,12 @@ def test_a_command_needs_no_end_event() -> None:
     assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED, trainer=False)).state is RunState.SUCCEEDED
 
 
+def test_an_abort_that_came_when_every_rank_had_completed_changed_nothing() -> None:
+    assert verdict_on(evidence(rank(0), rank(1), trigger=Trigger.ABORT)).state is RunState.SUCCEEDED
+    stopped = evidence(rank(0), rank(1, stopped_by="stop"), trigger=Trigger.ABORT)
+    assert verdict_on(stopped).state is RunState.ABORTED
+
+
 def test_an_abort_is_aborted_however_the_ranks_ended() -> None:
     verdict = verdict_on(evidence(rank(0, 1, tail=LOST), rank(1, sig=9), trigger=Trigger.ABORT))
     assert (verdict.state, verdict.reason, verdict.rank) == (RunState.ABORTED, Reason.USER_ABORT, None)
