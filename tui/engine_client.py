@@ -395,8 +395,11 @@ class EngineClient:
 
     async def accept_host_key(self, node: str, offer: HostKeyOffer) -> None:
         """Accept the key that a person has compared, and probe again."""
+        accepted = False
         with self._request("not accepted"):
             await self._loop.call(lambda: self.engine.nodes.accept_host_key(offer))
+            accepted = True
+        if accepted:
             self._notify(f"accepted the host key of {node}")
             # Telemetry retries a node that refused it only after a while.
             self.stop_telemetry()

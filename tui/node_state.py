@@ -5,10 +5,9 @@ panes and `flightdeck nodes`.
 from __future__ import annotations
 
 from collections import Counter
-from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from tui.formatting import NOT_MEASURED, age, size
+from tui.formatting import size
 from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, WARN, Glyph
 from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 
@@ -165,7 +164,3 @@ def of_total(used: int | None, total: int) -> str:
         return whole
     part = size(used)
     return f"{part.split()[0] if part.split()[-1] == whole.split()[-1] else part}/{whole}"
-
-
-def aged(moment: datetime | None, state: DeckState) -> str:
-    return age(moment, state.now) if moment is not None else NOT_MEASURED

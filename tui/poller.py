@@ -189,6 +189,9 @@ class RunPoller:
             try:
                 # Shown with their age until the nodes answer.
                 ready.facts = tuple(engine.nodes.last_facts(config))
+            except Exception as trouble:
+                self._report(_error_text(trouble))
+            try:
                 ready.prediction = engine.calibrations.predict(config, engine.calibrations.latest(config))
             except Exception as trouble:
                 self._report(_error_text(trouble))

@@ -18,7 +18,8 @@ from engine.models import CheckResult
 NAME = "ssh_connectivity"
 TRUST_COMMAND = f"{FLIGHTDECK}nodes --trust"
 """Shows the host keys that are not known yet, and accepts them after a confirmation."""
-_LIMIT_S = 45.0
+_LIMIT_S = 75.0
+"""Above the limits of a connection, of an agent's start and of one answer together."""
 _ANSWER_S = 10.0
 """As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
 

@@ -25,10 +25,11 @@ from engine.checks.context import CheckContext
 from engine.checks.leases import Leases
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
+from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.errors import FlightDeckError, LaunchError
 from engine.launch import ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
@@ -41,7 +42,7 @@ from engine.launch.rank_environment import (
     ranks_per_host,
 )
 from engine.launch.ssh_shim import launcher_environment
-from engine.launch.start_script import RankProgram, ranks_script
+from engine.launch.start_script import RankProgram, ranks_script, run_start_script
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
@@ -124,8 +125,8 @@ class _AllSum:
 
     async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
         """Rank → its result and the last line of its output."""
-        layout, agent = await self.context.layout_of(node), self.context.agent(node)
-        found = {}
+        layout = await self.context.layout_of(node)
+        agent, found = self._agent(layout), {}
         for rank in layout.ranks:
             if self.context.config.nodes[rank].name == node.name:
                 result = await agent.read_end(self._folder(layout) / f"rank{rank}.json", _RESULT_BYTES)
@@ -191,15 +192,18 @@ class _AllSum:
         return codes, messages
 
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
-        folder = self._folder(await self.context.layout_of(node))
+        layout = await self.context.layout_of(node)
+        folder = self._folder(layout)
         variables = {NONCE_ENV: self.nonce, **rank_variables(environment, self.network, rank)}
         variables |= {name: str(folder / file_name(name)) for name in environment.files}
-        assignments = [f"{name}={value}" for name, value in variables.items()]
-        argv = ["/usr/bin/env", *assignments, "/bin/sh", str(folder / "start.sh")]
         try:
-            return await self.context.agent(node).run(argv, timeout_s=self._limit_s)
-        except NodeUnreachable as error:
+            return await run_start_script(self._agent(layout), folder / "start.sh", variables, self._limit_s)
+        except FlightDeckError as error:
             return Completed(None, b"", str(error).encode())
+
+    def _agent(self, layout: HostLayout) -> AgentClient:
+        """The host's first node's: a rank's own python may be missing, which start.sh reports."""
+        return self.context.agent(self.context.config.nodes[layout.ranks[0]])
 
     @property
     def _limit_s(self) -> float:

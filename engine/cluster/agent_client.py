@@ -50,9 +50,11 @@ _READ_BYTES = 256 * 1024
 _CANCEL_LIMIT_S = 5.0
 _FILES_LIMIT_S = 30.0
 _LINE_LIMIT = 1 << 17
-_OUTPUT_LIMIT = 1 << 25
 """For what a login shell prints before the bootstrap's first line, and that line."""
+_OUTPUT_LIMIT = 1 << 25
 _CANNOT_RUN, _COMMAND_NOT_FOUND = 126, 127
+_NO_FILE = 1
+"""tail's exit code for a file that it cannot open."""
 THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable, workdir="/")
 """As a host, whether or not a rank runs here: its agent runs with the python that runs us."""
 _SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx"
@@ -344,7 +346,8 @@ class AgentClient:
             session = await asyncio.shield(opening)
             if not session.ending:
                 return session
-            await session.ended()
+            # Not cancelled with it when it is closed.
+            await asyncio.wait({asyncio.ensure_future(session.ended())})
 
     async def probe(self, name: str, *arguments: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """Run a probe of engine.node.probes; arguments may begin with `~/`. Raises LaunchError when no agent
@@ -362,17 +365,15 @@ class AgentClient:
         there = [expanded(argument, session.home.home) for argument in arguments]
         return session.begin(lambda number: ProbeRequest(number, name, there))
 
-    async def start_command(
-        self, argv: Sequence[str], *, directory: str | None = None, stdin: bytes = b""
-    ) -> AgentRequest:
+    async def start_command(self, argv: Sequence[str], *, directory: str | None = None) -> AgentRequest:
         """A program that goes on until it ends, or is cancelled; without `directory` in the user's home."""
         session = await self.session()
         there = [expanded(argument, session.home.home) for argument in argv]
-        return session.begin(lambda number: CommandRequest(number, there, stdin, directory))
+        return session.begin(lambda number: CommandRequest(number, there, directory))
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> Completed:
+    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         """Run a program in the user's home; exit code None when the time limit ended it, with all that it started."""
-        request = await self.start_command(argv, stdin=stdin)
+        request = await self.start_command(argv)
         try:
             completed = await request.completed(timeout_s)
             if completed.code is None:
@@ -393,9 +394,17 @@ class AgentClient:
             raise OSError(errno.EIO, outcome.problem, str(folder))
 
     async def read_end(self, path: PurePath, size: int) -> bytes:
-        """The last `size` bytes of a file; none when it cannot be read. Raises LaunchError when no agent can be started
-        there, NodeUnreachable."""
-        return (await self.run(["tail", "-c", str(size), str(path)], timeout_s=_FILES_LIMIT_S)).stdout
+        """The last `size` bytes of a file; none when there is no such file. Raises LaunchError when no agent can be
+        started there or the file's end did not come, NodeUnreachable."""
+        done = await self.run(["tail", "-c", str(size), str(path)], timeout_s=_FILES_LIMIT_S)
+        if done.code == _NO_FILE:
+            return b""
+        if done.code != 0:
+            why = f"{_FILES_LIMIT_S:g} s are over"
+            if done.code is not None:
+                why = done.exit_output or f"exit code {done.code}"
+            raise LaunchError(f"the end of {path} could not be read", where=self.node.name, why=why)
+        return done.stdout
 
     async def aclose(self) -> None:
         opening, self._opening = self._opening, None

@@ -19,7 +19,7 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import HostKeyChange, HostKeyOffer, NodeFacts
 from engine.outcomes import Failed, Late, NoValue, Unparsable
-from engine.security.sanitise import count_or_none, json_or_none, plain, seconds_or_none, text_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, json_or_none, plain, text_or_none
 
 Fields = dict[str, Any]
 _NAMES = 64
@@ -275,7 +275,7 @@ async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s:
     if isinstance(outcome, NoValue):
         return {"problem": str(outcome)}
     fields = read_facts(outcome.model_dump()) | {"round_trip_s": round_trip_s}
-    if (ended := seconds_or_none(outcome.clock)) is not None:
+    if (ended := finite_or_none(outcome.clock)) is not None:
         # From the way back alone: on the way there a process is started, which takes longer than any network.
         fields["clock_skew_s"] = ended + (round_trip_s or 0.0) / 2 - received
     return fields

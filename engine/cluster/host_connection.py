@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
 from engine.cluster.probe_results import PortHolders
 from engine.cluster.replies import last_json
-from engine.cluster.transport.base import Transport
+from engine.cluster.transport.base import Completed, Transport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process
@@ -198,6 +198,7 @@ class AgentFile:
 
 HEARTBEAT_INTERVAL_S = 1.0
 CONNECT_LIMIT_S = 12.0
+START_LIMIT_S = 20.0
 _CLOSE_LIMIT_S = 2.0
 _PORTS_LIMIT_S = 20.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
@@ -321,6 +322,9 @@ class HostConnection:
         self._task = asyncio.create_task(self._stay_connected(), name=f"connection to {self._node.ssh}")
 
     async def close(self) -> None:
+        if self._port_request is not None:
+            self._port_request.cancel()
+            await asyncio.wait({self._port_request})
         while self._task is not None and not self._task.done():
             # Again: a cancellation that meets the end of a wait within it is lost.
             self._task.cancel()
@@ -354,7 +358,11 @@ class HostConnection:
     async def _connect_once(self) -> str:
         """One connection from its beginning to its end; why it has ended."""
         limits = SessionLimits(
-            connect_s=CONNECT_LIMIT_S, heartbeat_interval_s=HEARTBEAT_INTERVAL_S, idle_s=float("inf")
+            connect_s=CONNECT_LIMIT_S,
+            # The bundle is there already.
+            start_s=START_LIMIT_S,
+            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+            idle_s=float("inf"),
         )
         try:
             session = await open_session(self._node, self._transport, limits, self._take)
@@ -390,13 +398,14 @@ class HostConnection:
             self._port_request = asyncio.create_task(self._ask_port_holders(session, ports), name="port holders")
 
     async def _ask_port_holders(self, session: AgentSession, ports: tuple[int, ...]) -> None:
-        request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
-        try:
-            done = await request.completed(_PORTS_LIMIT_S)
-        except FlightDeckError:
-            return
-        finally:
-            request.close()
+        with contextlib.suppress(FlightDeckError):
+            request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
+            try:
+                self._take_port_holders(ports, await request.completed(_PORTS_LIMIT_S))
+            finally:
+                request.close()
+
+    def _take_port_holders(self, ports: tuple[int, ...], done: Completed) -> None:
         found = last_json(done.stdout, PortHolders)
         if found is not None:
             self._port_holders = {

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.security.sanitise import count_or_none, json_objects, json_or_none, seconds_or_none, text_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, json_objects, json_or_none, text_or_none
 
 Readings = dict[str, float]
 """Fields of NodeTelemetry, without those that were not measured."""
@@ -48,7 +48,7 @@ def _measured(**values: float | None) -> Readings:
 
 def number(value: object) -> float | None:
     """A finite number that is not negative, else None."""
-    found = seconds_or_none(value)
+    found = finite_or_none(value)
     return found if found is not None and found >= 0 else None
 
 

@@ -11,12 +11,13 @@ from pathlib import PurePath
 
 from engine.cluster.agent_client import AgentClient, TransportProvider
 from engine.cluster.staging import gather_all
+from engine.cluster.transport.base import Completed
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import plain
 
 START_LIMIT_S = 45.0
 """Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
@@ -139,10 +140,8 @@ async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tupl
 
 
 async def _start_rank(agent: AgentClient, rank: RankStart) -> StartFailure | None:
-    variables = [f"{name}={value}" for name, value in rank.environment.items()]
-    argv = ["/usr/bin/env", *variables, "/bin/sh", str(rank.files.start)]
     try:
-        completed = await agent.run(argv, timeout_s=START_LIMIT_S)
+        completed = await run_start_script(agent, rank.files.start, rank.environment, START_LIMIT_S)
     except FlightDeckError as error:
         return StartFailure(rank.rank, None, str(error))
     if completed.code == 0:
@@ -150,7 +149,15 @@ async def _start_rank(agent: AgentClient, rank: RankStart) -> StartFailure | Non
     if completed.code is None:
         return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
     output = await _keeper_output(agent, rank) or completed.exit_output
-    return StartFailure(rank.rank, completed.code, sanitise(output.encode(errors="replace"), 300))
+    return StartFailure(rank.rank, completed.code, plain(output, 300))
+
+
+async def run_start_script(
+    agent: AgentClient, script: PurePath, environment: Mapping[str, str], limit_s: float
+) -> Completed:
+    """Run a host's start.sh for one rank. Raises LaunchError, NodeUnreachable."""
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    return await agent.run(["/usr/bin/env", *variables, "/bin/sh", str(script)], timeout_s=limit_s)
 
 
 async def _keeper_output(agent: AgentClient, rank: RankStart) -> str:

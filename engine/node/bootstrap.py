@@ -191,11 +191,11 @@ class MemoryImporter:
 def _become_agent(path: list[str]) -> None:
     """Never returns. -I and -S have left out what a rank's python has: installed packages, PYTHONPATH, and the user's
     own packages."""
-    site = importlib.import_module("site")
+    site: Any = importlib.import_module("site")
+    # None would be decided by -I; a virtual environment switches it off by itself.
+    site.ENABLE_USER_SITE = not os.environ.get("PYTHONNOUSERSITE")
     site.main()
     sys.path[:0] = [*path, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if sys.prefix == sys.base_prefix:
-        site.addsitedir(site.getusersitepackages())
     sys.exit(importlib.import_module(AGENT).main())
 
 

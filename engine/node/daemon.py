@@ -92,13 +92,21 @@ def _redirect(log: Path) -> None:
 
 
 class GroupReaper:
-    """The side of the process that is watched."""
+    """Held by the process whose group must not outlive it."""
 
     def __init__(self) -> None:
         read_end, self._write_end = os.pipe()
-        self.pid = os.fork()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            os.close(read_end)
+            os.close(self._write_end)
+            raise
         if self.pid == 0:
             # Readers of other pipes must not wait for the reaper.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for target in range(_AFTER_STDERR):
+                os.dup2(nothing, target)
             close_all_but(read_end)
             _watch(read_end)
         os.close(read_end)
@@ -114,7 +122,7 @@ class GroupReaper:
         os.waitpid(self.pid, 0)
 
     def _send(self, pgid: int) -> None:
-        # Who is watched works without a reaper that was killed.
+        # Without its reaper the watched process goes on.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._write_end, b"%d\n" % pgid)
 

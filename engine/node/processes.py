@@ -1,15 +1,13 @@
 """The processes of this machine: identity (boot id, start time), groups, what carries a run's nonce, OOM kills, QoS
 class and sleep prevention.
 
-Standard library alone, on Linux and macOS, and runnable as a single file over ssh: `python processes.py NONCE` prints
-`[{"pid": ..., "command": ...}, ...]`, the processes of this machine that still belong to the attempt; with `--kill`
-before the nonce they are killed as well.
+Standard library alone, on Linux and macOS, and runnable as a single file over ssh: `python processes.py NONCE` kills
+the processes of an attempt on this machine, and exits 1 when some are left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 _VMSTAT = Path("/proc/vmstat")
@@ -189,15 +187,16 @@ def kill_group(pgid: int, sig: int) -> bool:
     return True
 
 
-def kill_with_nonce(nonce: str) -> None:
-    """KILL every process with this nonce."""
+def kill_with_nonce(nonce: str) -> bool:
+    """KILL every process with this nonce; False when some are left all the same."""
     for _ in range(_MAX_SCANS):
         found = with_nonce(nonce)
         for process in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         if not found:
-            return
+            return True
+    return False
 
 
 def linux_stat(pid: int) -> list[bytes]:
@@ -305,6 +304,4 @@ def _tool(*command: str, limit_s: float = _TOOL_TIMEOUT_S) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(process) for process in with_nonce(sys.argv[-1])]))
-    if sys.argv[1] == "--kill":
-        kill_with_nonce(sys.argv[-1])
+    sys.exit(0 if kill_with_nonce(sys.argv[1]) else 1)

@@ -40,7 +40,7 @@ class Child:
 
     def __init__(self, request: int, pid: int, pipes: tuple[int, int, int], runs: probes.Probe | GroupReaper) -> None:
         """`pipes` are our ends of its stdin, stdout and stderr; a command has a reaper, which ends its group when the
-        agent is killed."""
+        agent is killed, and no input (-1)."""
         self.request = request
         self.pid = pid
         self.kill_at = float("inf")
@@ -51,7 +51,8 @@ class Child:
         self._input_ends = False
         self._sent = 0
         self._complaint = b""
-        os.set_blocking(self._stdin, False)
+        if self._stdin >= 0:
+            os.set_blocking(self._stdin, False)
 
     @property
     def readable(self) -> list[int]:
@@ -245,26 +246,25 @@ def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
 
 def _start_command(message: CommandRequest) -> Child:
     reaper = GroupReaper()
+    (stdout, its_out), (stderr, its_err) = os.pipe(), os.pipe()
     try:
         process = subprocess.Popen(
             message.argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=its_out,
+            stderr=its_err,
             start_new_session=True,
             cwd=message.directory or os.path.expanduser("~"),  # noqa: PTH111
         )
     except BaseException:
+        os.close(stdout)
+        os.close(stderr)
         reaper.release()
         raise
+    finally:
+        os.close(its_out)
+        os.close(its_err)
     reaper.set_group(process.pid)
-    pipes = (process.stdin, process.stdout, process.stderr)
-    stdin, stdout, stderr = (os.dup(pipe.fileno()) for pipe in pipes if pipe is not None)
-    for pipe in pipes:
-        if pipe is not None:
-            pipe.close()
     # The child is waited for by its pid; Popen would warn that nobody does.
     process.returncode = 0
-    child = Child(message.request, process.pid, (stdin, stdout, stderr), reaper)
-    child.feed(message.data, end=True)
-    return child
+    return Child(message.request, process.pid, (-1, stdout, stderr), reaper)

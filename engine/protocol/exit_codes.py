@@ -33,6 +33,12 @@ class TrainerExit(IntEnum):
     """This rank's parameters differ from the other ranks'."""
 
 
+class TrainerError(RuntimeError):
+    """An end of the trainer that has an exit code of its own."""
+
+    exit_code = TrainerExit.EXCEPTION
+
+
 class KeeperExit(IntEnum):
     """The keeper (engine.node.keeper), where it has no exit code of the program to pass on."""
 

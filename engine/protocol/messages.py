@@ -88,11 +88,10 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class CommandRequest:
-    """Run a program in a session of its own; `data` is its stdin."""
+    """Run a program in a session of its own, without input."""
 
     request: int
     argv: list[str]
-    data: bytes = b""
     directory: str | None = None
     """None is the user's home."""
 

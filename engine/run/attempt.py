@@ -48,8 +48,8 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         split = json.loads(run_dir.training_plan.read_bytes())["strategy"]["layer_split"]
-        if split is not None and len(parse_split(split)) == len(plan.ranks):
-            return str(split)
+        if isinstance(split, str) and len(parse_split(split)) == len(plan.ranks):
+            return split
     return None
 
 

@@ -293,7 +293,7 @@ class AttemptMonitor:
         self._shutdown = Shutdown(self._ranks, self._launcher, plan, self._record_stage)
 
     def _record_stage(self, stage: StopStage) -> None:
-        if stage is StopStage.VERIFYING:
+        if stage in (StopStage.KILL, StopStage.VERIFYING):
             for connection in self._context.connections:
                 # The exit output of a rank without an exit record has not been sent yet.
                 connection.request_exit_output()

@@ -216,13 +216,13 @@ class AttemptRunner:
         return tuple(nodes)
 
     async def close(self) -> None:
-        if self._monitor is not None:
-            await asyncio.to_thread(self._monitor.close)
-            self._monitor = None
-        if self._context is not None:
-            await self._context.connections.close()
-            self._context = None
+        monitor, self._monitor = self._monitor, None
+        context, self._context = self._context, None
         left, self._left_behind = self._left_behind, []
+        if monitor is not None:
+            await asyncio.to_thread(monitor.close)
+        if context is not None:
+            await context.connections.close()
         await asyncio.gather(*(proof.connection.close() for proof in left))
 
     async def _prove_last_attempt(self) -> None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from engine.cluster.staging import HostLayout
 from engine.measurements import Division
@@ -263,11 +263,11 @@ class RequestReceived(Event):
     synced: ClassVar[bool] = True
 
     event: Literal["request"] = "request"
-    request: str
-    now: bool = False
+    request: str = Field(max_length=100)
+    now: StrictBool = False
     """Skip the cooperative stop."""
-    by: str = ""
-    requested_at: str = ""
+    by: str = Field(default="", max_length=100)
+    requested_at: str = Field(default="", max_length=100)
 
 
 class StopStageReached(Event):

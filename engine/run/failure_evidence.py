@@ -162,7 +162,7 @@ class EvidenceCollector:
             unreachable_why=state.problem,
             cut_off_s=self._health.silence_s(connection),
             lease_s=config.recovery.lease_s,
-            clock_ahead_s=connection.facts.clock_ahead_s if connection.facts is not None else 0.0,
+            clock_ahead_s=connection.facts.clock_ahead_s if connection.facts and not connection.local else 0.0,
             remote=not connection.local,
             launcher_code=rank.launcher_code,
             launcher_output=self._quotable(self._start_output(rank.number)),

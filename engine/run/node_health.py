@@ -1,5 +1,5 @@
 """Which nodes answer, since when the others do not, and when that has lasted too long; each change once in the
-journal, as a NodeConditionChanged. This machine has no condition.
+journal, as a NodeConditionChanged. This machine has no condition, but its agent may be silent, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Host:
 
 
 class NodeHealth:
-    """The health of an attempt's other machines."""
+    """The health of an attempt's machines."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NodeHealth:
         self._record = record
         self._lost_after_s = lost_after_s
         self._clock = clock
-        self._hosts = [_Host(connection) for connection in connections if not connection.local]
+        self._hosts = [_Host(connection) for connection in connections]
         self._memory_kills: dict[str, int | None] = {}
         for event in before:
             self._restore(event)
@@ -78,6 +78,8 @@ class NodeHealth:
         back_after_s = host.silent_s if state.silent_s < host.silent_s else 0.0
         host.silent_s = state.silent_s
         host.longest_silence_s = max(host.longest_silence_s, state.silent_s)
+        if host.connection.local:
+            return
         if state.silent_s < UNREACHABLE_S:
             if state.answered and host.condition != "connected":
                 self._record_connected(host, back_after_s)

@@ -22,6 +22,7 @@ from typing import Any
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
+from engine.security.sanitise import count_or_none, moment_or_none
 from engine.store.layout import RunDir
 
 FIRST_STEPS = 5
@@ -98,7 +99,7 @@ class AttemptProgress:
                 self._enter(rank, "ended", now)
             case "emergency_checkpoint":
                 self.checkpoint_phases[rank] = str(event.get("phase"))
-                if (size := _whole(event.get("bytes"))) is not None:
+                if (size := count_or_none(event.get("bytes"))) is not None:
                     self.checkpoint_bytes[rank] = size
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
@@ -141,14 +142,10 @@ class AttemptProgress:
 def _resumed(event: Mapping[str, Any]) -> Resumed:
     return Resumed(
         source=str(event.get("source"))[:40],
-        iteration=_whole(event.get("iteration")) or 0,
-        update=_whole(event.get("update")),
-        from_rank=_whole(event.get("from_rank")),
+        iteration=count_or_none(event.get("iteration")) or 0,
+        update=count_or_none(event.get("update")),
+        from_rank=count_or_none(event.get("from_rank")),
     )
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 class Watchdog:
@@ -264,8 +261,8 @@ class EventIntake:
             # An earlier supervisor wrote it.
             self._written -= 1
             return
-        at = datetime.fromtimestamp(float(event.get("at", 0.0)), UTC).isoformat()
-        row = {"kind": kind, "attempt": self._attempt, "at": at, **figures}
+        at = moment_or_none(event.get("at")) or datetime.now(UTC)
+        row = {"kind": kind, "attempt": self._attempt, "at": at.isoformat(), **figures}
         self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
 
 

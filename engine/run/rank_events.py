@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from engine.run.json_lines import LineTail, parse_json_line
-from engine.security.sanitise import plain
+from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, text_or_none
 from engine.snapshots import ChunkProgress
 
 _STATUS_LINES = 40
@@ -87,17 +87,17 @@ class RankEvents:
             self.report = RankReport(phase="loading", attempt=attempt, seen_at=self.report.seen_at)
             self._step_times.clear()
         report = self.report
-        if isinstance(at, int | float):
-            report.seen_at = datetime.fromtimestamp(at, UTC)
+        report.seen_at = moment_or_none(at) or report.seen_at
         match event.get("event"):
             case "start":
                 report.phase = "loading"
-                report.iterations = _integer(event.get("iterations"))
-                report.world_size = _integer(event.get("world_size"))
-                report.backend, report.device = _text(event.get("backend")), _text(event.get("device"))
+                report.iterations = count_or_none(event.get("iterations"))
+                report.world_size = count_or_none(event.get("world_size"))
+                report.backend = text_or_none(event.get("backend"), 40)
+                report.device = text_or_none(event.get("device"), 40)
             case "replica_check":
                 agreed = event.get("agreed")
-                report.compared_at = _integer(event.get("iteration"))
+                report.compared_at = count_or_none(event.get("iteration"))
                 report.replicas_agree = agreed if isinstance(agreed, bool) else None
             case "chunk":
                 self._take_chunk(event)
@@ -111,30 +111,30 @@ class RankEvents:
                 report.phase = "ended"
 
     def _take_step(self, event: dict[str, Any]) -> None:
-        report, compute = self.report, _number(event.get("compute_s"))
+        report, compute = self.report, finite_or_none(event.get("compute_s"))
         if compute is not None:
             self._step_times.append(compute)
         if report.phase in (None, "loading"):
             report.phase = "training"
-        report.iteration = _integer(event.get("iteration"))
+        report.iteration = count_or_none(event.get("iteration"))
         report.step_s = compute
         report.typical_s = statistics.median(self._step_times) if self._step_times else None
-        report.exchange_s = _number(event.get("communicate_s"))
-        report.memory_bytes = _integer(event.get("peak_memory_bytes"))
+        report.exchange_s = finite_or_none(event.get("communicate_s"))
+        report.memory_bytes = count_or_none(event.get("peak_memory_bytes"))
         # Only the last of the iterations that make one update has its gradients' norms.
-        if (norm := _number(event.get("grad_norm"))) is not None:
+        if (norm := _norm(event.get("grad_norm"))) is not None:
             report.grad_norm = norm
-        if (own := _number(event.get("own_grad_norm"))) is not None:
+        if (own := _norm(event.get("own_grad_norm"))) is not None:
             report.own_grad_norm = own
 
     def _take_chunk(self, event: dict[str, Any]) -> None:
-        done, of, epoch = (_integer(event.get(name)) for name in ("chunk", "num_chunks", "epoch"))
+        done, of, epoch = (count_or_none(event.get(name)) for name in ("chunk", "num_chunks", "epoch"))
         if done is not None and of is not None and 0 < done <= of:
             self.report.chunk = ChunkProgress(done, of, (epoch or 0) + 1)
 
     def _take_checkpoint(self, event: dict[str, Any]) -> None:
-        self.report.saved_bytes = _integer(event.get("bytes"))
-        iteration = _integer(event.get("iteration"))
+        self.report.saved_bytes = count_or_none(event.get("bytes"))
+        iteration = count_or_none(event.get("iteration"))
         # One that was written in the background may be reported after a newer one.
         if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):
             self.checkpoints.append(iteration)
@@ -152,13 +152,6 @@ def _kept(block: bytes) -> list[bytes]:
     return [block[start : end if end >= 0 else len(block)] for start, end in ends]
 
 
-def _text(value: Any) -> str | None:
-    return plain(value, 40) if isinstance(value, str) else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _integer(value: Any) -> int | None:
-    return int(value) if isinstance(value, int | float) else None
+def _norm(value: Any) -> float | None:
+    """One that is not finite is shown as it is."""
+    return value if isinstance(value, float) else finite_or_none(value)

@@ -256,7 +256,7 @@ async def kill_everywhere(
 
     async def kill(layout: HostLayout) -> tuple[str, ...]:
         node = nodes[layout.ranks[0]]
-        argv = [layout.python, f"{layout.bundle}/engine/node/processes.py", "--kill", nonce]
+        argv = [layout.python, f"{layout.bundle}/engine/node/processes.py", nonce]
         try:
             done = (await fleet.to(node).run(argv, timeout_s=_KILL_LIMIT_S)).code == 0
         except (FlightDeckError, OSError):
@@ -265,10 +265,10 @@ async def kill_everywhere(
 
     async def kill_here() -> tuple[str, ...]:
         try:
-            await asyncio.to_thread(processes.kill_with_nonce, nonce)
+            done = await asyncio.to_thread(processes.kill_with_nonce, nonce)
         except (OSError, subprocess.SubprocessError):
-            return tuple(node.name for node in nodes if node.local)
-        return ()
+            done = False
+        return () if done else tuple(node.name for node in nodes if node.local)
 
     remote = [layout for layout in layouts if not nodes[layout.ranks[0]].local]
     missed = await asyncio.gather(kill_here(), *map(kill, remote))

@@ -287,9 +287,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("this run has another supervisor", file=sys.stderr)
         return 1
     os.set_inheritable(held, False)
-    # An upgrade of this package must not change what the run's nodes get.
-    node_bundle()
     try:
+        # An upgrade of this package must not change what the run's nodes get.
+        node_bundle()
         plan = read_plan(run_dir.plan)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if options.resume:

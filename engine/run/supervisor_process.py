@@ -212,13 +212,16 @@ def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str =
 
 def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:
     """All waiting requests, oldest first. Each one's file goes when the next is taken: a supervisor that is killed
-    before it has recorded a request leaves it for the next. A file that is no request is dropped."""
+    before it has recorded a request leaves it for the next. A file that is no request is dropped; one that cannot be
+    read now is left."""
     try:
         names = sorted(path.name for path in run_dir.requests.iterdir() if not path.name.startswith("."))
     except FileNotFoundError:
         return
     for name in names:
         path = run_dir.requests / name
-        with contextlib.suppress(OSError, ValidationError):
-            yield RequestReceived.model_validate_json(path.read_bytes())
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()
+            with contextlib.suppress(ValidationError):
+                yield RequestReceived.model_validate_json(text)
+            path.unlink(missing_ok=True)

@@ -118,7 +118,8 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
         return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
     if rank.restarted or rank.unreachable_s is not None:
         return Weight.LOST
-    return Weight.OWN if rank.vanished and not rebooted else None
+    # `rebooted` is this machine alone.
+    return Weight.OWN if rank.vanished and (rank.remote or not rebooted) else None
 
 
 def _weight_of_stopped(rank: RankEvidence, stopped_by: str) -> Weight | None:

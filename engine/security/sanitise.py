@@ -11,6 +11,7 @@ import json
 import math
 import re
 import unicodedata
+from datetime import UTC, datetime
 from typing import Any, Final
 
 TAB_COLUMNS: Final = 8
@@ -126,11 +127,19 @@ def count_or_none(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < _LARGEST else None
 
 
-def seconds_or_none(value: object) -> float | None:
-    """A finite time or duration."""
+def finite_or_none(value: object) -> float | None:
+    """A finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST and math.isfinite(value) else None
+
+
+def moment_or_none(value: object) -> datetime | None:
+    """Seconds since the epoch as a UTC time; None for anything else, or beyond the year 9999."""
+    try:
+        return datetime.fromtimestamp(value, UTC) if (value := finite_or_none(value)) is not None else None
+    except (OverflowError, OSError, ValueError):
+        return None
 
 
 def json_or_none(text: object) -> Any:

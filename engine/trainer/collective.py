@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.exit_codes import TrainerError, TrainerExit
 
 
-class GroupError(RuntimeError):
+class GroupError(TrainerError):
     """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
 
     exit_code = TrainerExit.GROUP
 
 
-class PeerLost(RuntimeError):
+class PeerLost(TrainerError):
     """Another rank is gone: a consequence of its failure, not the cause."""
 
     exit_code = TrainerExit.PEER_LOST

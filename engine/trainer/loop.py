@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import mlx.core as mx
 
-from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
@@ -31,7 +31,7 @@ from engine.trainer.weights import floats
 _CACHE_BYTES = 2**30
 
 
-class Diverged(RuntimeError):
+class Diverged(TrainerError):
     """The loss or the gradient is not finite."""
 
     exit_code = TrainerExit.DIVERGED

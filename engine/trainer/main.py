@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.node.processes import raise_priority
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec
 from engine.protocol.events import EventWriter
-from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import JobError
 from engine.trainer.control import Control
 
@@ -63,7 +63,7 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
 def _report_failure(error: BaseException, events: EventWriter) -> TrainerExit:
     """Write the failure to the events and to standard error; returns the exit code."""
     name = type(error).__name__
-    code: TrainerExit = getattr(error, "exit_code", TrainerExit.EXCEPTION)
+    code = error.exit_code if isinstance(error, TrainerError) else TrainerExit.EXCEPTION
     text = "".join(traceback.format_exception(error))
     events.write("failure", error_type=name, message=str(error) or name, traceback=text, **getattr(error, "facts", {}))
     # What the user can fix is one line; what only we can fix is a traceback.

@@ -16,7 +16,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.reporting import Reporter
 from engine.trainer.weights import UINT_OF_SIZE
@@ -32,7 +32,7 @@ _NAMED = 3
 """Differing parameters named in a message, at most."""
 
 
-class Corrupted(RuntimeError):
+class Corrupted(TrainerError):
     """This rank's parameters differ from the others', or there is no majority that tells which are right."""
 
     exit_code = TrainerExit.CORRUPTED

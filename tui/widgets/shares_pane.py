@@ -92,7 +92,7 @@ def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
     columns = [
         Column("node", nodes, 9),
         _bars(state, [parts.get(node) for node in nodes], width),
-        Column("share", [_share(state, parts.get(node)) for node in nodes], 9, right=True),
+        Column("share", [_share(parts.get(node)) for node in nodes], 9, right=True),
         Column("throughput", [f"{none} ex/s"] * len(nodes), 6, right=True),
     ]
     head, rows = lay_out(columns, width)
@@ -117,7 +117,7 @@ def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -
         Column("throughput", [throughput(speed) if speed is not None else f"{none} ex/s" for speed in speeds], 8,
                right=True),
         Column("spread", [spread(measure.spread) for measure in taken.nodes], 6, right=True),
-        Column("share", [_share(state, parts.get(node)) for node in nodes], 9, right=True),
+        Column("share", [_share(parts.get(node)) for node in nodes], 9, right=True),
         Column("batch", [f"{batches[node]} of {batch}" if node in batches else none for node in nodes], 6, right=True),
     ]  # fmt: skip
     if full:
@@ -166,7 +166,7 @@ def _bars(state: DeckState, parts: list[float | None], width: int) -> Column:
     return Column("", [Content.styled(bar, "$text-primary") for bar in drawn], 7)
 
 
-def _share(state: DeckState, part: float | None) -> Content | str:
+def _share(part: float | None) -> Content | str:
     return Content.styled("left out", "$warning") if part is None else f"{part:.0%}"
 
 

@@ -29,7 +29,7 @@ class LocalTransport:
         return SshTarget(LOCAL)
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        starting = asyncio.create_task(_start(argv, stderr=asyncio.subprocess.PIPE))
+        starting = asyncio.create_task(_start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -49,7 +49,7 @@ class LocalTransport:
     async def open(self, argv: Sequence[str]) -> Channel:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  (the channel closes it)
         try:
-            process = await _start(argv, stderr=stderr.fileno())
+            process = await _start(argv, stdin=asyncio.subprocess.PIPE, stderr=stderr.fileno())
         except BaseException:
             stderr.close()
             raise
@@ -123,10 +123,10 @@ def expanded(path: PurePath | str) -> Path:
     return Path(path) if inside is None else Path.home() / inside
 
 
-async def _start(argv: Sequence[str], *, stderr: int) -> asyncio.subprocess.Process:
+async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(str(expanded(argument)) if in_home(argument) is not None else argument for argument in argv),
-        stdin=asyncio.subprocess.PIPE,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
         cwd="/",

@@ -169,9 +169,9 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
                 file.flush()
                 os.fsync(file.fileno())
         partial.rename(target)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        return {"problem": error.strerror or str(error)}
+        return {"problem": getattr(error, "strerror", None) or str(error)}
     return {"problem": None}
 
 

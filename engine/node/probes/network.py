@@ -8,6 +8,7 @@ import os
 import re
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,13 +23,17 @@ _LINUX = sys.platform.startswith("linux")
 
 
 def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
-    """Who holds the port; None when a rank could listen on it."""
+    """Who holds the port; None when a rank could listen on it. `orphan`: it is known to be a run's process."""
     if bindable(ip, port):
         return None
     pid = _linux_holder(port) if _LINUX else _mac_holder(port)
     if pid is None:
         return {"holder": "a process that cannot be seen", "pid": None, "orphan": False}
-    return {"holder": f"pid {pid} ({(command_of(pid) or '?')[:120]})", "pid": pid, "orphan": pid in pids_of_runs()}
+    try:
+        orphan = pid in pids_of_runs()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        orphan = False
+    return {"holder": f"pid {pid} ({(command_of(pid) or '?')[:120]})", "pid": pid, "orphan": orphan}
 
 
 def bindable(ip: str, port: int) -> bool:

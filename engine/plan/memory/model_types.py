@@ -144,6 +144,8 @@ def _starcoder2(config: ConfigReader) -> Architecture:
 def _gemma3(config: ConfigReader) -> Architecture:
     """gemma3 has the keys of its text model in text_config, and relies on mlx-lm's defaults."""
     vocabulary = config.get_size("vocab_size", default=262_208)
+    if not config.get_table("text_config"):
+        raise cannot_estimate("text_config is missing")
     text = ConfigReader({**config.get_table("text_config"), "vocab_size": vocabulary})
     return _gemma3_text(text.with_defaults(num_attention_heads=8, num_key_value_heads=4))
 

@@ -283,6 +283,10 @@ def _read_packed(file: Any) -> bytes:
     try:
         data: bytes = file.read(CHUNK_BYTES)
         return data
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise CheckpointError(f"it cannot be unpacked: {error}") from error
     except Exception as error:  # the error types of the modules have no common base
         raise CheckpointError(f"it cannot be unpacked: {error}") from error
 

@@ -267,6 +267,20 @@ async def test_the_bundle_may_take_longer_than_the_connection() -> None:
         await open_session(HERE, SlowLine(3.0), SessionLimits(start_s=0.5))
 
 
+async def test_the_end_of_a_file_that_did_not_come_is_no_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = AgentClient(HERE, LocalTransport())
+    (tmp_path / "file").write_text("one two")
+    assert await agent.read_end(tmp_path / "file", 3) == b"two"
+    assert await agent.read_end(tmp_path / "nothing", 3) == b""
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setattr(agent_client, "_FILES_LIMIT_S", 0.2)
+    with pytest.raises(LaunchError, match=r"could not be read.*0\.2 s are over"):
+        await agent.read_end(tmp_path / "fifo", 3)
+    await agent.aclose()
+
+
 async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
     agent = AgentClient(HERE.model_copy(update={"python": "/no/such/python"}), LocalTransport())
     for _ in range(2):

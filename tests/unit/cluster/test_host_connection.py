@@ -23,8 +23,21 @@ from engine.config.models import NodeConfig
 from engine.errors import NodeUnreachable
 from engine.node.attempt_watch import MAX_UNANSWERED_HEARTBEATS
 from engine.node.processes import Process
-from engine.protocol.attempt import END, STOP, NodeFiles
-from engine.protocol.messages import FileData, Heartbeat, ListProcesses, Message, ProcessList, ReadFile, encode
+from engine.protocol.attempt import END, STOP, Identity, NodeFiles
+from engine.protocol.events import ExitOutput
+from engine.protocol.messages import (
+    VERSION,
+    FileData,
+    Heartbeat,
+    Hello,
+    ListProcesses,
+    Message,
+    ProcessList,
+    RankEnded,
+    RankStarted,
+    ReadFile,
+    encode,
+)
 from engine.run.logs.mirror import Gap, Mirror
 from engine.store.layout import RunDir
 from tests.unit.cluster.fake_agent import FakeChannel, hello
@@ -227,6 +240,29 @@ async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await until(lambda: link.state.answered)
     yield line, link
     await link.close()
+
+
+IDENTITY = Identity(0, "run", 1, "nonce", "boot", 10, "1", 11, 11, "2", 1000.0)
+
+
+async def test_a_rank_whose_keeper_is_gone_without_a_record_has_vanished(line: tuple[Line, HostConnection]) -> None:
+    agent, link = line
+    agent.send(RankStarted(0, IDENTITY))
+    await until(lambda: link.observe(0).identity == IDENTITY)
+    assert not link.observe(0).vanished
+    agent.send(RankEnded(0, None, 0, ExitOutput("its last line")))
+    await until(lambda: link.observe(0).vanished)
+    assert (link.observe(0).record, link.observe(0).restarted) == (None, False)
+    assert link.exit_output(0).log == "its last line"
+
+
+async def test_a_restart_of_the_host_is_known_from_its_boot_id(line: tuple[Line, HostConnection]) -> None:
+    agent, link = line
+    agent.send(RankStarted(0, IDENTITY))
+    await until(lambda: link.observe(0).identity == IDENTITY)
+    agent.send(Hello(VERSION, "another boot", 0, time.time()))
+    await until(lambda: link.observe(0).vanished)
+    assert link.observe(0).restarted
 
 
 async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, HostConnection]) -> None:

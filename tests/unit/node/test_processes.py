@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -81,14 +80,17 @@ def test_an_empty_nonce_is_refused() -> None:
         processes.with_nonce("")
 
 
-def test_the_file_alone_lists_as_json() -> None:
+def test_the_file_alone_kills_what_has_the_nonce() -> None:
     nonce = uuid.uuid4().hex
     with sleeper(nonce) as child:
         wait_until(lambda: processes.with_nonce(nonce) != [])
-        printed = subprocess.run(
-            [sys.executable, "-I", processes.__file__, nonce], capture_output=True, check=True
-        ).stdout
-        assert json.loads(printed) == [{"pid": child.pid, "command": "sleep 60"}]
+        subprocess.run([sys.executable, "-I", processes.__file__, nonce], check=True)
+        assert child.wait() == -signal.SIGKILL
+
+
+def test_what_cannot_be_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "with_nonce", lambda _nonce: [processes.Process(2**22 + 7, "stuck")])
+    assert not processes.kill_with_nonce("nonce")
 
 
 def test_a_group_gets_a_signal_while_it_has_a_member() -> None:

@@ -40,7 +40,7 @@ MESSAGES = st.one_of(
     st.builds(FileData, TEXT, NUMBER, st.booleans(), st.binary(max_size=200)),
     st.builds(RankEnded, NUMBER, st.none() | RECORDS, st.none() | NUMBER, OUTPUTS),
     st.builds(ProcessList, NUMBER, st.lists(st.tuples(NUMBER, TEXT).map(list)), st.dictionaries(TEXT, NUMBER)),
-    st.builds(CommandRequest, NUMBER, st.lists(TEXT, max_size=3), st.binary(max_size=200)),
+    st.builds(CommandRequest, NUMBER, st.lists(TEXT, max_size=3), st.none() | TEXT),
     st.builds(RequestOutput, NUMBER, st.binary(max_size=200)),
     st.just(KillRanks()),
 )

@@ -12,6 +12,7 @@ import pytest
 
 from engine.run.events import Figures
 from engine.run.progress import EventIntake
+from engine.run.rank_events import RankEvents
 from engine.store.layout import RunDir
 
 
@@ -109,3 +110,15 @@ def test_only_numbers_become_the_latest_figures(tmp_path: Path) -> None:
     intake.poll()
     intake.close()
     assert intake.latest == Figures(iteration=1, train_loss=9.0, tokens_per_second=50.0)
+
+
+@pytest.mark.parametrize("at", [None, "2026-11-22T10:00:00", 1e20, float("inf"), 10**400])
+def test_a_report_with_no_usable_time_is_kept(tmp_path: Path, at: object) -> None:
+    run_dir = RunDir(tmp_path)
+    intake = EventIntake(run_dir, 1, {0: 0})
+    write(run_dir, 0, event("report", iteration=1, train_loss=9.0, at=at))
+    rank = RankEvents(run_dir.events(0))
+    intake.poll()
+    intake.close()
+    assert [row["iteration"] for row in rows(run_dir)] == [1]
+    assert rank.poll().seen_at is None

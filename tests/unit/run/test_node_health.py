@@ -35,7 +35,8 @@ class Watched:
     def __init__(self, limit_s: float | None = 40.0, before: list[NodeConditionChanged] | None = None) -> None:
         self.link = Away(1)
         self.events: list[NodeConditionChanged] = []
-        links = HostConnections([FileHost(NodeFiles(Path("/none")), (0,), ("head",)), self.link])
+        self.head = FileHost(NodeFiles(Path("/none")), (0,), ("head",))
+        links = HostConnections([self.head, self.link])
         self.health = NodeHealth(links, self.events.append, limit_s, before or (), lambda: START)
 
     def after(self, seconds: float, **state: Any) -> list[int]:
@@ -53,6 +54,16 @@ def test_each_change_is_recorded_once_and_the_head_has_no_condition() -> None:
     assert watched.events[1].since == datetime(2026, 1, 1, 23, 59, 44, tzinfo=UTC)
     assert watched.events[2].silent_s == 20.0
     assert (watched.health.silence_s(watched.link), watched.health.memory_kills("n1")) == (20.0, 3)
+
+
+def test_a_silence_of_this_machines_agent_is_remembered() -> None:
+    watched = Watched()
+    watched.head.shown = ConnectionState(connected=False, silent_s=70.0, answered=True)
+    watched.after(0.0)
+    watched.head.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
+    watched.after(0.0)
+    assert watched.health.silence_s(watched.head) == 70.0
+    assert {event.node for event in watched.events} == {"n1"}
 
 
 def test_a_node_that_never_answered_is_not_connected_but_can_be_unreachable() -> None:

@@ -90,3 +90,7 @@ async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Tran
         await closing
     assert not with_nonce(nonce)
     assert channel.exit_output == ""
+
+
+async def test_a_command_has_no_input() -> None:
+    assert (await LocalTransport().run(["cat"], timeout_s=20)).code == 0
