@@ -1,5 +1,4 @@
-"""hostfile_valid: MLX's own parser accepts the hostfile, each node owns its addresses, and the ranks reach each
-other on them.
+"""hostfile_valid: MLX parses the hostfile; nodes own their addresses and reach each other on them.
 
 The parser runs in a separate process: the head never imports MLX.
 """
