@@ -11,23 +11,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from engine.models import FrozenModel
 
 
-class MemoryProbe(BaseModel):
+class MemoryProbe(FrozenModel):
     """Peak memory of one training step at one batch size."""
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int = Field(ge=1)
     """Sequences of this rank, each of full length."""
     peak_bytes: int = Field(ge=0)
 
 
-class NodeMeasure(BaseModel):
+class NodeMeasure(FrozenModel):
     """One node alone, running the job's training step."""
-
-    model_config = ConfigDict(frozen=True)
 
     node: str
     host: str
@@ -54,10 +52,8 @@ class NodeMeasure(BaseModel):
     problem: str | None = None
 
 
-class LinkMeasure(BaseModel):
+class LinkMeasure(FrozenModel):
     """all_sum between two nodes, or over all of them."""
-
-    model_config = ConfigDict(frozen=True)
 
     nodes: tuple[str, ...]
     """Two, or all in rank order."""
@@ -84,10 +80,8 @@ class CalibrationProgress:
     note: str = ""
 
 
-class Calibration(BaseModel):
+class Calibration(FrozenModel):
     """One calibration of one job on one cluster."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     cluster: str
     job: str
@@ -120,11 +114,9 @@ class Calibration(BaseModel):
         return next((measure for measure in self.nodes if measure.node == node), None)
 
 
-class Division(BaseModel):
+class Division(FrozenModel):
     """How the global batch is divided over the nodes, with the prediction from the creation of the run. None means
     unknown, and `why_not` gives the reason."""
-
-    model_config = ConfigDict(frozen=True)
 
     source: str
     """ "fixed" (by [[node]] share), "calibrated" or "equal"."""

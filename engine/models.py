@@ -12,7 +12,57 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.outcomes import Failed, Late, Unparsable
+
+class FrozenModel(BaseModel):
+    """The base of all models. Unknown fields are ignored. The validator is built when it is first used, since a command
+    uses few of the models; any thread may be the first (pydantic 2.14 holds a lock meanwhile)."""
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+
+class _NoValue(FrozenModel):
+    """Why a node gave no value. The reason is a value too, so that a late, failed or cut reply is never read as "there
+    is nothing"."""
+
+    command: str
+    """The command as a person would type it, or the name of the probe."""
+
+
+class Late(_NoValue):
+    """No reply within the time limit."""
+
+    kind: Literal["late"] = "late"
+    after_s: float
+
+    def __str__(self) -> str:
+        return f"{self.command} gave no answer within {self.after_s:g} s"
+
+
+class Failed(_NoValue):
+    """It ended with an error, and without a reply that could be used."""
+
+    kind: Literal["failed"] = "failed"
+    exit_code: int
+    """Negative for a signal."""
+    stderr: str = ""
+    """Its last line, safe to show."""
+
+    def __str__(self) -> str:
+        return f"{self.command} ended with {self.exit_code}" + (f": {self.stderr}" if self.stderr else "")
+
+
+class Unparsable(_NoValue):
+    """It ended well, and what it printed is not what was expected."""
+
+    kind: Literal["unparsable"] = "unparsable"
+    output: str
+    """The beginning of it, safe to show."""
+
+    def __str__(self) -> str:
+        return f"{self.command} printed what cannot be read" + (f": {self.output}" if self.output else " (nothing)")
+
+
+NoValue = Late | Failed | Unparsable
 
 
 class RunState(StrEnum):
@@ -56,10 +106,8 @@ class Reason(StrEnum):
     SUPERVISOR_LOST = "supervisor_lost"
 
 
-class RunRecord(BaseModel):
+class RunRecord(FrozenModel):
     """One run, as it is stored and as `flightdeck runs --json` prints it."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     id: str
     name: str
@@ -101,10 +149,8 @@ class CheckStatus(StrEnum):
     SKIP = "skip"
 
 
-class PreRdmaSync(BaseModel):
+class PreRdmaSync(FrozenModel):
     """Result of the sync script, and of the comparison after it."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["pre_rdma_sync"] = "pre_rdma_sync"
     enabled: bool
@@ -119,10 +165,8 @@ class PreRdmaSync(BaseModel):
     """Last lines of its output, sanitised."""
 
 
-class WorkerConsistency(BaseModel):
+class WorkerConsistency(FrozenModel):
     """Agreement of the workers' files with the reference."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["worker_consistency"] = "worker_consistency"
     enabled: bool
@@ -137,10 +181,8 @@ class WorkerConsistency(BaseModel):
     excluded: tuple[str, ...] = ()
 
 
-class NodeSync(BaseModel):
+class NodeSync(FrozenModel):
     """A node's tree compared with the reference, after a sync."""
-
-    model_config = ConfigDict(frozen=True)
 
     same: bool
     """The node has everything that the reference has."""
@@ -155,10 +197,8 @@ class NodeSync(BaseModel):
     """Files that only the node has; they are kept."""
 
 
-class SyncReport(BaseModel):
+class SyncReport(FrozenModel):
     """Result of `flightdeck sync`."""
-
-    model_config = ConfigDict(frozen=True)
 
     dry_run: bool
     method: Literal["script", "rsync"]
@@ -172,10 +212,8 @@ class SyncReport(BaseModel):
     """By node name, one for each compared workdir."""
 
 
-class CheckResult(BaseModel):
+class CheckResult(FrozenModel):
     """The result of one preflight check."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     status: CheckStatus
@@ -193,10 +231,8 @@ class CheckResult(BaseModel):
     """The section of the plan document with this result, if it has one."""
 
 
-class PreflightReport(BaseModel):
+class PreflightReport(FrozenModel):
     """All checks of one preflight. `overall_status` is fail if a check fails that was not skipped by name."""
-
-    model_config = ConfigDict(frozen=True)
 
     checks: list[CheckResult]
     overall_status: CheckStatus
@@ -204,10 +240,8 @@ class PreflightReport(BaseModel):
     finished_at: datetime
 
 
-class HostKeyOffer(BaseModel):
+class HostKeyOffer(FrozenModel):
     """A host key that has not been accepted yet."""
-
-    model_config = ConfigDict(frozen=True)
 
     target: str
     """`[user@]host[:port]`."""
@@ -217,10 +251,8 @@ class HostKeyOffer(BaseModel):
     """"SHA256:…"."""
 
 
-class HostKeyChange(BaseModel):
+class HostKeyChange(FrozenModel):
     """A node's host key differs from the accepted one. It cannot be accepted from Flight Deck."""
-
-    model_config = ConfigDict(frozen=True)
 
     target: str
     accepted: str
@@ -229,10 +261,8 @@ class HostKeyChange(BaseModel):
     """Fingerprint of the key that the node presents."""
 
 
-class Interface(BaseModel):
+class Interface(FrozenModel):
     """One network interface."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """Device: "en5", "bridge0", "eth0"."""
@@ -244,10 +274,8 @@ class Interface(BaseModel):
     """Localised name of the hardware port in macOS."""
 
 
-class ThunderboltPort(BaseModel):
+class ThunderboltPort(FrozenModel):
     """One Thunderbolt port (bus) of a Mac."""
-
-    model_config = ConfigDict(frozen=True)
 
     domain_uuid: str
     receptacle: str | None = None
@@ -261,10 +289,8 @@ class ThunderboltPort(BaseModel):
     """Speed of the link as macOS reports it: "Up to 80 Gb/s"."""
 
 
-class RdmaDevice(BaseModel):
+class RdmaDevice(FrozenModel):
     """One RDMA device."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """ "rdma_en5"."""
@@ -274,10 +300,8 @@ class RdmaDevice(BaseModel):
     """Its GID table has an IPv4 address, which queue pairs need; None if unknown."""
 
 
-class NodeFacts(BaseModel):
+class NodeFacts(FrozenModel):
     """The last known facts of a node. None means "not measured"."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     node: str
     host: str
@@ -339,10 +363,8 @@ class NodeFacts(BaseModel):
     absent."""
 
 
-class Cable(BaseModel):
+class Cable(FrozenModel):
     """One Thunderbolt cable between two nodes; `a` comes first in the configuration."""
-
-    model_config = ConfigDict(frozen=True)
 
     a: str
     a_device: str | None
@@ -351,10 +373,8 @@ class Cable(BaseModel):
     speed: str | None = None
 
 
-class Topology(BaseModel):
+class Topology(FrozenModel):
     """The Thunderbolt cables between the nodes."""
-
-    model_config = ConfigDict(frozen=True)
 
     nodes: tuple[str, ...]
     cables: tuple[Cable, ...] = ()
@@ -369,20 +389,16 @@ class Topology(BaseModel):
     """Node -> why its cables are not known."""
 
 
-class RankUse(BaseModel):
+class RankUse(FrozenModel):
     """Memory of one rank's processes."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     rank: int
     rss_bytes: int
 
 
-class NodeTelemetry(BaseModel):
+class NodeTelemetry(FrozenModel):
     """One telemetry sample of a node. None means "not measured"."""
-
-    model_config = ConfigDict(frozen=True)
 
     node: str
     at: datetime

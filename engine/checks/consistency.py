@@ -24,8 +24,7 @@ from engine.cluster.probe_results import FileHashes
 from engine.cluster.replies import probe_here
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
-from engine.models import CheckResult, WorkerConsistency
-from engine.outcomes import NoValue
+from engine.models import CheckResult, NoValue, WorkerConsistency
 from engine.plan.preflight import command_files, comparison_not_applicable, comparison_switched_off
 
 NAME = "worker_consistency"

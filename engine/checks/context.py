@@ -21,8 +21,7 @@ from engine.config.formats import on_node
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.measurements import Calibration, Division
-from engine.models import NodeFacts, Topology
-from engine.outcomes import NoValue
+from engine.models import NodeFacts, NoValue, Topology
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.cluster.agent_client import AgentClient, InterpreterMissing
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.errors import LaunchError
-from engine.outcomes import Failed, Late, NoValue
+from engine.models import Failed, Late, NoValue
 
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm from a cold disk; from a warm one it takes one or two."""

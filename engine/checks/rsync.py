@@ -39,8 +39,7 @@ from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.launch.ssh_shim import openssh_client, put_first
-from engine.models import NodeSync, SyncReport
-from engine.outcomes import NoValue
+from engine.models import NodeSync, NoValue, SyncReport
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home, make_private
 

@@ -22,7 +22,7 @@ from engine.cluster.replies import parse_output
 from engine.cluster.transport.base import Channel, Completed, Transport, in_home
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
-from engine.outcomes import Late, NoValue
+from engine.models import Late, NoValue
 from engine.protocol.messages import (
     VERSION,
     CancelRequest,

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from engine.cluster import hardware, network_interfaces, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
@@ -17,8 +17,7 @@ from engine.cluster.network_interfaces import hardware_ports, linux_interfaces, 
 from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
-from engine.models import HostKeyChange, HostKeyOffer, NodeFacts
-from engine.outcomes import Failed, Late, NoValue, Unparsable
+from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
 from engine.security.sanitise import count_or_none, finite_or_none, json_or_none, plain, text_or_none
 
 Fields = dict[str, Any]
@@ -26,11 +25,11 @@ _NAMES = 64
 _THUNDERBOLT = "SPThunderboltDataType"
 
 
-class FactsReport(BaseModel):
+class FactsReport(FrozenModel):
     """Output of the `facts` probe: the system's own output, by name."""
 
     answers: dict[str, Any]
-    unknown: Annotated[dict[str, Any], Field(max_length=_NAMES)] = {}
+    unknown: dict[str, Any] = Field(default_factory=dict, max_length=_NAMES)
     system: Any = None
     release: Any = None
     machine: Any = None

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from engine.errors import NodesInUse, StateError
+from engine.models import FrozenModel
 from engine.node.processes import alive, boot_id, start_time
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_private
@@ -24,10 +25,8 @@ from engine.security.paths import make_private
 _HOLDER_BYTES = 4096
 
 
-class LockHolder(BaseModel):
+class LockHolder(FrozenModel):
     """The process that holds the exclusive lock on a host."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     what: str
     """Its activity, for example "a calibration of demo"."""

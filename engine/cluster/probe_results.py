@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
 
@@ -21,10 +22,8 @@ Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
 
-class ProbeResult(BaseModel):
+class ProbeResult(FrozenModel):
     """One document of a probe."""
-
-    model_config = ConfigDict(frozen=True)
 
 
 class ModelFiles(ProbeResult):
@@ -53,7 +52,7 @@ class JsonlSummary(ProbeResult):
     examples: Count = 0
     sha256: ShortText = ""
     form: ShortText | None = None
-    faults: Annotated[list[tuple[Annotated[int, Field(gt=0)], ShortText]], Field(max_length=100)] = []
+    faults: list[tuple[Annotated[int, Field(gt=0)], ShortText]] = Field(default_factory=list, max_length=100)
     """(line number from 1, what is wrong with it), the first of them."""
     fault_count: Count = 0
     problem: ShortText | None = None
@@ -74,7 +73,7 @@ class ProgramLocation(ProbeResult):
     """The program that would run."""
     script: PathText | None = None
     """Where its Python script lies, symlinks followed."""
-    roots: Annotated[list[PathText], Field(max_length=10)] = []
+    roots: list[PathText] = Field(default_factory=list, max_length=10)
     """The node's home and its workdir, likewise."""
     fault: ShortText | None
     make: PathText | None = None
@@ -149,11 +148,11 @@ class WorkdirTree(ProbeResult):
     permit: PathText | None = None
     """Path that may not be read."""
     cut: bool = False
-    left: Annotated[list[ShortText], Field(max_length=10_000)] = []
+    left: list[ShortText] = Field(default_factory=list, max_length=10_000)
     """Folders that were left out for what they are: environments, and what the request set apart."""
-    entries: Annotated[
-        dict[ShortText, tuple[Annotated[int, Field(ge=-1)], ShortText | None]], Field(max_length=100_000)
-    ] = {}
+    entries: dict[ShortText, tuple[Annotated[int, Field(ge=-1)], ShortText | None]] = Field(
+        default_factory=dict, max_length=100_000
+    )
     """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""
 
 
@@ -206,9 +205,9 @@ class AdapterWeights(ProbeResult):
     """The kind of training that a file of trained weights continues."""
 
     kind: Literal["lora", "dora", "full"]
-    ranks: Annotated[list[Count], Field(max_length=10_000)] = []
-    layers: Annotated[list[Count], Field(max_length=100_000)] = []
-    modules: Annotated[list[ShortText], Field(max_length=10_000)] = []
+    ranks: list[Count] = Field(default_factory=list, max_length=10_000)
+    layers: list[Count] = Field(default_factory=list, max_length=100_000)
+    modules: list[ShortText] = Field(default_factory=list, max_length=10_000)
 
 
 class CheckpointStorage(ProbeResult):
@@ -221,11 +220,11 @@ class CheckpointStorage(ProbeResult):
     own: PathText | None = None
     """A folder of another user's."""
     free: Count | None = None
-    damaged: Annotated[list[tuple[PathText, ShortText]], Field(max_length=1_000)] = []
+    damaged: list[tuple[PathText, ShortText]] = Field(default_factory=list, max_length=1_000)
     """(file, what is wrong with it)."""
     resume: AdapterWeights | None = None
     resume_fault: ShortText | None = None
-    largest: Annotated[list[tuple[ShortText, Count]], Field(max_length=100)] = []
+    largest: list[tuple[ShortText, Count]] = Field(default_factory=list, max_length=100)
     """(folder of an earlier run, bytes)."""
 
 
@@ -255,7 +254,7 @@ class MlxReport(ProbeResult):
     venv: bool
     mlx: ShortText | None = None
     mlx_error: ShortText | None = None
-    backends: Annotated[list[ShortText], Field(max_length=8)] = []
+    backends: list[ShortText] = Field(default_factory=list, max_length=8)
 
 
 class MlxLmReport(ProbeResult):

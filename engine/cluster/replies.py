@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.local import LocalTransport
-from engine.outcomes import Failed, Late, NoValue, Unparsable
+from engine.models import Failed, Late, NoValue, Unparsable
 from engine.security.sanitise import plain
 
 _SHOWN = 200

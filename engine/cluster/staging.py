@@ -17,8 +17,8 @@ from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import BundleReport
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
+from engine.models import NoValue
 from engine.node.bootstrap import ROOT
-from engine.outcomes import NoValue
 from engine.store.layout import node_root
 
 _ENOUGH_BYTES = 1_000_000

@@ -16,8 +16,7 @@ from engine.cluster import hardware, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused
-from engine.models import NodeTelemetry, RankUse
-from engine.outcomes import Late
+from engine.models import Late, NodeTelemetry, RankUse
 from engine.protocol.messages import RequestEnded
 from engine.security.identifiers import SshTarget
 from engine.security.sanitise import json_or_none, plain

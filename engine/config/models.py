@@ -10,9 +10,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from engine.errors import InputError
+from engine.models import FrozenModel
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import SshTarget
 
@@ -20,8 +21,8 @@ FineTuneType = Literal["lora", "dora", "full"]
 Strategy = Literal["data", "sharded", "pipeline"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Section(FrozenModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class ClusterConfig(_Section):

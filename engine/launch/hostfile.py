@@ -15,8 +15,8 @@ from engine.cluster.probe_results import FreePorts
 from engine.cluster.staging import gather_all, hosts_of
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
+from engine.models import NoValue
 from engine.node.probes.network import bindable
-from engine.outcomes import NoValue
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import write_atomic
 

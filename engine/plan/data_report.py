@@ -6,27 +6,28 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from engine.errors import InputError
+from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
 _LIMIT_BYTES = 4 << 20
 PlainText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
 
 
-class IfdScore(BaseModel):
+class IfdScore(FrozenModel):
     """Instruction-following difficulty (IFD) of the examples."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     overall_score: float | None = None
     quality_tier: PlainText | None = None
     total_examples: int | None = Field(default=None, gt=0)
 
 
-class DataReport(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+class DataReport(FrozenModel):
+    model_config = ConfigDict(allow_inf_nan=False)
 
     ifd_score: IfdScore = IfdScore()
     dpo_metrics: dict[str, Any] | None = None

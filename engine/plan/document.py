@@ -10,9 +10,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
-from engine.models import PreRdmaSync, WorkerConsistency
+from engine.models import FrozenModel, PreRdmaSync, WorkerConsistency
 
 
 class Source(StrEnum):
@@ -32,9 +32,7 @@ class Source(StrEnum):
     """The value is null; the reason explains why."""
 
 
-class ChoiceReason(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class ChoiceReason(FrozenModel):
     key: str
     """Path in the document: "batch_configuration.learning_rate"."""
     source: Source
@@ -45,10 +43,8 @@ class ChoiceReason(BaseModel):
 OVERRIDE: Final = "flightdeck launch --skip hardware_layer"
 
 
-class PlanIssue(BaseModel):
+class PlanIssue(FrozenModel):
     """A named warning or refusal."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     text: str
@@ -87,18 +83,14 @@ FIRST_SECTIONS: Final = (
 """All sections of version 1."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Disabled(_Section):
+class Disabled(FrozenModel):
     """A section that is switched off or does not apply."""
 
     enabled: Literal[False] = False
     reason: str
 
 
-class StrategySection(_Section):
+class StrategySection(FrozenModel):
     approach: str
     total_gpus: int
     """World size: on Apple silicon each process drives one GPU."""
@@ -118,7 +110,7 @@ class StrategySection(_Section):
     not_launchable: str | None = None
 
 
-class SuggestedBatch(_Section):
+class SuggestedBatch(FrozenModel):
     """The batch that the rules would choose; a launch uses the job's own."""
 
     per_gpu_batch_size: int
@@ -132,7 +124,7 @@ class SuggestedBatch(_Section):
     """Lines for [job]."""
 
 
-class BatchSection(_Section):
+class BatchSection(FrozenModel):
     """Batch and learning rate, as set in the job."""
 
     per_gpu_batch_size: int | float | None
@@ -163,13 +155,13 @@ class BatchSection(_Section):
     suggested: SuggestedBatch | None
 
 
-class PlannedHostfile(_Section):
+class PlannedHostfile(FrozenModel):
     path: str | None
     """Where `flightdeck plan` wrote it on this machine."""
     document: dict[str, Any]
 
 
-class DistributedSection(_Section):
+class DistributedSection(FrozenModel):
     mlx_launch_command: str | None
     """Shell command for this machine, with stock mlx.launch and stock mlx-lm."""
     gradient_sync: str
@@ -181,7 +173,7 @@ class DistributedSection(_Section):
     """How the command differs from `flightdeck launch`, or why it is null."""
 
 
-class RdmaSection(_Section):
+class RdmaSection(FrozenModel):
     enabled: bool
     platform: str
     """ "apple", "cuda" or "cpu"."""
@@ -198,7 +190,7 @@ class RdmaSection(_Section):
     bandwidth_bytes_per_s: float | None = None
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(FrozenModel):
     approach: Literal["FlashRecovery"] = "FlashRecovery"
     async_: bool
     compression: str
@@ -209,10 +201,10 @@ class CheckpointSection(_Section):
     expected_recovery_time: float | None
     suggested_frequency: int | None
 
-    model_config = ConfigDict(frozen=True, alias_generator=lambda name: name.rstrip("_"), populate_by_name=True)
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), populate_by_name=True)
 
 
-class PerformanceSection(_Section):
+class PerformanceSection(FrozenModel):
     throughput: float | None
     """Samples per second over all ranks."""
     gpu_utilization: str = ">80%"
@@ -227,14 +219,14 @@ class PerformanceSection(_Section):
     """Duration of all iterations, without validation and saving."""
 
 
-class MeasuredNode(_Section):
+class MeasuredNode(FrozenModel):
     examples_per_s: float | None
     spread: float | None
     tokens_per_s: float | None
     problem: str | None
 
 
-class CalibrationSection(_Section):
+class CalibrationSection(FrozenModel):
     enabled: Literal[True] = True
     measured_performance: dict[str, MeasuredNode]
     workload_distribution: dict[str, float]
@@ -253,7 +245,7 @@ class NoCalibrationSection(Disabled):
     calibration_notes: tuple[str, ...]
 
 
-class ReplicaWatch(_Section):
+class ReplicaWatch(FrozenModel):
     """Comparison of the replicas during training."""
 
     enabled: Literal[True] = True
@@ -275,7 +267,7 @@ class ConsistencySection(WorkerConsistency):
     while_training: ReplicaWatch | Disabled
 
 
-class ChunkingSection(_Section):
+class ChunkingSection(FrozenModel):
     enabled: Literal[True] = True
     dataset_size: int
     chunk_size: int
@@ -284,17 +276,17 @@ class ChunkingSection(_Section):
     """Progress text of the first chunk."""
 
 
-class PlannedCheck(_Section):
+class PlannedCheck(FrozenModel):
     name: str
     what: str
     overridden: bool
 
 
-class ChecklistSection(_Section):
+class ChecklistSection(FrozenModel):
     checks: tuple[PlannedCheck, ...]
 
 
-class RankMemory(_Section):
+class RankMemory(FrozenModel):
     """Memory that a rank needs, and the limit of its node."""
 
     node: str
@@ -320,7 +312,7 @@ class RankMemory(_Section):
     """null if the need or the limit is unknown."""
 
 
-class MemorySection(_Section):
+class MemorySection(FrozenModel):
     enabled: Literal[True] = True
     parameters: int
     trainable_parameters: int
@@ -330,7 +322,7 @@ class MemorySection(_Section):
     ranks: tuple[RankMemory, ...]
 
 
-class PlannedAdvice(_Section):
+class PlannedAdvice(FrozenModel):
     name: str
     text: str
     source: str
@@ -338,7 +330,7 @@ class PlannedAdvice(_Section):
     override: str | None = None
 
 
-class PlannedNode(_Section):
+class PlannedNode(FrozenModel):
     rank: int
     node: str
     host: str
@@ -351,12 +343,12 @@ class PlannedNode(_Section):
     """Why the node did not respond."""
 
 
-class DataSection(_Section):
+class DataSection(FrozenModel):
     examples: int | None
     source: str
 
 
-class DataQualitySection(_Section):
+class DataQualitySection(FrozenModel):
     enabled: Literal[True] = True
     overall_score: float | None
     quality_tier: str | None
@@ -368,7 +360,7 @@ class DataQualitySection(_Section):
     recommendations: tuple[str, ...]
 
 
-class TrainingPlan(_Section):
+class TrainingPlan(FrozenModel):
     version: Literal["2.0.0"] = VERSION
     strategy: StrategySection
     batch_configuration: BatchSection

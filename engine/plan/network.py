@@ -8,13 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
-from engine.models import Interface, NodeFacts, Topology
+from engine.models import FrozenModel, Interface, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.security.identifiers import SshTarget
 
@@ -22,10 +20,8 @@ RdmaRow = tuple[str | tuple[str, ...] | None, ...]
 """RDMA device to each rank (several devices with several cables); None for the rank itself and without a cable."""
 
 
-class LaunchHost(BaseModel):
+class LaunchHost(FrozenModel):
     """One rank's entry of the hostfile."""
-
-    model_config = ConfigDict(frozen=True)
 
     ssh: str
     """In OpenSSH's form (SshTarget.openssh)."""
@@ -34,10 +30,8 @@ class LaunchHost(BaseModel):
     """None without RDMA."""
 
 
-class NetworkPlan(BaseModel):
+class NetworkPlan(FrozenModel):
     """The chosen backend and hosts, with the reasons."""
-
-    model_config = ConfigDict(frozen=True)
 
     backend: str
     """ "ring", "jaccl", "jaccl-ring" or "nccl"."""

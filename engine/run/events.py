@@ -12,11 +12,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import Field, StrictBool
 
 from engine.cluster.staging import HostLayout
 from engine.measurements import Division
-from engine.models import Reason, RunRecord, RunState
+from engine.models import FrozenModel, Reason, RunRecord, RunState
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
 
@@ -37,10 +37,8 @@ class StopStage(StrEnum):
     UNCONFIRMED = "unconfirmed"
 
 
-class Attempt(BaseModel):
+class Attempt(FrozenModel):
     """One attempt as it is planned: enough to go on with it after the supervisor's death."""
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     number: int
     nonce: str
@@ -125,8 +123,7 @@ class Hang:
     rank: int | None = None
 
 
-class Event(BaseModel):
-    model_config = ConfigDict(frozen=True, defer_build=True)
+class Event(FrozenModel):
     synced: ClassVar[bool] = False
 
     at: datetime = datetime.min.replace(tzinfo=UTC)

@@ -6,20 +6,18 @@ from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from engine.config.models import Config, select_nodes
 from engine.errors import StateError
 from engine.measurements import Calibration, Division
-from engine.models import RunRecord, RunState
+from engine.models import FrozenModel, RunRecord, RunState
 from engine.protocol.attempt import write_atomic
 
 PLAN_VERSION = "2.0.0"
 
 
-class PlannedRank(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class PlannedRank(FrozenModel):
     rank: int
     node: str
     host: str
@@ -28,10 +26,8 @@ class PlannedRank(BaseModel):
     """Relative share of the global batch."""
 
 
-class RunPlan(BaseModel):
+class RunPlan(FrozenModel):
     """plan.json."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: str = PLAN_VERSION
     run_id: str

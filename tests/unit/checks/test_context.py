@@ -17,7 +17,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
-from engine.outcomes import Failed, Late, NoValue, Unparsable
+from engine.models import Failed, Late, NoValue, Unparsable
 from engine.security.paths import state_home
 
 

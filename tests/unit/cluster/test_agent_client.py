@@ -29,8 +29,8 @@ from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
+from engine.models import Failed, Late, Unparsable
 from engine.node.processes import start_time
-from engine.outcomes import Failed, Late, Unparsable
 from tests.unit.cluster.fake_agent import FakeNode
 from tests.waiting import wait_until
 

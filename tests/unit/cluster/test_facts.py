@@ -22,8 +22,7 @@ from engine.cluster.facts import probe, probe_all, probe_as_completed, read_fact
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import HostKeyUnknown, NodeUnreachable
-from engine.models import NodeFacts
-from engine.outcomes import Failed, Late, Unparsable
+from engine.models import Failed, Late, NodeFacts, Unparsable
 from tests.unit.cluster.fake_agent import FakeNode, fleet_of
 from tests.unit.cluster.macs import mesh
 from tests.unit.node import keeper_runner

@@ -10,8 +10,7 @@ import pytest
 from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
-from engine.models import Interface, NodeFacts, RdmaDevice, Topology
-from engine.outcomes import Failed, Late, Unparsable
+from engine.models import Failed, Interface, Late, NodeFacts, RdmaDevice, Topology, Unparsable
 from engine.plan.addresses import setup_commands
 from engine.plan.network import NetworkPlan, plan_network
 from tests.unit.cluster.macs import NOW, Macs, mesh, ring
