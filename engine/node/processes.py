@@ -286,7 +286,7 @@ def tool_output(*command: str) -> str:
         return ""
 
 
-def _tool(*command: str, limit_s: float = _TOOL_TIMEOUT_S) -> str:
+def _tool(*command: str, limit_s: float | None = None) -> str:
     """A system tool's output, in the C locale; "" when it fails, as `ps` does for a pid that is gone.
 
     In UTC: `ps` prints start times in the current time zone, and a Mac that travels would take a running process for
@@ -296,7 +296,7 @@ def _tool(*command: str, limit_s: float = _TOOL_TIMEOUT_S) -> str:
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=limit_s,
+        timeout=limit_s or _TOOL_TIMEOUT_S,
         env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
         check=False,
     )

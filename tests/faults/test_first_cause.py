@@ -15,7 +15,7 @@ from engine.models import Reason, RunState
 from engine.run.signatures import BY_ID
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.faults.local_runs import ring
-from tests.tui.commands import flightdeck
+from tests.tui.commands import flightdeck, shell
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 
@@ -65,7 +65,7 @@ def joined(console: Console) -> str:
 def test_the_first_ranks_cause_is_shown_everywhere(home: Path, tmp_path: Path, known: str) -> None:
     config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 8: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]
-    launched = flightdeck(home, "launch", "--follow", *skips, cwd=config.parent)
+    launched = shell(home, "launch", "--follow", *skips, cwd=config.parent)
     (directory,) = (home / "runs").iterdir()
     signature = BY_ID[known]
     assert launched.code == 1, launched

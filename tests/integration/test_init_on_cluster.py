@@ -15,7 +15,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.load import load_config
 from engine.models import NodeTelemetry
 from tests.cluster.cluster import Cluster
-from tests.tui.commands import flightdeck
+from tests.tui.commands import flightdeck, shell
 
 PATIENCE_S = 30.0
 
@@ -76,7 +76,7 @@ def agents_on(cluster: Cluster) -> list[str]:
 
 
 async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, home: Path, studio: Path) -> None:
-    done = flightdeck(home, "init", *(node.name for node in cluster.nodes), cwd=studio)
+    done = shell(home, "init", *(node.name for node in cluster.nodes), cwd=studio)
     assert done.code == 0, done.err
     config = load_config(studio / "flightdeck.toml")
     names = {node.name for node in config.nodes}

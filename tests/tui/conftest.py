@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from textual._compositor import Compositor
+from textual.css.model import RuleSet
+from textual.css.stylesheet import Stylesheet
 from textual.pilot import Pilot
 
 from tests.bundles import link_bundle
@@ -51,6 +53,24 @@ def no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(Compositor, "render_update", render_update)
+
+
+PARSED: dict[tuple[object, ...], list[RuleSet]] = {}
+
+
+@pytest.fixture(autouse=True)
+def no_rule_is_parsed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console parses its rules of style at its start, and anew for each theme: those of one text and one set of
+    variables are shared by all, as they are within one console."""
+    parse = Stylesheet._parse_rules
+
+    def parse_once(self: Stylesheet, css: str, **source: Any) -> list[RuleSet]:
+        key = (css, *source.items(), *self._variables.items())
+        if key not in PARSED:
+            PARSED[key] = parse(self, css, **source)
+        return PARSED[key]
+
+    monkeypatch.setattr(Stylesheet, "_parse_rules", parse_once)
 
 
 @pytest.fixture

@@ -86,8 +86,7 @@ async def test_a_node_that_finished_nothing_is_left_out_and_it_is_said(fake: Fak
         await console.shows("local-1 completed no step during calibration")
 
 
-@pytest.mark.parametrize(("key", "quick"), [("c", False), ("C", True)])
-@pytest.mark.parametrize("size", [DASHBOARD, SMALL])
+@pytest.mark.parametrize(("key", "quick", "size"), [("c", False, DASHBOARD), ("C", True, SMALL)])
 async def test_it_is_measured_from_the_pane_and_shown_as_it_goes(
     fake: FakeEngine, key: str, quick: bool, size: tuple[int, int]
 ) -> None:

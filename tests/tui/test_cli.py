@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tui.commands import FLIGHTDECK, environment, flightdeck
+from tests.tui.commands import FLIGHTDECK, environment, flightdeck, shell
 from tests.unit.run.run_maker import START, MadeRun, report, validation
 
 RUN_FIELDS = {
@@ -55,7 +55,7 @@ def succeeded(home: Path) -> MadeRun:
 
 
 def test_help_has_examples_for_every_command(home: Path) -> None:
-    whole = flightdeck(home, "--help")
+    whole = shell(home, "--help")
     commands = re.findall(r"^    (\w+)  ", whole.out, re.MULTILINE)
     assert set(commands) >= {
         "demo",
@@ -101,7 +101,7 @@ def test_without_any_run_the_way_to_one_is_named(home: Path) -> None:
 
 
 def test_the_console_needs_a_terminal(home: Path) -> None:
-    done = flightdeck(home)
+    done = shell(home)
     assert (done.code, "needs a terminal" in done.err) == (2, True)
 
 
@@ -118,7 +118,7 @@ def test_every_fault_of_a_configuration_is_a_line_and_nothing_is_started(home: P
 
 
 def test_the_configuration_of_the_working_directory_is_the_default(home: Path, tmp_path: Path) -> None:
-    done = flightdeck(home, "preflight", cwd=tmp_path)
+    done = shell(home, "preflight", cwd=tmp_path)
     assert (done.code, "flightdeck.toml" in done.err) == (2, True)
 
 
@@ -146,7 +146,7 @@ def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> No
 
 def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:
     run = MadeRun(home).state("preflight", "launching").attempt().close()
-    listed = flightdeck(home, "runs")
+    listed = shell(home, "runs")
     assert f"{run.id} had lost its supervisor: another one has taken over" in listed.err
     assert [line for line in flightdeck(home, "logs", "-f").err.splitlines() if "had lost" in line] == []
     record = json.loads(flightdeck(home, "show", "--json").out)
@@ -189,7 +189,7 @@ def test_aborting_what_has_ended_says_so_and_is_no_failure(home: Path, failed: M
 
 def test_a_reader_that_leaves_early_is_no_trouble(home: Path) -> None:
     run = MadeRun(home)
-    run.metrics(report(iteration, 1.0) for iteration in range(20_000))
+    run.metrics(report(iteration, 1.0) for iteration in range(4_000))
     run.state("preflight", "failed", reason="preflight_failed").close()
     shell = f"{FLIGHTDECK} metrics | head -n 1"
     done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, env=environment(home), check=False)
@@ -197,7 +197,7 @@ def test_a_reader_that_leaves_early_is_no_trouble(home: Path) -> None:
 
 
 def test_output_is_without_colour_where_there_is_no_terminal(home: Path, failed: MadeRun) -> None:
-    assert "\x1b" not in flightdeck(home, "runs").out + flightdeck(home, "doctor").out
+    assert "\x1b" not in shell(home, "runs").out + flightdeck(home, "doctor").out
 
 
 def test_the_doctor_names_what_this_machine_has(home: Path) -> None:

@@ -23,7 +23,7 @@ from engine.plan.document import TrainingPlan
 from engine.run.history import fold
 from engine.run.journal import read_journal
 from tests.demo_copies import demo_below
-from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
+from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck, shell
 
 ITERATIONS = 5
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
@@ -39,7 +39,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def flown(shared_home: Path) -> Done:
     """A demo that has ended."""
-    return flightdeck(shared_home, "demo", "--json", "--ranks", "2", "--iters", str(ITERATIONS), timeout_s=180)
+    return shell(shared_home, "demo", "--json", "--ranks", "2", "--iters", str(ITERATIONS), timeout_s=180)
 
 
 @pytest.fixture
@@ -217,13 +217,13 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, 
     file = write_config(tmp_path, command=["./run.sh"])
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/sh\necho ran\n")
-    blocked = flightdeck(shared_home, "launch", "-c", str(file), *QUICK)
+    blocked = shell(shared_home, "launch", "-c", str(file), *QUICK)
     assert blocked.code == 1
     assert "fail  program_present" in blocked.out
     assert f"fix: chmod +x {script}" in blocked.out
     assert "failed: preflight_failed" in blocked.out
     script.chmod(0o755)
-    flown_now = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
+    flown_now = shell(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
     assert (flown_now.code, json.loads(flown_now.out)["state"]) == (0, "succeeded"), flown_now.err
     assert "0 | ran" in flightdeck(shared_home, "logs").out
     audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
@@ -236,7 +236,7 @@ def test_a_rank_that_exits_3_fails_the_run_with_rank_and_code(shared_home: Path,
     script = tmp_path / "three.py"
     script.write_text(THREE)
     file = write_config(tmp_path, command=["python", str(script)])
-    done = flightdeck(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
+    done = shell(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
     record = json.loads(done.out)
     assert (done.code, record["state"], record["reason"]) == (1, "failed", "rank_failed")
     assert (record["rank"], record["host"], record["exit_code"]) == (1, "b", 3)

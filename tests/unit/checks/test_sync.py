@@ -192,7 +192,7 @@ async def test_a_script_outside_of_the_allowed_roots_is_not_run(
 async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     lines: list[str] = []
-    ran = await LocalProgram([str(script)], tmp_path).run(3.0, lines.append)
+    ran = await LocalProgram([str(script)], tmp_path).run(1.0, lines.append)
     assert (ran.code, ran.last_lines, lines) == (None, ("waiting",), ["waiting"])
     assert start_time(int((tmp_path / "child").read_text())) is None
 
@@ -216,7 +216,7 @@ async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) ->
 
 
 async def test_the_running_check_shows_the_last_line_without_escapes(two: Config, script: Path) -> None:
-    write(script, "printf 'one\\n'; sleep 2; printf '\\033[31mtwo\\033[0m\\n'; sleep 2")
+    write(script, "printf 'one\\n'; sleep 1.2; printf '\\033[31mtwo\\033[0m\\n'; sleep 1.2")
     lines: list[str] = []
     async with Fleet(two.nodes, state_home()) as fleet:
         context = CheckContext(two, fleet)
