@@ -30,7 +30,7 @@ LIST: Final = (
     ("recovery", "--seeds", "3"),
 )
 HERE: Final = Path(__file__).parents[2]
-_FIGURE: Final = re.compile(r"^(?P<name>\S.*?) {2,}(?P<value>\S.*)$")
+_FIGURE: Final = re.compile(r"^ *(?P<name>\S.*?) {2,}(?P<value>\S.*)$")
 _NUMBER: Final = re.compile(r"[+-]?\d[\d,]*\.?\d*(?= ?(s\b|ms\b|%))")
 
 

@@ -114,4 +114,4 @@ async def test_a_kill_that_fails_here_is_named_and_stops_none_elsewhere(
             return there
 
     assert await kill_everywhere(cast(TransportProvider, OneHost()), nodes, places, "0badcafe") == ("head",)
-    assert there.argv == [("/python", "/bundle/engine/node/processes.py", "--kill", "0badcafe")]
+    assert there.argv == [("/python", "/bundle/engine/node/processes.py", "0badcafe")]
