@@ -1,20 +1,26 @@
-"""Keeps the line indices while lines arrive. An index that is there already is repaired first, with
-engine.run.logs.index_repair, which is imported only then since it needs numpy: 0.2 s of a supervisor's start.
+"""Keeps the line indices while lines arrive, and completes them after a crash: what is missing is read from the logs.
+
+Only the supervisor imports this (and with it numpy); frontends read with engine.run.logs.line_index.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, RECORD, read_header
+import numpy as np
+import numpy.typing as npt
 
-_NEWLINE: Final = re.compile(b"\n")
+from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, OFFSET_MASK, RECORD, read_header
+
+RECORD_TYPE: Final = np.dtype([("place", "<u8"), ("at", "<u4")])
+_NEWLINE: Final = ord("\n")
 _SCAN_BYTES: Final = 1 << 20
+
+Records = npt.NDArray[Any]
+"""A vector of RECORD_TYPE."""
 
 
 class IndexFile:
@@ -35,9 +41,12 @@ class IndexFile:
         if kept is not None and (torn := (size - HEADER.size) % RECORD.size):
             os.ftruncate(self._descriptor, size - torn)
 
-    def count(self) -> int:
-        """Records in the file."""
-        return max(0, (os.fstat(self._descriptor).st_size - HEADER.size) // RECORD.size)
+    def records(self) -> Records:
+        """All records in the file."""
+        count = max(0, (os.fstat(self._descriptor).st_size - HEADER.size) // RECORD.size)
+        if not count:
+            return np.empty(0, RECORD_TYPE)
+        return np.memmap(self.path, RECORD_TYPE, "r", HEADER.size, (count,))
 
     def keep(self, count: int) -> None:
         """Drop all records after the first `count`. Raises OSError."""
@@ -83,18 +92,20 @@ class SourceIndex:
 
     def feed(self, data: bytes, at: int) -> bytes:
         """Enter the lines that begin in `data`, the log's next bytes, arrived at `at` centiseconds. Their records."""
-        if not data:
-            return b""
-        base = (self._source << OFFSET_BITS) + self.scanned
-        places = [base] if self._line_begins else []
-        places += [base + newline.end() for newline in _NEWLINE.finditer(data)]
-        self._line_begins = data.endswith(b"\n")
-        if self._line_begins:
-            places.pop()
+        starts = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
+        ends_line = starts.size > 0 and starts[-1] == len(data)
+        if ends_line:
+            starts = starts[:-1]
+        if self._line_begins and data:
+            starts = np.concatenate(([0], starts))
+        records = np.empty(starts.size, RECORD_TYPE)
+        records["place"] = starts.astype(np.uint64) + np.uint64(self._source << OFFSET_BITS | self.scanned)
+        records["at"] = at
         self.scanned += len(data)
-        if places:
+        self._line_begins = bool(ends_line) or (self._line_begins and not data)
+        if starts.size:
             self.last_at = at
-        added = b"".join(map(RECORD.pack, places, repeat(at)))
+        added = records.tobytes()
         self.file.append(added)
         return added
 
@@ -116,19 +127,19 @@ class SourceIndex:
 
     def _mend(self, log_size: int) -> None:
         """Keep the records that can be true: of this source, in order, inside the log."""
-        written = self.file.count()
-        if not written:
-            return
-        from engine.run.logs.index_repair import sound_records
-
-        count, last = sound_records(self.file.path, self._source, log_size)
-        if last is not None:
-            # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
-            self.scanned = last.offset + 1
-            self.last_at = last.centiseconds
-            self._line_begins = self._byte_before(self.scanned) == b"\n"
-        if count < written:
-            self.file.keep(count)
+        records = self.file.records()
+        if records.size:
+            offsets = records["place"] & np.uint64(OFFSET_MASK)
+            sound = (records["place"] >> np.uint64(OFFSET_BITS) == self._source) & (offsets < log_size)
+            sound[1:] &= (offsets[1:] > offsets[:-1]) & (records["at"][1:] >= records["at"][:-1])
+            count = records.size if sound.all() else int(np.argmin(sound))
+            if count:
+                # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
+                self.scanned = int(offsets[count - 1]) + 1
+                self.last_at = int(records["at"][count - 1])
+                self._line_begins = self._byte_before(self.scanned) == b"\n"
+            if count < records.size:
+                self.file.keep(count)
 
     def _byte_before(self, offset: int) -> bytes:
         with self._log.open("rb", buffering=0) as log:
@@ -136,24 +147,41 @@ class SourceIndex:
             return log.read(1)
 
 
-def reconcile(merged: IndexFile, sources: Sequence[IndexFile]) -> IndexFile:
+def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
     """Make the merged index hold exactly the sources' records: append what it lacks, or, when it contradicts them,
     put one rebuilt by time of arrival in its place. The file to go on with. Raises OSError."""
-    if any(file.count() for file in (merged, *sources)):
-        from engine.run.logs.index_repair import all_records, missing_records
+    parts = [source.records() for source in sources]
+    added = merged.records()
+    kept = 0
+    lacking: list[Records] = []
+    sound = added.size == 0 or bool((added["at"][1:] >= added["at"][:-1]).all())
+    for part in parts:
+        if not part.size:
+            continue
+        own = added[added["place"] >> np.uint64(OFFSET_BITS) == part["place"][0] >> np.uint64(OFFSET_BITS)]
+        sound = sound and own.size <= part.size and bool((own == part[: own.size]).all())
+        kept += own.size
+        lacking.append(part[own.size :])
+    missing = _by_arrival(lacking)
+    if missing.size and added.size and missing["at"][0] < added["at"][-1]:
+        sound = False
+    if sound and kept == added.size:
+        merged.append(missing.tobytes())
+        merged.flush()
+        return merged
+    return _rebuilt(merged, _by_arrival(parts))
 
-        paths = [source.path for source in sources]
-        missing = missing_records(merged.path, paths)
-        if missing is None:
-            return _rebuilt(merged, all_records(paths))
-        merged.append(missing)
-    merged.flush()
-    return merged
+
+def _by_arrival(parts: list[Records]) -> Records:
+    together = np.concatenate([np.empty(0, RECORD_TYPE), *parts])
+    return together[np.argsort(together["at"], kind="stable")]
 
 
-def _rebuilt(merged: IndexFile, records: bytes) -> IndexFile:
+def _rebuilt(merged: IndexFile, records: Records) -> IndexFile:
     fresh = merged.path.with_name(f".{merged.path.name}.new")
-    fresh.write_bytes(HEADER.pack(MAGIC, merged.began_at) + records)
+    with fresh.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, merged.began_at))
+        file.write(records.tobytes())
     merged.close()
     fresh.replace(merged.path)
     return IndexFile(merged.path, merged.began_at)
