@@ -1,10 +1,10 @@
-"""The demo's model and data below any home, made once in this process: making them takes seconds, a copy none."""
+"""The demo's model and data below any home, made once on this machine: making them takes seconds, a copy none."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 from engine.demo import ensure_made
@@ -13,15 +13,18 @@ from tests.bundles import link_bundle
 
 
 @functools.cache
-def _made() -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    # Kept by the cache, and removed with it when the process ends.
-    folder = tempfile.TemporaryDirectory(prefix="flightdeck-demo-")
-    return folder, ensure_made(Path(folder.name))
+def made_demo() -> Path:
+    """The folder with model/ and data/, beside this module's own compiled code. Its name changes with what makes it."""
+    home = Path(__file__).with_name("__pycache__") / "demo-home"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return ensure_made(home)
 
 
 def demo_below(home: Path) -> Path:
     """`home`, where the demo and the node bundle are ready as if it had been flown from there before."""
-    _, made = _made()
+    made = made_demo()
     copy = home / "demo" / made.name
     if not copy.exists():
         make_home(home)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.transport.fleet import Fleet
-from engine.config.models import PreflightConfig
+from engine.config.models import PreflightConfig, select_nodes
 from engine.node.processes import with_any_nonce
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
@@ -38,12 +38,13 @@ asyncio.run(main())
 
 @pytest.fixture
 def summing(cluster: Cluster, fleet: Fleet, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A head of its own in the middle of a long sum over all nodes."""
-    config = config_of(cluster).model_copy(update={"preflight": PreflightConfig(all_sum_s=60)})
+    """A head of its own in the middle of a long sum over two nodes."""
+    pair = select_nodes(config_of(cluster), {node.name for node in cluster.nodes[:2]})
+    config = pair.model_copy(update={"preflight": PreflightConfig(all_sum_s=60)})
     (tmp_path / "config.json").write_text(config.model_dump_json())
     argv = [sys.executable, "-c", SUMS, str(tmp_path / "config.json"), str(fleet.home)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as head:
-        wait_until(lambda: all(map(summers, cluster.nodes)) or head.poll() is not None, within_s=40)
+        wait_until(lambda: all(map(summers, cluster.nodes[:2])) or head.poll() is not None, within_s=40)
         assert head.poll() is None, head.stdout.read() if head.stdout else ""
         yield head
         head.kill()
@@ -78,6 +79,6 @@ def launchers(home: Path) -> list[int]:
 async def test_a_node_that_is_cut_off_ends_its_ranks_by_itself(
     isolated_cluster: Cluster, summing: subprocess.Popen[bytes]
 ) -> None:
-    last = isolated_cluster.nodes[3]
+    last = isolated_cluster.nodes[1]
     last.cut()
     wait_until(lambda: not summers(last), within_s=11)

@@ -96,9 +96,8 @@ def test_mlx_lm_generate_takes_it(tiny: Tiny, trained: Callable[[str], Launched]
     assert output != mlx_lm("generate", model=tiny.model, **options)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("lora", marks=pytest.mark.slow), pytest.param("dora", marks=pytest.mark.slow), "full"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.needs("g++")
 def test_mlx_lm_lora_goes_on_from_it(tiny: Tiny, trained: Callable[[str], Launched], tmp_path: Path, kind: str) -> None:
     """With a learning rate of 0 it saves what it has loaded: all of it, by the same names, to the bit. It loads what

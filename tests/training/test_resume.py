@@ -240,6 +240,7 @@ def test_a_state_in_parts_is_put_together_again(tiny: Tiny, tmp_path: Path, stra
         assert by_iteration(run) | steps == losses
 
 
+@pytest.mark.slow
 def test_every_refused_checkpoint_is_told_and_the_one_before_is_used(tiny: Tiny, tmp_path: Path) -> None:
     what = job(tiny, iters=100_000)
     run = run_training(tmp_path, what, (1.0,), checkpoint_keep=5)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
+
+from tests.demo_copies import made_demo
 
 WORDS = ("tower", "raven", "climb", "descend", "turn", "left", "hold", "land", "level", "runway", "report", "over")
 
@@ -61,9 +61,8 @@ def sentence(dice: random.Random, shortest: int = 3, longest: int = 30) -> str:
 
 def make_tiny(home: Path) -> Tiny:
     """Below `home`."""
-    subprocess.run([sys.executable, "-m", "engine.demo_model", str(home / "demo")], check=True)
     shrunk = home / "model"
-    shutil.copytree(home / "demo" / "model", shrunk)
+    shutil.copytree(made_demo() / "model", shrunk)
     config = json.loads((shrunk / "config.json").read_text())
     config |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     (shrunk / "config.json").write_text(json.dumps(config))

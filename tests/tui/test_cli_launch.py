@@ -25,7 +25,7 @@ from engine.run.journal import read_journal
 from tests.demo_copies import demo_below
 from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck, shell
 
-ITERATIONS = 5
+ITERATIONS = 3
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
 """The two checks that take seconds have been flown with once, by `flown`."""
 
@@ -135,7 +135,7 @@ def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Don
 def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    process = running("demo", "--headless", "--ranks", "1", "--iters", "100000", *QUICK)
     wait_for(process, "iteration")
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=120)
@@ -150,7 +150,7 @@ def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
     runs_before = set(shared_home.glob("runs/*"))
-    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    process = running("demo", "--headless", "--ranks", "1", "--iters", "100000", *QUICK)
     wait_for(process, "demo: making")
     while set(shared_home.glob("runs/*")) == runs_before:
         assert process.poll() is None
@@ -202,7 +202,7 @@ def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborte
 def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = running("demo", "--headless", "--iters", "100000", *QUICK)
+    process = running("demo", "--headless", "--ranks", "1", "--iters", "100000", *QUICK)
     wait_for(process, "running")
     directory = Engine(shared_home).runs.find("last")
     process.kill()

@@ -15,6 +15,7 @@ import pytest
 from engine.config.models import Config
 from engine.demo import cache_key, demo_config
 from engine.errors import InputError, LaunchError
+from tests.demo_copies import demo_below
 
 
 def digest(directory: Path) -> dict[str, str]:
@@ -27,7 +28,7 @@ def digest(directory: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
-    home = tmp_path_factory.mktemp("demo") / "home"
+    home = demo_below(tmp_path_factory.mktemp("demo") / "home")
     return home, demo_config(home)
 
 
