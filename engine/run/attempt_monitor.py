@@ -18,7 +18,7 @@ from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.decide import Continue, RankState, RunningAttempt, Trigger, decide
+from engine.run.decide import RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
     AlarmRaised,
     AttemptResumed,
@@ -73,14 +73,14 @@ class AttemptMonitor:
         self._launcher = origin.launcher
         self._may_restart = may_restart
         history = context.history
-        self._ranks = Ranks(context.connections, context.plan.ranks)
+        self._ranks = Ranks(context.connections, context.plan.nodes)
         self._health = NodeHealth(
             context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
         )
         self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
-        nodes = {rank.rank: rank.node for rank in context.plan.ranks}
+        nodes = dict(enumerate(context.plan.nodes))
         consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
         self._watchdog = Watchdog(
@@ -193,14 +193,14 @@ class AttemptMonitor:
 
     def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)
-        decision = decide(state)
-        if isinstance(decision, Continue):
+        trigger = stop_trigger(state)
+        if trigger is None:
             self._note_missing_launcher(state)
-            decision = decide(replace(state, hang=self._check_hang(now)))
-        if isinstance(decision, Continue):
+            trigger = stop_trigger(replace(state, hang=self._check_hang(now)))
+        if trigger is None:
             return
-        self._trigger = decision.trigger
-        if abort is not None and decision.trigger is Trigger.ABORT:
+        self._trigger = trigger
+        if abort is not None and trigger is Trigger.ABORT:
             self._record_stage(StopStage.ASKED)
             self._begin_shutdown(RunState.FINISHING, cooperative=not abort.now)
         else:
@@ -247,7 +247,7 @@ class AttemptMonitor:
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
         hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
         if hang is not None and self._context.history.hang is None:
-            node = next((rank.planned.node for rank in ranks if rank.number == hang.rank), None)
+            node = next((rank.node for rank in ranks if rank.number == hang.rank), None)
             self._recorder.append(HangDetected(hang=hang, node=node))
         return self._context.history.hang
 

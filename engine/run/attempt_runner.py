@@ -91,7 +91,7 @@ class RunContext:
 
     def plan_of(self, attempt: Attempt) -> RunPlan:
         """The plan of the attempt's own nodes, which preflight may have excluded since."""
-        known = set(attempt.nodes) <= {node.name for node in self.plan.config.nodes}
+        known = set(attempt.nodes) <= set(self.plan.nodes)
         return (self.plan if known else self.whole_plan).among(attempt.nodes)
 
 
@@ -206,13 +206,13 @@ class AttemptRunner:
         """Every node of the run, as it answers now."""
         head_proved = all(proof.found for proof in self._proofs if proof.connection.local)
         nodes = []
-        for node in self._run.plan.config.nodes:
-            proof = next((proof for proof in self._proofs if node.name in proof.connection.names), None)
+        for node in self._run.plan.nodes:
+            proof = next((proof for proof in self._proofs if node in proof.connection.names), None)
             if proof is None:
-                nodes.append(NodePresence(node.name, head_proved))
+                nodes.append(NodePresence(node, head_proved))
                 continue
             state = proof.connection.state
-            nodes.append(NodePresence(node.name, proof.found and state.answering and head_proved, state.silent_s))
+            nodes.append(NodePresence(node, proof.found and state.answering and head_proved, state.silent_s))
         return tuple(nodes)
 
     async def close(self) -> None:
@@ -228,7 +228,7 @@ class AttemptRunner:
     async def _prove_last_attempt(self) -> None:
         """Nothing of a run that is taken up again may be left anywhere. Raises LaunchError."""
         attempt = self._run.history.attempts[-1]
-        await self.prove_ended(attempt, [node.name for node in self._run.whole_plan.config.nodes])
+        await self.prove_ended(attempt, self._run.whole_plan.nodes)
         await self._confirm_while(lambda: bool(self.unconfirmed), _PROOF_LIMIT_S)
         if self.unconfirmed:
             where = ", ".join(self.unconfirmed)
@@ -259,7 +259,7 @@ class AttemptRunner:
         failures = self._run.history.failures
         if self._last is None or not failures or failures[-1].verdict.reason not in _PROGRAM_FAILED:
             return None
-        return self._last if list(self._last.nodes) == [rank.node for rank in plan.ranks] else None
+        return self._last if self._last.nodes == plan.nodes else None
 
     async def _connect_next(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
         """Connect the hosts of the next attempt, and let go of the last one, except for what is still to be proved on
@@ -342,11 +342,10 @@ class AttemptRunner:
     def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:
         """An earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought anew."""
         plan = self._run.plan_of(attempt.plan)
-        members = {node.name for node in plan.config.nodes}
-        for name in (node.name for node in self._run.plan.config.nodes):
+        for name in self._run.plan.nodes:
             earlier = next((each for each in reversed(self._run.history.attempts) if name in each.plan.nodes), None)
             sought = any(name in proof.connection.names for proof in self._left_behind)
-            if name not in members and not sought and earlier is not None:
+            if name not in plan.nodes and not sought and earlier is not None:
                 self._keep_connection(earlier.plan, name)
         return self._connect(plan, attempt.plan)
 

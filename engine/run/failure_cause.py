@@ -176,7 +176,7 @@ def diagnose(run_dir: RunDir) -> Diagnosis | None:
     """The first cause of this run's end, from its journal and the ends of its logs; None when it is not known."""
     hosts: dict[int | None, str] = {}
     try:
-        history = fold(read_journal(run_dir.journal).events)
+        history = fold(read_journal(run_dir.journal))
     except StateError:
         found = first_cause(run_dir, None, {})
     else:

@@ -152,7 +152,7 @@ class EvidenceCollector:
         config = self._context.plan.config
         return RankEvidence(
             rank=rank.number,
-            node=rank.planned.node,
+            node=rank.node,
             python=config.nodes[rank.number].python,
             started=rank.started,
             record=rank.record,
@@ -208,7 +208,7 @@ class EvidenceCollector:
         connection = self._connection(rank.number)
         if connection.local:
             return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)
-        before = self._health.memory_kills(rank.planned.node)
+        before = self._health.memory_kills(rank.node)
         now = connection.facts.memory_kills if connection.facts is not None else None
         return before is not None and now is not None and now > before
 

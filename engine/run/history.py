@@ -86,7 +86,7 @@ class AttemptHistory:
         return tuple(Alarm(each.alarm, each.message, each.at, each.iteration, each.ranks) for each in newest)
 
     def status(self) -> AttemptStatus:
-        status = AttemptStatus(self.number, self.plan.members, self.planned_at, why=self.why)
+        status = AttemptStatus(self.number, tuple(enumerate(self.plan.nodes)), self.planned_at, why=self.why)
         if (failed := self.failed) is not None:
             how: dict[str, Any] = {name: getattr(failed.verdict, name) for name in ("reason", "rank", "host", "cause")}
             status = replace(status, ended_at=failed.at, reached=failed.reached, **how)
@@ -180,7 +180,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     changes = {
         "attempts": attempt.number,
         "backend": attempt.network.backend,
-        "world_size": len(attempt.members) or history.record.world_size,
+        "world_size": len(attempt.nodes) or history.record.world_size,
     }
     return replace(
         history,

@@ -200,13 +200,7 @@ _NAME_END = 32
 class EventIntake:
     """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        attempt: int,
-        bases: dict[int, int],
-        consistency: ConsistencyWatch | None = None,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, attempt: int, bases: dict[int, int], consistency: ConsistencyWatch) -> None:
         """`bases`: rank → where the attempt begins in the head's event file."""
         self._consistency = consistency
         self.progress = AttemptProgress()
@@ -234,12 +228,10 @@ class EventIntake:
                 # Most lines are steps, which are only parsed where they are needed.
                 if _STEP in line[:_NAME_END]:
                     self.progress.step(rank, line, time.monotonic())
-                    if self._consistency is not None:
-                        self._consistency.step(rank, line)
+                    self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
-        if self._consistency is not None:
-            self._consistency.poll()
+        self._consistency.poll()
 
     def close(self) -> None:
         self._file.close()
@@ -247,9 +239,9 @@ class EventIntake:
     def _take(self, rank: int, event: dict[str, Any]) -> None:
         self.progress.take(rank, event, time.monotonic())
         match event.get("event"):
-            case "checkpoint" if self._consistency is not None:
+            case "checkpoint":
                 self._consistency.checkpoint(event)
-            case "replica_check" if self._consistency is not None:
+            case "replica_check":
                 self._consistency.replica_check(event)
             case ("report" | "validation") as name if rank == 0:
                 self._keep(_METRICS[name], event)

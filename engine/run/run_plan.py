@@ -14,68 +14,41 @@ from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
 from engine.protocol.attempt import write_atomic
 
-PLAN_VERSION = "2.0.0"
-
-
-class PlannedRank(FrozenModel):
-    rank: int
-    node: str
-    host: str
-    """Address of the node, for messages."""
-    share: float = 1.0
-    """Relative share of the global batch."""
-
 
 class RunPlan(FrozenModel):
-    """plan.json."""
+    """plan.json: a run of `config`, with one rank per node in the configuration's order."""
 
-    version: str = PLAN_VERSION
     run_id: str
     created_at: datetime
     config: Config
     skip: tuple[str, ...] = ()
     """Checks to leave out, from the configuration and from --skip."""
-    ranks: tuple[PlannedRank, ...]
     division: Division | None = None
     """None where no calibration was looked up."""
     calibration: Calibration | None = None
     """The calibration behind `division`: of all nodes of the configuration, also of those that are left out."""
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        *,
-        run_id: str,
-        created_at: datetime,
-        skip: tuple[str, ...] = (),
-        division: Division | None = None,
-        calibration: Calibration | None = None,
-    ) -> RunPlan:
-        """The plan of one run of `config`: one rank per node, in the configuration's order. The nodes' shares are those
-        of `division`, without it those of the configuration."""
-        return cls(
-            run_id=run_id,
-            created_at=created_at,
-            config=config,
-            skip=tuple(dict.fromkeys((*config.preflight.skip, *skip))),
-            ranks=_planned_ranks(config, division),
-            division=division,
-            calibration=calibration,
-        )
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names in the order of their ranks."""
+        return tuple(node.name for node in self.config.nodes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The ranks' relative shares of the global batch: of `division`, without it of the configuration."""
+        parts = self.division.parts if self.division is not None else {}
+        return tuple(parts.get(node.name) or node.share or 1.0 for node in self.config.nodes)
 
     def without(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run without these nodes, its ranks renumbered. Raises InputError when none is left."""
-        kept = [node.name for node in self.config.nodes if node.name not in nodes]
+        config = select_nodes(self.config, [name for name in self.nodes if name not in nodes])
         division = self.division.without(nodes) if self.division is not None else None
-        config = select_nodes(self.config, kept)
-        changes = {"config": config, "ranks": _planned_ranks(config, division), "division": division}
-        return self.model_copy(update=changes)
+        return self.model_copy(update={"config": config, "division": division})
 
     def among(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
         itself when they are all of them, or none is named. Raises InputError when none is left."""
-        left_out = [node.name for node in self.config.nodes if node.name not in nodes]
+        left_out = [name for name in self.nodes if name not in nodes]
         return self.without(left_out) if nodes and left_out else self
 
     @property
@@ -98,18 +71,10 @@ class RunPlan(FrozenModel):
             name=self.config.job.name,
             state=RunState.PLANNED,
             created_at=self.created_at,
-            world_size=len(self.ranks),
+            world_size=len(self.nodes),
             backend=self.backend,
             iterations=self.iterations,
         )
-
-
-def _planned_ranks(config: Config, division: Division | None) -> tuple[PlannedRank, ...]:
-    parts = division.parts if division is not None else {}
-    return tuple(
-        PlannedRank(rank=number, node=node.name, host=node.ssh, share=parts.get(node.name) or node.share or 1.0)
-        for number, node in enumerate(config.nodes)
-    )
 
 
 def write_plan(path: Path, plan: RunPlan) -> None:

@@ -32,7 +32,7 @@ from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
-from engine.run.decide import Continue, Finish, Restart, decide, failed_run, original_failure, refusal
+from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
 from engine.run.events import (
     ABORT,
     NodesExcluded,
@@ -165,9 +165,9 @@ class Supervisor:
                 jitter=self._rng.uniform(0.5, 1.0),
             )
             decision = decide(state)
-            if not isinstance(decision, Continue):
+            if not isinstance(decision, Wait):
                 return decision
-            if decision.why is not None and decision.why != reported:
+            if decision.why != reported:
                 reported = decision.why
                 self._recorder.append(RestartDelayed(after=state.last.attempt, why=reported))
             await asyncio.sleep(TICK_S)
@@ -247,7 +247,7 @@ class Supervisor:
                     todo="fix it there",
                 )
             run.plan = replan(run.run_dir, run.plan, excluded)
-            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(run.plan.ranks)))
+            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(run.plan.nodes)))
             await self._checks.close()
             self._checks = preflight_context(run.plan, run.fleet)
 

@@ -129,7 +129,7 @@ def _last_line(run_dir: RunDir) -> str:
 def resume_run(run_dir: RunDir) -> None:
     """Start a supervisor that takes the run up again: preflight first, then the next attempt. Returns when it is in
     charge. Raises InputError for a run that has not ended or has succeeded, LaunchError, StateError."""
-    record = fold(read_journal(run_dir.journal).events).record
+    record = fold(read_journal(run_dir.journal)).record
     if not record.state.ended:
         raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
     if record.state is RunState.SUCCEEDED:
@@ -204,10 +204,9 @@ def _is_done(run_dir: RunDir) -> bool:
 def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str = "") -> None:
     """Put a request where the supervisor finds it within a tenth of a second."""
     run_dir.requests.mkdir(mode=0o700, exist_ok=True)
-    at = datetime.now(UTC).isoformat()
-    path = run_dir.requests / f"{at.replace(':', '')}-{uuid.uuid4().hex[:8]}.json"
-    placed = RequestReceived(request=request, now=now, by=by, requested_at=at)
-    write_atomic(path, placed.model_dump_json(exclude={"event", "at"}))
+    name = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:8]}.json"
+    placed = RequestReceived(request=request, now=now, by=by)
+    write_atomic(run_dir.requests / name, placed.model_dump_json(exclude={"event", "at"}))
 
 
 def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:

@@ -72,9 +72,7 @@ class MonitoredAttempt:
 
     def stages(self) -> list[str]:
         return [
-            event.stage.value
-            for event in read_journal(self.directory.journal).events
-            if isinstance(event, StopStageReached)
+            event.stage.value for event in read_journal(self.directory.journal) if isinstance(event, StopStageReached)
         ]
 
     async def until(self, seen: Callable[[], bool]) -> None:

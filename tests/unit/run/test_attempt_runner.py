@@ -26,5 +26,5 @@ async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_
         finally:
             await runner.close()
             recorder.close()
-    confirmed = [each.node for each in read_journal(run.directory.journal).events if isinstance(each, CleanupConfirmed)]
+    confirmed = [each.node for each in read_journal(run.directory.journal) if isinstance(each, CleanupConfirmed)]
     assert confirmed == ["node0", "node1"]

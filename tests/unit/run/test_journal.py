@@ -15,13 +15,20 @@ from hypothesis import strategies as st
 from engine.errors import StateError
 from engine.models import RunState
 from engine.run.events import JOURNAL_VERSION, Note, StateChanged
-from engine.run.journal import Journal, JournalContents, JournalTail, describe_damage, read_journal
+from engine.run.journal import Journal, JournalTail, describe_damage, read_journal
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def messages(path: Path) -> list[str]:
-    return [event.message for event in read_journal(path).events if isinstance(event, Note)]
+    return [event.message for event in read_journal(path) if isinstance(event, Note)]
+
+
+def damaged(path: Path) -> list[int]:
+    """The numbers of the lines that are no event."""
+    tail = JournalTail(path)
+    list(tail.events())
+    return tail.damaged
 
 
 def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
@@ -29,14 +36,14 @@ def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
     journal.append(Note(message="zuerst · 1"))
     journal.append(StateChanged(state=RunState.RUNNING))
     journal.close()
-    assert read_journal(tmp_path / "journal.jsonl").events == (
+    assert read_journal(tmp_path / "journal.jsonl") == (
         Note(at=START, message="zuerst · 1"),
         StateChanged(at=START, state=RunState.RUNNING),
     )
 
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:
-    assert read_journal(tmp_path / "journal.jsonl") == JournalContents()
+    assert read_journal(tmp_path / "journal.jsonl") == ()
 
 
 def test_it_is_the_owners_alone(tmp_path: Path) -> None:
@@ -53,7 +60,7 @@ def test_a_line_torn_anywhere_costs_that_line_alone(tmp_path_factory: pytest.Tem
     whole = path.read_bytes()
     path.write_bytes(whole[: min(cut, len(whole))])
     kept = path.read_bytes().count(b"\n")
-    assert len(read_journal(path).events) == kept
+    assert len(read_journal(path)) == kept
 
     Journal(path).append(Note(message="after"))
     assert messages(path) == [f"event {number}" for number in range(kept)] + ["after"]
@@ -75,7 +82,7 @@ def test_a_damaged_line_in_the_middle_is_reported_and_hides_no_other(tmp_path: P
         file.write(b"\0" * 100 + b"\n[1]\n{}\n")
     Journal(path).append(Note(message="second"))
     assert messages(path) == ["first", "second"]
-    assert read_journal(path).damaged == (2, 3, 4)
+    assert damaged(path) == [2, 3, 4]
     assert describe_damage((2, 3, 4)) == "journal.jsonl: lines 2, 3, 4 are damaged and were skipped"
     assert describe_damage([7]) == "journal.jsonl: line 7 is damaged and was skipped"
     assert describe_damage(()) is None
@@ -85,7 +92,7 @@ def test_a_damaged_line_in_the_middle_is_reported_and_hides_no_other(tmp_path: P
 def test_a_line_that_is_no_event_of_this_version_is_damaged(tmp_path: Path, fields: dict[str, str]) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text(json.dumps(fields) + "\n")
-    assert read_journal(path) == JournalContents(damaged=(1,))
+    assert (read_journal(path), damaged(path)) == ((), [1])
 
 
 def test_a_journal_of_a_newer_release_is_refused_as_often_as_it_is_read(tmp_path: Path) -> None:
@@ -133,6 +140,6 @@ def test_a_full_disk_keeps_the_event_until_there_is_room(tmp_path: Path, monkeyp
     with monkeypatch.context() as full:
         full.setattr(os, "write", half_a_line_fits)
         journal.append(StateChanged(state=RunState.RUNNING))
-    assert [type(event) for event in read_journal(path).events] == [Note]
+    assert [type(event) for event in read_journal(path)] == [Note]
     assert journal.flush()
-    assert [type(event) for event in read_journal(path).events] == [Note, StateChanged]
+    assert [type(event) for event in read_journal(path)] == [Note, StateChanged]

@@ -17,7 +17,7 @@ from engine.run.run_plan import RunPlan
 from tests.unit.run.run_maker import make_run_config
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
-PLAN = RunPlan.of(make_run_config(), run_id="r", created_at=START)
+PLAN = RunPlan(config=make_run_config(), run_id="r", created_at=START)
 COMPLETED = Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
 
 
@@ -32,7 +32,7 @@ def test_the_store_ends_with_what_the_journal_folds_to(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, put.append, lambda: START)
     run_to_success(recorder)
     recorder.close()
-    assert put[-1] == recorder.history.record == fold(read_journal(tmp_path / "journal.jsonl").events).record
+    assert put[-1] == recorder.history.record == fold(read_journal(tmp_path / "journal.jsonl")).record
     assert (put[-1].state, put[-1].iteration, put[-1].ended_at) == (RunState.SUCCEEDED, 7, START)
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
 
@@ -52,7 +52,7 @@ def test_a_change_that_cannot_be_is_refused_and_not_written(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="succeeded does not become running"):
         recorder.change(RunState.RUNNING)
     recorder.close()
-    last = read_journal(tmp_path / "journal.jsonl").events[-1]
+    last = read_journal(tmp_path / "journal.jsonl")[-1]
     assert isinstance(last, StateChanged) and last.state is RunState.SUCCEEDED
 
 
@@ -63,7 +63,7 @@ def test_a_store_that_refuses_is_noted(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, refuse, lambda: START)
     run_to_success(recorder)
     recorder.close()
-    events = read_journal(tmp_path / "journal.jsonl").events
+    events = read_journal(tmp_path / "journal.jsonl")
     assert fold(events).record.state is RunState.SUCCEEDED
     assert any("newer release" in event.message for event in events if isinstance(event, Note))
 
@@ -75,7 +75,7 @@ def test_a_damaged_line_is_noted_by_the_next_supervisor(tmp_path: Path) -> None:
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write("\0\0\n")
     RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START).close()
-    last = read_journal(tmp_path / "journal.jsonl").events[-1]
+    last = read_journal(tmp_path / "journal.jsonl")[-1]
     assert isinstance(last, Note) and last.message == "journal.jsonl: line 7 is damaged and was skipped"
 
 

@@ -279,7 +279,7 @@ class JournaledRun:
         job = JobConfig(name="t", model="/m", mlx_lm={"iters": 60})
         recovery = RecoveryConfig(max_restarts=3, min_nodes=2)
         config = Config(cluster=ClusterConfig(), nodes=nodes, job=job, recovery=recovery)
-        plan = RunPlan.of(config, run_id=path.name, created_at=datetime(2026, 1, 1, tzinfo=UTC))
+        plan = RunPlan(config=config, run_id=path.name, created_at=datetime(2026, 1, 1, tzinfo=UTC))
         write_plan(self.dir.plan, plan)
         self._journal = Journal(self.dir.journal)
         self.append(RunPlanned(run=plan.record(), nonce="n"))
@@ -296,7 +296,7 @@ class JournaledRun:
             event_bases={},
             layouts=(),
             network=NetworkPlan(backend="ring", hosts=()),
-            members=tuple(enumerate(nodes)),
+            nodes=nodes,
         )
         self.append(AttemptPlanned(attempt=attempt))
 
