@@ -5,14 +5,13 @@ that end.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final, Literal, ParamSpec, TypeVar
+from typing import Final, Literal, TypeVar, TypeVarTuple
 
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
@@ -51,8 +50,8 @@ _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.
 
 AbortSource = Callable[[], RequestReceived | None]
 """The requested abort, if any."""
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class AttemptMonitor:
@@ -77,7 +76,7 @@ class AttemptMonitor:
         self._health = NodeHealth(
             context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
         )
-        self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
+        self._start_failures = [(each.rank, each.code) for each in origin.start_failures]
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
         nodes = dict(enumerate(context.plan.nodes))
@@ -97,18 +96,13 @@ class AttemptMonitor:
         """When the failure was noticed, on the head."""
         self.aborted_in_recovery = False
         """An abort was requested while the attempt was being ended for a restart."""
-        self._unsent: list[HostConnection] = []
+        self.unsent: list[HostConnection] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
     @property
     def proofs(self) -> Sequence[CleanupProof]:
         """One for every host of the attempt, once it is being ended."""
         return self._shutdown.proofs if self._shutdown is not None else ()
-
-    @property
-    def has_unsent_logs(self) -> bool:
-        """A node that was proved has not sent the end of its files yet."""
-        return bool(self._unsent)
 
     async def run(self, abort: AbortSource) -> FailureEvidence:
         """Monitor until everything of the attempt is gone, as far as its nodes answer; the evidence of its end. `abort`
@@ -121,7 +115,7 @@ class AttemptMonitor:
         if missing := await self._in_thread(self._mirror.settle):
             lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
             self._recorder.append(Note(message=lacking))
-            self._unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
+            self.unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
         self.intake.poll()
         return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._context.history.hang)
 
@@ -132,7 +126,7 @@ class AttemptMonitor:
     async def stop_copying(self) -> None:
         """After `run`: another attempt is to write the same files on the head. What a node has not sent by now stays
         there."""
-        self._unsent = []
+        self.unsent = []
         await self._in_thread(self._close_files)
 
     def verdict(self, evidence: FailureEvidence) -> Verdict:
@@ -158,10 +152,10 @@ class AttemptMonitor:
         self._mirror.close()
         self.intake.close()
 
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _in_thread(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """`work` in the monitor's own thread: the loop's common ones may all be waiting for the names of nodes that are
         not there."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def _tick(self, requested: AbortSource) -> bool:
         """Observe everything once, decide, act; True when the attempt is over."""
@@ -313,8 +307,8 @@ class AttemptMonitor:
         self._health.poll()
         self._ranks.poll()
         self._mirror.pump()
-        for connection in [each for each in self._unsent if not self._mirror.incomplete(each)]:
-            self._unsent.remove(connection)
+        for connection in [each for each in self.unsent if not self._mirror.incomplete(each)]:
+            self.unsent.remove(connection)
             self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
         for proof in self.proofs:
             if proof.found or not proof.connection.state.answering:
@@ -352,7 +346,7 @@ class AttemptMonitor:
     def _record_resumption(self) -> None:
         """Once, with the first step of an attempt that goes on from an earlier one."""
         progress = self.intake.progress
-        if not (self._context.attempt.resume and progress.steps) or self._context.history.resumed is not None:
+        if not (self._context.attempt.resume and progress.steps) or self._context.history.status.source is not None:
             return
         resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
         failures = self._recorder.history.failures

@@ -80,31 +80,29 @@ class JournalTail:
         self._line = 0
         self.damaged: list[int] = []
         """Numbers of the lines, from 1, that are no event."""
-        self._newer: StateError | None = None
 
     def events(self) -> Iterator[Event]:
         """The new events in order; none while there is no journal. Raises StateError for a newer format."""
-        if self._newer is not None:
-            raise self._newer
         for line in self._tail.lines():
             self._line += 1
             fields = parse_json_line(line)
-            if self._line == 1 and (newer := self._newer_version(fields or {})) is not None:
-                self._newer = newer
-                raise newer
+            if self._line == 1:
+                self._refuse_newer(fields or {})
             event = _event(fields)
             if event is not None:
                 yield event
             elif line.strip():
                 self.damaged.append(self._line)
 
-    def _newer_version(self, first: dict[str, Any]) -> StateError | None:
+    def _refuse_newer(self, first: dict[str, Any]) -> None:
         version = first.get("version")
         if not isinstance(version, int) or version <= JOURNAL_VERSION:
-            return None
+            return
+        # As often as it is read.
+        self._line = self._tail.offset = 0
         why = f"its format is version {version}, and this one reads up to version {JOURNAL_VERSION}"
         todo = "use the release that launched the run, or upgrade this one"
-        return StateError("the journal is of a newer release", where=str(self._path), why=why, todo=todo)
+        raise StateError("the journal is of a newer release", where=str(self._path), why=why, todo=todo)
 
 
 def read_journal(path: Path) -> tuple[Event, ...]:

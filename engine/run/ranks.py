@@ -36,10 +36,6 @@ class HostConnections:
         for connection in self._all:
             connection.start()
 
-    async def close(self) -> None:
-        # All at once: each may wait for a host that does not answer any more.
-        await asyncio.gather(*(connection.close() for connection in self._all))
-
 
 def host_connections(
     plan: RunPlan, attempt: Attempt, fleet: TransportProvider, here: Path, known: Mapping[int, Identity]

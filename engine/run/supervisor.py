@@ -50,7 +50,7 @@ from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight, whole_plan
 from engine.run.run_plan import RunPlan, read_plan
 from engine.run.shutdown import kill_everywhere
-from engine.run.supervisor_process import AFTERMATH_S, take_lock, take_requests
+from engine.run.supervisor_process import AFTERMATH_S, take_requests
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
@@ -276,17 +276,13 @@ async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="engine.run.supervisor", description="Supervise one run.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--lock", type=int, default=None, help="descriptor that holds the run's lock")
+    parser.add_argument("--lock", type=int, required=True, help="descriptor that holds the run's lock")
     parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
     parser.add_argument("--resume", action="store_true", help="take up a run that has ended")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
-    held = options.lock if options.lock is not None else take_lock(run_dir)
-    if held is None:
-        print("this run has another supervisor", file=sys.stderr)
-        return 1
-    os.set_inheritable(held, False)
+    os.set_inheritable(options.lock, False)
     try:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()

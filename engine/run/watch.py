@@ -43,7 +43,7 @@ class RunWatch:
         self._journal = JournalTail(rundir.journal)
         self._history = RunHistory(self._plan.record(), "", self._plan.created_at)
         self._started = False
-        self._exclusions = 0
+        self._excluded: list[str] = []
         self._members: tuple[str, ...] = ()
         self._metrics = LineTail(rundir.metrics)
         self._series = SeriesBuilder()
@@ -87,7 +87,7 @@ class RunWatch:
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
             taken_at=datetime.now(UTC),
-            attempts=tuple(each.status() for each in history.attempts),
+            attempts=tuple(each.status for each in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
             recovery=history.restart_pending if not record.state.ended else None,
             given_up=history.restart_refused,
@@ -105,13 +105,13 @@ class RunWatch:
 
     def _follow_plan(self) -> None:
         """A plan that was made again has fewer, renumbered ranks; so has an attempt that leaves a node out."""
-        attempt, exclusions = self._history.last_attempt, self._history.exclusions
+        attempt, excluded = self._history.last_attempt, self._history.record.excluded
         members = attempt.plan.nodes if attempt is not None else ()
-        if (self._exclusions, self._members) == (exclusions, members):
+        if (self._excluded, self._members) == (excluded, members):
             return
-        if self._exclusions != exclusions:
+        if self._excluded != excluded:
             self._whole_plan = read_plan(self._rundir.plan)
-        self._exclusions, self._members = exclusions, members
+        self._excluded, self._members = excluded, members
         before, self._plan = self._plan, self._whole_plan.among(members)
         if self._plan.nodes != before.nodes:
             self._ranks = self._rank_events()

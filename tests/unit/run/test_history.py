@@ -196,6 +196,15 @@ def test_an_abort_is_of_one_life_and_one_without_grace_wins() -> None:
     assert fold([PLANNED, now, RunReopened()]).abort is None
 
 
+def test_the_memory_kills_of_an_attempts_node_are_those_of_its_first_answer() -> None:
+    kills = [
+        NodeConditionChanged(node=node, condition="connected", memory_kills=count)
+        for node, count in (("ana", 3), ("bea", 1), ("ana", None))
+    ]
+    [found] = fold([PLANNED, attempt(1, "ring", "ana", "bea"), *kills]).attempts
+    assert [found.memory_kills(node) for node in ("ana", "bea", "cyd")] == [3, 1, None]
+
+
 def test_nodes_stay_unconfirmed_until_their_cleanup_is() -> None:
     end = StateChanged(state=RunState.FAILED, verdict=FAILED, unconfirmed=("ana", "bea"))
     assert fold([PLANNED, end, CleanupConfirmed(node="ana")]).record.unconfirmed == ["bea"]
