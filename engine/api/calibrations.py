@@ -89,8 +89,8 @@ class CalibrationsApi:
         for record in self._runs.all():
             if not record.state.ended:
                 with contextlib.suppress(StateError):
-                    nodes = read_plan(self._runs.directory(record.id).plan).config.nodes
-                    used = [node.ssh for node in nodes if host_key(node.ssh) in machines]
+                    plan = read_plan(self._runs.directory(record.id).plan).without(record.excluded)
+                    used = [node.ssh for node in plan.config.nodes if host_key(node.ssh) in machines]
                     if used:
                         raise NodesInUse(
                             f"run {record.id} is going on there",

@@ -72,7 +72,8 @@ class LaunchesApi:
         return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
 
     def _resume(self, directory: RunDir) -> None:
-        with shared_hosts(self._session.home, [node.ssh for node in read_plan(directory.plan).config.nodes]):
+        plan = read_plan(directory.plan).without(RunWatch(directory).poll().record.excluded)
+        with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory)
 
     def _prepare(self, config: Config, skip: tuple[str, ...]) -> RunDir:

@@ -87,7 +87,6 @@ def new_attempt(run_dir: RunDir, plan: RunPlan, placement: Placement, history: R
         network=placement.network,
         memory_kills=oom_kill_count(),
         nodes=plan.nodes,
-        resume=number > 1,
         reached=history.newest_reached,
     )
 
@@ -237,7 +236,7 @@ def attempt_spec(
         checkpoint_every=state_every(config),
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
-        resume=attempt.resume,
+        resume=attempt.number > 1,
         reached=attempt.reached,
     )
 
@@ -266,7 +265,4 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return path.stat().st_size if path.exists() else 0

@@ -82,9 +82,7 @@ class AttemptMonitor:
         nodes = dict(enumerate(context.plan.nodes))
         consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
-        self._watchdog = Watchdog(
-            self.intake.progress, list(nodes), self._recovery.hang_s, self._recovery.stall_s, time.monotonic()
-        )
+        self._watchdog = Watchdog(self.intake.progress, tuple(nodes), self._recovery, time.monotonic())
         self._began = time.monotonic()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
@@ -346,7 +344,7 @@ class AttemptMonitor:
     def _record_resumption(self) -> None:
         """Once, with the first step of an attempt that goes on from an earlier one."""
         progress = self.intake.progress
-        if not (self._context.attempt.resume and progress.steps) or self._context.history.status.source is not None:
+        if not (self._context.attempt.number > 1 and progress.steps) or self._context.history.status.source is not None:
             return
         resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
         failures = self._recorder.history.failures

@@ -69,15 +69,13 @@ async def until_abort(work: Coroutine[Any, Any, T], abort: AbortSource) -> T:
     return task.result()
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunContext:
     """The run that all attempts belong to."""
 
     run_dir: RunDir
-    plan: RunPlan
-    """Every node that the run may use: preflight may exclude some."""
     whole_plan: RunPlan
-    """Also the nodes that preflight has excluded."""
+    """As launched."""
     recorder: RunRecorder
     fleet: Fleet
     node_root: Path
@@ -87,10 +85,14 @@ class RunContext:
     def history(self) -> RunHistory:
         return self.recorder.history
 
+    @property
+    def plan(self) -> RunPlan:
+        """Without the nodes that preflight has excluded."""
+        return self.whole_plan.without(self.history.record.excluded)
+
     def plan_of(self, attempt: Attempt) -> RunPlan:
         """The plan of the attempt's own nodes, which preflight may have excluded since."""
-        known = set(attempt.nodes) <= set(self.plan.nodes)
-        return (self.plan if known else self.whole_plan).among(attempt.nodes)
+        return self.whole_plan.among(attempt.nodes)
 
 
 class AttemptRunner:
@@ -155,7 +157,7 @@ class AttemptRunner:
         if attempt.status.reason is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
             await self._fence_again(context)
             return self._run.history.failures[-1].verdict
-        rebooted = any(boot_id != processes.boot_id() for boot_id in attempt.boot_ids)
+        rebooted = attempt.boot_id not in (None, processes.boot_id())
         # After a restart of the machine its old pids may be anybody's.
         launcher = None if rebooted else find_launcher(self._run, attempt)
         if launcher is None and not rebooted and not await any_rank_started(context.connections):

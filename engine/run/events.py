@@ -55,8 +55,6 @@ class Attempt(FrozenModel):
     """Processes that this machine had killed for lack of memory when the attempt began."""
     nodes: tuple[str, ...] = ()
     """In the order of their ranks: a run that goes on without a node renumbers these."""
-    resume: bool = False
-    """The trainers go on from what an earlier attempt saved."""
     reached: int = 0
     """The iteration that the run had reached before."""
 
@@ -168,7 +166,7 @@ class RunReopened(SyncedEvent):
 
 
 class NodesExcluded(SyncedEvent):
-    """Preflight left these nodes out, and plan.json was made again without them."""
+    """Preflight left these nodes out: the run goes on without them."""
 
     event: Literal["nodes_excluded"] = "nodes_excluded"
     nodes: tuple[str, ...]

@@ -48,8 +48,8 @@ ALARMS_SHOWN = 20
 class AttemptHistory:
     plan: Attempt
     status: AttemptStatus
-    boot_ids: tuple[str, ...] = ()
-    """The head's, one for each supervisor that had the attempt in charge."""
+    boot_id: str | None = None
+    """The head's, when it was planned."""
     launcher: LauncherStarted | None = None
     started: Mapping[int, RankLaunched] = field(default_factory=dict)
     ended: Mapping[int, RankExited] = field(default_factory=dict)
@@ -132,16 +132,15 @@ def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHisto
     """The state of a run after `events`, which follow those that led to `history`. Raises StateError when the first
     event of a journal is not its plan."""
     for event in events:
-        history = _begin(event) if history is None else _advance(history, event)
+        if history is not None:
+            history = _advance(history, event)
+        elif isinstance(event, RunPlanned):
+            history = RunHistory(event.run, event.nonce, state_since=event.at)
+        else:
+            break
     if history is None:
         raise StateError("the journal does not begin with a plan")
     return history
-
-
-def _begin(event: Event) -> RunHistory:
-    if not isinstance(event, RunPlanned):
-        raise StateError("the journal does not begin with a plan")
-    return RunHistory(event.run, event.nonce, state_since=event.at)
 
 
 def _advance(history: RunHistory, event: Event) -> RunHistory:
@@ -158,7 +157,6 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
 
 def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     attempt = event.attempt
-    boot_ids = (history.boot_id,) if history.boot_id is not None else ()
     changes = {
         "attempts": attempt.number,
         "backend": attempt.network.backend,
@@ -168,7 +166,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     return replace(
         history,
         record=history.record.model_copy(update=changes),
-        attempts=(*history.attempts, AttemptHistory(attempt, status, boot_ids)),
+        attempts=(*history.attempts, AttemptHistory(attempt, status, history.boot_id)),
         launched=True,
         stop=None,
         restart_pending=None,
@@ -223,8 +221,6 @@ def _end(event: StateChanged) -> dict[str, Any]:
 def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
     changes: dict[str, Any] = {}
     match event:
-        case SupervisorStarted():
-            changes = {"boot_ids": (*attempt.boot_ids, event.boot_id)}
         case LauncherStarted():
             changes = {"launcher": event}
         case RankLaunched():

@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.config.models import RecoveryConfig
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -151,13 +152,10 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
 class Watchdog:
     """The watchdog of one attempt. Call `check` at every tick."""
 
-    def __init__(
-        self, progress: AttemptProgress, ranks: Sequence[int], hang_s: float, stall_s: float, now: float
-    ) -> None:
+    def __init__(self, progress: AttemptProgress, ranks: Sequence[int], recovery: RecoveryConfig, now: float) -> None:
         self._progress = progress
-        self._ranks = tuple(ranks)
-        self._hang_s = hang_s
-        self._stall_s = stall_s
+        self._ranks = ranks
+        self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
         self._since = self._checked_at = now
 
     def check(self, now: float, *, receiving: bool) -> Hang | None:

@@ -16,7 +16,8 @@ from engine.protocol.attempt import write_atomic
 
 
 class RunPlan(FrozenModel):
-    """plan.json: a run of `config`, with one rank per node in the configuration's order."""
+    """plan.json: a run of `config` as launched, with one rank per node, in its order. Nodes that preflight has excluded
+    since are in the journal."""
 
     run_id: str
     created_at: datetime
@@ -40,16 +41,19 @@ class RunPlan(FrozenModel):
         return tuple(parts.get(node.name) or node.share or 1.0 for node in self.config.nodes)
 
     def without(self, nodes: Collection[str]) -> RunPlan:
-        """The plan of the same run without these nodes, its ranks renumbered. Raises InputError when none is left."""
-        config = select_nodes(self.config, [name for name in self.nodes if name not in nodes])
+        """The plan of the same run without these nodes, its ranks renumbered; the plan itself when it has none of them.
+        Raises InputError when none is left."""
+        kept = [name for name in self.nodes if name not in nodes]
+        if len(kept) == len(self.nodes):
+            return self
+        config = select_nodes(self.config, kept)
         division = self.division.without(nodes) if self.division is not None else None
         return self.model_copy(update={"config": config, "division": division})
 
     def among(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
-        itself when they are all of them, or none is named. Raises InputError when none is left."""
-        left_out = [name for name in self.nodes if name not in nodes]
-        return self.without(left_out) if nodes and left_out else self
+        itself when none is named. Raises InputError when none is left."""
+        return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
 
     @property
     def backend(self) -> str:
@@ -58,22 +62,18 @@ class RunPlan(FrozenModel):
         backend = self.config.cluster.backend
         return "ring" if backend == "auto" and all(node.local for node in self.config.nodes) else backend
 
-    @property
-    def iterations(self) -> int | None:
-        """None for a command of the user's own."""
-        iterations = self.config.job.mlx_lm.get("iters")
-        return int(iterations) if self.config.job.command is None and iterations is not None else None
-
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""
+        job = self.config.job
+        iterations = job.mlx_lm.get("iters") if job.command is None else None
         return RunRecord(
             id=self.run_id,
-            name=self.config.job.name,
+            name=job.name,
             state=RunState.PLANNED,
             created_at=self.created_at,
             world_size=len(self.nodes),
             backend=self.backend,
-            iterations=self.iterations,
+            iterations=int(iterations) if iterations is not None else None,
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -47,7 +46,7 @@ from engine.run.events import (
 )
 from engine.run.history import RunHistory
 from engine.run.journal import FOLLOWERS, RunRecorder
-from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight, whole_plan
+from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight
 from engine.run.run_plan import RunPlan, read_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.supervisor_process import AFTERMATH_S, take_requests
@@ -63,10 +62,10 @@ class Supervisor:
     def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
         """`nodes` is this machine's own node root."""
         fleet = Fleet(plan.config.nodes, run_dir.home)
-        self._run = RunContext(run_dir, plan, whole_plan(run_dir, plan), recorder, fleet, nodes)
+        self._run = RunContext(run_dir, plan, recorder, fleet, nodes)
         self._recorder = recorder
         self._signals: list[RequestReceived] = []
-        self._checks = preflight_context(plan, fleet)
+        self._checks = preflight_context(self._run.plan, fleet)
         self._runner = AttemptRunner(self._run, self._requested_abort)
         self._rng = random.Random()
         self._unconfirmed: tuple[str, ...] = ()
@@ -79,9 +78,10 @@ class Supervisor:
 
     def take_charge(self, *, adopted: bool) -> None:
         """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
-        who = {"pid": os.getpid(), "start": processes.start_time(os.getpid()) or "", "boot_id": processes.boot_id()}
-        self._recorder.append(SupervisorStarted.model_validate({**who, "adopted": adopted}))
-        write_atomic(self._run.run_dir.supervisor, json.dumps(who))
+        pid, boot_id = os.getpid(), processes.boot_id()
+        who = SupervisorStarted(pid=pid, start=processes.start_time(pid) or "", boot_id=boot_id, adopted=adopted)
+        self._recorder.append(who)
+        write_atomic(self._run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
 
     def abort(self, by: str) -> None:
         """Request an abort from a signal handler. It is recorded later: another thread may be at the journal now."""
@@ -199,7 +199,7 @@ class Supervisor:
         """The run's verdict: of the last failures the one that the others follow from."""
         failures = self._history.failures
         self._recorder.append(RestartRefused(after=failures[-1].attempt, why=finish.why))
-        return failures[original_failure(failed_run(self._run.plan, self._history).failures)].verdict
+        return failures[original_failure(failures)].verdict
 
     def _record_end(self, verdict: Verdict) -> None:
         if verdict.state not in FOLLOWERS[self._recorder.state]:
@@ -246,8 +246,8 @@ class Supervisor:
                     why=f"each node has a part of its state; {why}",
                     todo="fix it there",
                 )
-            run.plan = replan(run.run_dir, run.plan, excluded)
-            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(run.plan.nodes)))
+            world_size = len(replan(run.run_dir, run.plan, excluded).nodes)
+            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=world_size))
             await self._checks.close()
             self._checks = preflight_context(run.plan, run.fleet)
 

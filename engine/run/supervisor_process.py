@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from engine.protocol.attempt import write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
 from engine.run.history import fold
 from engine.run.journal import read_journal, read_journal_end
-from engine.run.watch import supervisor_alive
+from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.store.layout import RunDir
 
 _LOCK_NAME = "supervisor.lock"
@@ -115,10 +114,8 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_its_own(run_dir: RunDir, pid: int) -> bool:
-    try:
-        return bool(json.loads(run_dir.supervisor.read_bytes())["pid"] == pid)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    who = newest_supervisor(run_dir)
+    return who is not None and who.pid == pid
 
 
 def _last_line(run_dir: RunDir) -> str:

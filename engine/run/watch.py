@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import Any
 
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
 from engine.node.processes import alive, boot_id
-from engine.run.events import RunPlanned
+from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import JournalTail, describe_damage
 from engine.run.json_lines import LineTail
@@ -33,18 +32,15 @@ class RunWatch:
 
     def __init__(self, rundir: RunDir, *, diagnose: Diagnose | None = None) -> None:
         """`diagnose` is called once, when the run has ended without success. Raises StateError when the plan cannot be
-        read, as `poll` does for a plan that was made again, or a journal of a newer release."""
+        read, as `poll` does for a journal of a newer release."""
         self._rundir = rundir
-        self._plan = read_plan(rundir.plan)
-        self._whole_plan = self._plan
+        self._whole_plan = self._plan = read_plan(rundir.plan)
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
         self._journal = JournalTail(rundir.journal)
         self._history = RunHistory(self._plan.record(), "", self._plan.created_at)
         self._started = False
-        self._excluded: list[str] = []
-        self._members: tuple[str, ...] = ()
         self._metrics = LineTail(rundir.metrics)
         self._series = SeriesBuilder()
         self._ranks = self._rank_events()
@@ -104,15 +100,11 @@ class RunWatch:
                 self._started = True
 
     def _follow_plan(self) -> None:
-        """A plan that was made again has fewer, renumbered ranks; so has an attempt that leaves a node out."""
-        attempt, excluded = self._history.last_attempt, self._history.record.excluded
+        """A run from which preflight has excluded nodes has fewer, renumbered ranks; so has an attempt that leaves a
+        node out."""
+        attempt = self._history.last_attempt
         members = attempt.plan.nodes if attempt is not None else ()
-        if (self._excluded, self._members) == (excluded, members):
-            return
-        if self._excluded != excluded:
-            self._whole_plan = read_plan(self._rundir.plan)
-        self._excluded, self._members = excluded, members
-        before, self._plan = self._plan, self._whole_plan.among(members)
+        before, self._plan = self._plan, self._whole_plan.without(self._history.record.excluded).among(members)
         if self._plan.nodes != before.nodes:
             self._ranks = self._rank_events()
 
@@ -197,8 +189,13 @@ def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | 
 
 def supervisor_alive(rundir: RunDir) -> bool:
     """The process that wrote supervisor.json is still that process."""
+    who = newest_supervisor(rundir)
+    return who is not None and who.boot_id == boot_id() and alive(who.pid, who.start)
+
+
+def newest_supervisor(rundir: RunDir) -> SupervisorStarted | None:
+    """As in supervisor.json."""
     try:
-        who = json.loads(rundir.supervisor.read_bytes())
-        return str(who["boot_id"]) == boot_id() and alive(int(who["pid"]), str(who["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return SupervisorStarted.model_validate_json(rundir.supervisor.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -45,7 +45,7 @@ def test_its_record_is_planned_and_knows_its_size() -> None:
 
 def test_a_command_has_no_known_iterations() -> None:
     job = JobConfig(name="mine", command=("python", "x.py"), mlx_lm={"iters": 60})
-    assert plan(CONFIG.model_copy(update={"job": job})).iterations is None
+    assert plan(CONFIG.model_copy(update={"job": job})).record().iterations is None
 
 
 def test_a_missing_plan_and_a_foreign_one_are_one_line_each(tmp_path: Path) -> None:
