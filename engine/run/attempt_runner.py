@@ -328,7 +328,8 @@ class AttemptRunner:
         return self._context
 
     def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
-        known = self._run.history.attempt(attempt.number).identities
+        started = self._run.history.attempt(attempt.number).started
+        known = {rank: event.identity for rank, event in started.items()}
         return host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
 
     def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import Field, StrictBool
 
@@ -21,7 +21,6 @@ from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
 
 JOURNAL_VERSION = 1
-ABORT: Final = "abort"
 
 
 class StopStage(StrEnum):
@@ -241,7 +240,7 @@ class HangDetected(Event):
 
 class RequestReceived(SyncedEvent):
     event: Literal["request"] = "request"
-    request: str = Field(max_length=100)
+    request: Literal["abort"]
     now: StrictBool = False
     """Skip the cooperative stop."""
     by: str = Field(default="", max_length=100)

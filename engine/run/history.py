@@ -11,9 +11,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
-from engine.protocol.attempt import Identity
 from engine.run.events import (
-    ABORT,
     AlarmRaised,
     Attempt,
     AttemptFailed,
@@ -60,10 +58,6 @@ class AttemptHistory:
     @property
     def number(self) -> int:
         return self.plan.number
-
-    @property
-    def identities(self) -> dict[int, Identity]:
-        return {rank: event.identity for rank, event in self.started.items()}
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -251,7 +245,7 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case SupervisorStarted():
             changes = {"boot_id": event.boot_id}
-        case RequestReceived() if event.request == ABORT and (history.abort is None or event.now):
+        case RequestReceived() if history.abort is None or event.now:
             changes = {"abort": event}
         case StopStageReached(purpose="abort"):
             changes = {"stop": _stop_progress(event, history.stop)}

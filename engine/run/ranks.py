@@ -160,16 +160,7 @@ def record_rank_changes(context: AttemptContext, changed: Sequence[Rank]) -> Non
             why = "its node is lost" if rank.lost else "no exit record"
             record(RankExited(rank=number, node=node, code=rank.launcher_code, error=why))
             continue
-        record(
-            RankExited(
-                rank=number,
-                node=node,
-                code=end.code,
-                signal=end.signal,
-                stopped_by=end.stopped_by,
-                error=end.error,
-            )
-        )
+        record(RankExited.model_validate({**vars(end), "rank": number, "node": node}))
         if end.dropped_bytes:
             lost = f"rank {number}: {end.dropped_bytes} bytes of output were lost to a full disk"
             record(Note(message=f"{lost} on {node}"))

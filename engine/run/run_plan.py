@@ -55,16 +55,12 @@ class RunPlan(FrozenModel):
         itself when none is named. Raises InputError when none is left."""
         return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
 
-    @property
-    def backend(self) -> str:
-        """As far as it is known before the nodes are probed: "auto" is decided then, and the attempt's network plan has
-        the result, unless all nodes are this machine."""
-        backend = self.config.cluster.backend
-        return "ring" if backend == "auto" and all(node.local for node in self.config.nodes) else backend
-
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""
-        job = self.config.job
+        job, backend = self.config.job, self.config.cluster.backend
+        if backend == "auto" and all(node.local for node in self.config.nodes):
+            # Otherwise it is decided when the nodes are probed, and the attempt's network plan has the result.
+            backend = "ring"
         iterations = job.mlx_lm.get("iters") if job.command is None else None
         return RunRecord(
             id=self.run_id,
@@ -72,7 +68,7 @@ class RunPlan(FrozenModel):
             state=RunState.PLANNED,
             created_at=self.created_at,
             world_size=len(self.nodes),
-            backend=self.backend,
+            backend=backend,
             iterations=int(iterations) if iterations is not None else None,
         )
 

@@ -33,7 +33,6 @@ from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
 from engine.run.events import (
-    ABORT,
     NodesExcluded,
     Note,
     RequestReceived,
@@ -85,7 +84,7 @@ class Supervisor:
 
     def abort(self, by: str) -> None:
         """Request an abort from a signal handler. It is recorded later: another thread may be at the journal now."""
-        self._signals.append(RequestReceived(request=ABORT, by=by))
+        self._signals.append(RequestReceived(request="abort", by=by))
 
     async def supervise(self, *, adopt: bool) -> None:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from

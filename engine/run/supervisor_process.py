@@ -198,12 +198,12 @@ def _is_done(run_dir: RunDir) -> bool:
     return False
 
 
-def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str = "") -> None:
-    """Put a request where the supervisor finds it within a tenth of a second."""
+def request_abort(run_dir: RunDir, *, now: bool = False, by: str = "") -> None:
+    """Put the request where the supervisor finds it within a tenth of a second."""
     run_dir.requests.mkdir(mode=0o700, exist_ok=True)
     name = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:8]}.json"
-    placed = RequestReceived(request=request, now=now, by=by)
-    write_atomic(run_dir.requests / name, placed.model_dump_json(exclude={"event", "at"}))
+    request = RequestReceived(request="abort", now=now, by=by)
+    write_atomic(run_dir.requests / name, request.model_dump_json(exclude={"at"}))
 
 
 def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:

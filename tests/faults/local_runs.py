@@ -23,11 +23,11 @@ from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import Identity, NodeFiles, read_identity
 from engine.run import supervisor_process
-from engine.run.events import ABORT, Event, LauncherStarted, Note
+from engine.run.events import Event, LauncherStarted, Note
 from engine.run.history import RunHistory, fold
 from engine.run.journal import JournalTail
 from engine.run.run_plan import RunPlan, write_plan
-from engine.run.supervisor_process import place_request
+from engine.run.supervisor_process import request_abort
 from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
 
 E = TypeVar("E", bound=Event)
@@ -155,7 +155,7 @@ class Run:
     def abort(self, *, now: bool = False) -> float:
         """Ask for an abort and return the seconds until the run has ended."""
         begun = time.monotonic()
-        place_request(self.dir, ABORT, now=now, by="test")
+        request_abort(self.dir, now=now, by="test")
         self.ended()
         return time.monotonic() - begun
 
