@@ -309,27 +309,25 @@ class AttemptMonitor:
             self.unsent.remove(connection)
             self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
         for proof in self.proofs:
-            if proof.found or not proof.connection.state.answering:
-                continue
-            self._send_end(proof.connection)
-            proof.seek(now)
-            if not proof.found:
-                continue
-            self._mirror.await_the_rest([proof.connection])
-            # One that goes away again in the middle of its log is waited for once more.
-            proof.found = proof.connection.state.answering
-            if proof.found:
-                self._confirm(proof.connection)
+            if not proof.found and proof.connection.state.answering:
+                self._try_to_prove(proof, now)
 
-    def _send_end(self, connection: HostConnection) -> None:
-        for rank in connection.ranks:
-            if self._ranks.all[rank].record is None:
-                connection.send_command(rank, END)
-
-    def _confirm(self, connection: HostConnection) -> None:
-        self._record_changes([self._ranks.all[rank] for rank in connection.ranks])
-        for name in connection.names:
-            self._recorder.append(CleanupConfirmed(node=name))
+    def _try_to_prove(self, proof: CleanupProof, now: float) -> None:
+        connection = proof.connection
+        ranks = [self._ranks.all[rank] for rank in connection.ranks]
+        for rank in ranks:
+            if rank.record is None:
+                connection.send_command(rank.number, END)
+        proof.seek(now)
+        if not proof.found:
+            return
+        self._mirror.await_the_rest([connection])
+        # One that goes away again in the middle of its log is waited for once more.
+        proof.found = connection.state.answering
+        if proof.found:
+            self._record_changes(ranks)
+            for name in connection.names:
+                self._recorder.append(CleanupConfirmed(node=name))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
         record_rank_changes(self._context, changed)

@@ -115,9 +115,8 @@ class RunWatch:
         if self._plan.config.job.command is not None or not record.attempts:
             return ()
         current = [each if each.attempt == record.attempts else RankReport() for each in reports]
-        return verify(
-            self._plan, record.backend, current, self._series, max(self._ranks[0].checkpoints[-1:], default=None)
-        )
+        checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
+        return verify(self._plan, record.backend, current, self._series, checkpoint)
 
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
         """The journal's record with the live figures: the journal only has those of the end."""
