@@ -10,13 +10,11 @@ from engine.models import CheckResult, Reason, RunRecord
 
 
 @dataclass(frozen=True)
-class RankStatus:
-    """One rank, from its events and its exit record."""
+class RankReport:
+    """The newest report of one rank, from its events."""
 
-    rank: int
-    node: str
-    phase: str
-    """"waiting", "starting", "loading", "training", "validating", "saving", "stopping" or "ended"."""
+    phase: str | None = None
+    """"loading", "training", "validating", "saving" or "ended"."""
     iteration: int | None = None
     step_s: float | None = None
     """Compute time of the last step without waiting for other ranks, seconds."""
@@ -26,9 +24,34 @@ class RankStatus:
     """Communication time of the last step, including waiting for other ranks, seconds."""
     grad_norm: float | None = None
     """Norm of this rank's mean gradient before the exchange, at the last update."""
+    global_grad_norm: float | None = None
+    """Norm of the global gradient at the last update."""
     memory_bytes: int | None = None
     """Peak MLX memory."""
     seen_at: datetime | None = None
+    attempt: int = 0
+    iterations: int | None = None
+    """The planned number, from the start event like the next three."""
+    backend: str | None = None
+    world_size: int | None = None
+    device: str | None = None
+    compared_at: int | None = None
+    """Iteration of the last comparison of the replicas."""
+    replicas_agree: bool | None = None
+    saved_bytes: int | None = None
+    """Size of the last committed checkpoint."""
+    chunk: ChunkProgress | None = None
+    """The last one that was finished of data that is streamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus(RankReport):
+    """One rank, from its newest report and its exit record."""
+
+    rank: int
+    node: str
+    phase: str
+    """That of the report, "waiting", "starting" or "stopping"."""
     exit_code: int | None = None
     signal: int | None = None
     link: NodeCondition | None = None

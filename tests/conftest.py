@@ -58,5 +58,5 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLIGHTDECK_HOME", str(path))
     yield path
     for run in map(RunDir, (path / "runs").glob("*")):
-        if run.supervisor.exists() and not fold(read_journal(run.journal).events).record.state.ended:
+        if run.supervisor.exists() and not fold(read_journal(run.journal)).record.state.ended:
             subprocess.run([FLIGHTDECK, "abort", run.id, "--now"], check=False, capture_output=True, timeout=60)

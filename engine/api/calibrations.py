@@ -89,8 +89,8 @@ class CalibrationsApi:
         for record in self._runs.all():
             if not record.state.ended:
                 with contextlib.suppress(StateError):
-                    ranks = read_plan(self._runs.directory(record.id).plan).ranks
-                    used = [rank.host for rank in ranks if host_key(rank.host) in machines]
+                    plan = read_plan(self._runs.directory(record.id).plan).without(record.excluded)
+                    used = [node.ssh for node in plan.config.nodes if host_key(node.ssh) in machines]
                     if used:
                         raise NodesInUse(
                             f"run {record.id} is going on there",

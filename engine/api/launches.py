@@ -72,12 +72,13 @@ class LaunchesApi:
         return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
 
     def _resume(self, directory: RunDir) -> None:
-        with shared_hosts(self._session.home, [node.ssh for node in read_plan(directory.plan).config.nodes]):
+        plan = read_plan(directory.plan).without(RunWatch(directory).poll().record.excluded)
+        with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory)
 
     def _prepare(self, config: Config, skip: tuple[str, ...]) -> RunDir:
         """The run's directory with its plan, and its record in the store: the intent, before anything starts."""
-        validate_skip([*config.preflight.skip, *skip])
+        skip = tuple(validate_skip([*config.preflight.skip, *skip]))
         make_home(self._session.home)
         # A calibration under way keeps the launch out; a later one sees the run in the store.
         with shared_hosts(self._session.home, [node.ssh for node in config.nodes]):
@@ -91,10 +92,10 @@ class LaunchesApi:
             directory.path.parent.mkdir(mode=0o700, exist_ok=True)
             directory.path.mkdir(mode=0o700)
             directory.requests.mkdir(mode=0o700)
-            plan = RunPlan.of(
-                config,
+            plan = RunPlan(
                 run_id=directory.id,
                 created_at=created,
+                config=config,
                 skip=skip,
                 division=division,
                 calibration=calibration,
@@ -105,7 +106,7 @@ class LaunchesApi:
             raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
         self._session.store.put_run(plan.record())
         overridden = list(plan.skip)
-        context = {"run": directory.id, "ranks": len(plan.ranks), "overridden": overridden, "shares": division.source}
+        context = {"run": directory.id, "ranks": len(plan.nodes), "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self._session.home)
         return directory
 

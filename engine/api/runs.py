@@ -13,11 +13,10 @@ from typing import Any
 from engine.api.session import Session
 from engine.errors import LaunchError, RunNotFound, StateError
 from engine.models import RunRecord
-from engine.run.events import ABORT
 from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
-from engine.run.supervisor_process import adopt_orphans, place_request, start_supervisor
+from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
 from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
@@ -108,7 +107,7 @@ class RunsApi:
         snapshot = await asyncio.to_thread(watch.poll)
         if snapshot.record.state.ended:
             return
-        await asyncio.to_thread(place_request, directory, ABORT, now=now, by="flightdeck")
+        await asyncio.to_thread(request_abort, directory, now=now, by="flightdeck")
         audit_log("abort", "asked", {"run": directory.id, "now": now}, home=self._session.home)
         reported = StopProgress("asked", datetime.now(UTC))
         yield reported

@@ -113,10 +113,10 @@ class StartFailure:
     """A rank that did not start."""
 
     rank: int
-    code: int | None
-    """Its start.sh's exit code, negative for a signal; None when that is not known."""
     message: str
     """The last line of output about it; "" when there is none."""
+    code: int = 255
+    """Its start.sh's exit code, negative for a signal; ssh's own where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ async def _start_rank(agent: AgentClient, rank: RankStart) -> StartFailure | Non
     try:
         completed = await run_start_script(agent, rank.files.start, rank.environment, START_LIMIT_S)
     except FlightDeckError as error:
-        return StartFailure(rank.rank, None, str(error))
+        return StartFailure(rank.rank, str(error))
     if completed.code == 0:
         return None
     if completed.code is None:
-        return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
+        return StartFailure(rank.rank, f"its keeper has not started it within {START_LIMIT_S:g} s")
     output = await _keeper_output(agent, rank) or completed.exit_output
-    return StartFailure(rank.rank, completed.code, plain(output, 300))
+    return StartFailure(rank.rank, plain(output, 300), completed.code)
 
 
 async def run_start_script(

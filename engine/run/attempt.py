@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
 from engine.config.formats import on_node
-from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
@@ -36,7 +35,7 @@ from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec
 from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
-from engine.run.run_plan import PlannedRank, RunPlan
+from engine.run.run_plan import RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 
@@ -48,7 +47,7 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         split = json.loads(run_dir.training_plan.read_bytes())["strategy"]["layer_split"]
-        if isinstance(split, str) and len(parse_split(split)) == len(plan.ranks):
+        if isinstance(split, str) and len(parse_split(split)) == len(plan.nodes):
             return split
     return None
 
@@ -76,19 +75,18 @@ class Placement:
 
 def new_attempt(run_dir: RunDir, plan: RunPlan, placement: Placement, history: RunHistory) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
-    sources = [rank.rank for rank in plan.ranks]
+    ranks = range(len(plan.nodes))
     number = history.record.attempts + 1
     return Attempt(
         number=number,
         nonce=f"{history.nonce}.{number}",
         starting_port=placement.starting_port,
-        log_bases={source: _size(run_dir.log(source)) for source in (*sources, LAUNCHER_SOURCE)},
-        event_bases={rank: _size(run_dir.events(rank)) for rank in sources},
+        log_bases={source: _size(run_dir.log(source)) for source in (*ranks, LAUNCHER_SOURCE)},
+        event_bases={rank: _size(run_dir.events(rank)) for rank in ranks},
         layouts=tuple(placement.layouts),
         network=placement.network,
         memory_kills=oom_kill_count(),
-        members=tuple((rank.rank, rank.node) for rank in plan.ranks),
-        resume=number > 1,
+        nodes=plan.nodes,
         reached=history.newest_reached,
     )
 
@@ -157,7 +155,7 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_lau
 
 def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[RankStart]:
     starts = []
-    for rank in (planned.rank for planned in plan.ranks):
+    for rank in range(len(plan.nodes)):
         files = attempt.files(plan.run_id, rank)
         variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, attempt.network, rank)}
         variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
@@ -223,11 +221,8 @@ def attempt_spec(
         attempt=attempt.number,
         nonce=attempt.nonce,
         backend=attempt.network.backend,
-        world_size=len(plan.ranks),
-        ranks=[
-            _rank_spec(config, rank, node, attempt.layout(rank.rank))
-            for rank, node in zip(plan.ranks, config.nodes, strict=True)
-        ],
+        world_size=len(plan.nodes),
+        ranks=[_rank_spec(plan, rank, attempt.layout(rank)) for rank in range(len(plan.nodes))],
         job=trainer_job(config, layer_split),
         command=list(config.job.command) if config.job.command is not None else None,
         env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
@@ -241,12 +236,13 @@ def attempt_spec(
         checkpoint_every=state_every(config),
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
-        resume=attempt.resume,
+        resume=attempt.number > 1,
         reached=attempt.reached,
     )
 
 
-def _rank_spec(config: Config, rank: PlannedRank, node: NodeConfig, layout: HostLayout) -> RankSpec:
+def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
+    config, node = plan.config, plan.config.nodes[rank]
     base = config.file.parent if config.file is not None else Path("/")
     destination = config.checkpoint.destination
 
@@ -254,7 +250,7 @@ def _rank_spec(config: Config, rank: PlannedRank, node: NodeConfig, layout: Host
         return layout.expanded(on_node(path, node, base)) if path is not None else None
 
     return RankSpec(
-        rank=rank.rank,
+        rank=rank,
         node=node.name,
         host=node.ssh,
         python=layout.expanded(node.python),
@@ -263,13 +259,10 @@ def _rank_spec(config: Config, rank: PlannedRank, node: NodeConfig, layout: Host
         data=there(node.data or config.job.data),
         adapter_path=there(config.job.mlx_lm.get("adapter_path")),
         resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
-        share=rank.share,
+        share=plan.shares[rank],
         checkpoint_folder=there(destination) if destination and "://" not in destination else destination,
     )
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return path.stat().st_size if path.exists() else 0

@@ -5,20 +5,19 @@ that end.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final, Literal, ParamSpec, TypeVar
+from typing import Final, Literal, TypeVar, TypeVarTuple
 
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.decide import Continue, RankState, RunningAttempt, Trigger, decide
+from engine.run.decide import RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
     AlarmRaised,
     AttemptResumed,
@@ -51,8 +50,8 @@ _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.
 
 AbortSource = Callable[[], RequestReceived | None]
 """The requested abort, if any."""
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class AttemptMonitor:
@@ -73,19 +72,17 @@ class AttemptMonitor:
         self._launcher = origin.launcher
         self._may_restart = may_restart
         history = context.history
-        self._ranks = Ranks(context.connections, context.plan.ranks)
+        self._ranks = Ranks(context.connections, context.plan.nodes)
         self._health = NodeHealth(
             context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
         )
-        self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
+        self._start_failures = [(each.rank, each.code) for each in origin.start_failures]
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
-        nodes = {rank.rank: rank.node for rank in context.plan.ranks}
+        nodes = dict(enumerate(context.plan.nodes))
         consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
-        self._watchdog = Watchdog(
-            self.intake.progress, list(nodes), self._recovery.hang_s, self._recovery.stall_s, time.monotonic()
-        )
+        self._watchdog = Watchdog(self.intake.progress, tuple(nodes), self._recovery, time.monotonic())
         self._began = time.monotonic()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
@@ -97,18 +94,13 @@ class AttemptMonitor:
         """When the failure was noticed, on the head."""
         self.aborted_in_recovery = False
         """An abort was requested while the attempt was being ended for a restart."""
-        self._unsent: list[HostConnection] = []
+        self.unsent: list[HostConnection] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
     @property
     def proofs(self) -> Sequence[CleanupProof]:
         """One for every host of the attempt, once it is being ended."""
         return self._shutdown.proofs if self._shutdown is not None else ()
-
-    @property
-    def has_unsent_logs(self) -> bool:
-        """A node that was proved has not sent the end of its files yet."""
-        return bool(self._unsent)
 
     async def run(self, abort: AbortSource) -> FailureEvidence:
         """Monitor until everything of the attempt is gone, as far as its nodes answer; the evidence of its end. `abort`
@@ -121,7 +113,7 @@ class AttemptMonitor:
         if missing := await self._in_thread(self._mirror.settle):
             lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
             self._recorder.append(Note(message=lacking))
-            self._unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
+            self.unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
         self.intake.poll()
         return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._context.history.hang)
 
@@ -132,7 +124,7 @@ class AttemptMonitor:
     async def stop_copying(self) -> None:
         """After `run`: another attempt is to write the same files on the head. What a node has not sent by now stays
         there."""
-        self._unsent = []
+        self.unsent = []
         await self._in_thread(self._close_files)
 
     def verdict(self, evidence: FailureEvidence) -> Verdict:
@@ -158,10 +150,10 @@ class AttemptMonitor:
         self._mirror.close()
         self.intake.close()
 
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _in_thread(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """`work` in the monitor's own thread: the loop's common ones may all be waiting for the names of nodes that are
         not there."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def _tick(self, requested: AbortSource) -> bool:
         """Observe everything once, decide, act; True when the attempt is over."""
@@ -193,14 +185,14 @@ class AttemptMonitor:
 
     def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)
-        decision = decide(state)
-        if isinstance(decision, Continue):
+        trigger = stop_trigger(state)
+        if trigger is None:
             self._note_missing_launcher(state)
-            decision = decide(replace(state, hang=self._check_hang(now)))
-        if isinstance(decision, Continue):
+            trigger = stop_trigger(replace(state, hang=self._check_hang(now)))
+        if trigger is None:
             return
-        self._trigger = decision.trigger
-        if abort is not None and decision.trigger is Trigger.ABORT:
+        self._trigger = trigger
+        if abort is not None and trigger is Trigger.ABORT:
             self._record_stage(StopStage.ASKED)
             self._begin_shutdown(RunState.FINISHING, cooperative=not abort.now)
         else:
@@ -247,7 +239,7 @@ class AttemptMonitor:
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
         hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
         if hang is not None and self._context.history.hang is None:
-            node = next((rank.planned.node for rank in ranks if rank.number == hang.rank), None)
+            node = next((rank.node for rank in ranks if rank.number == hang.rank), None)
             self._recorder.append(HangDetected(hang=hang, node=node))
         return self._context.history.hang
 
@@ -313,31 +305,29 @@ class AttemptMonitor:
         self._health.poll()
         self._ranks.poll()
         self._mirror.pump()
-        for connection in [each for each in self._unsent if not self._mirror.incomplete(each)]:
-            self._unsent.remove(connection)
+        for connection in [each for each in self.unsent if not self._mirror.incomplete(each)]:
+            self.unsent.remove(connection)
             self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
         for proof in self.proofs:
-            if proof.found or not proof.connection.state.answering:
-                continue
-            self._send_end(proof.connection)
-            proof.seek(now)
-            if not proof.found:
-                continue
-            self._mirror.await_the_rest([proof.connection])
-            # One that goes away again in the middle of its log is waited for once more.
-            proof.found = proof.connection.state.answering
-            if proof.found:
-                self._confirm(proof.connection)
+            if not proof.found and proof.connection.state.answering:
+                self._try_to_prove(proof, now)
 
-    def _send_end(self, connection: HostConnection) -> None:
-        for rank in connection.ranks:
-            if self._ranks.all[rank].record is None:
-                connection.send_command(rank, END)
-
-    def _confirm(self, connection: HostConnection) -> None:
-        self._record_changes([self._ranks.all[rank] for rank in connection.ranks])
-        for name in connection.names:
-            self._recorder.append(CleanupConfirmed(node=name))
+    def _try_to_prove(self, proof: CleanupProof, now: float) -> None:
+        connection = proof.connection
+        ranks = [self._ranks.all[rank] for rank in connection.ranks]
+        for rank in ranks:
+            if rank.record is None:
+                connection.send_command(rank.number, END)
+        proof.seek(now)
+        if not proof.found:
+            return
+        self._mirror.await_the_rest([connection])
+        # One that goes away again in the middle of its log is waited for once more.
+        proof.found = connection.state.answering
+        if proof.found:
+            self._record_changes(ranks)
+            for name in connection.names:
+                self._recorder.append(CleanupConfirmed(node=name))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
         record_rank_changes(self._context, changed)
@@ -352,7 +342,7 @@ class AttemptMonitor:
     def _record_resumption(self) -> None:
         """Once, with the first step of an attempt that goes on from an earlier one."""
         progress = self.intake.progress
-        if not (self._context.attempt.resume and progress.steps) or self._context.history.resumed is not None:
+        if not (self._context.attempt.number > 1 and progress.steps) or self._context.history.status.source is not None:
             return
         resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
         failures = self._recorder.history.failures

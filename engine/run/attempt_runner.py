@@ -50,8 +50,6 @@ _PROOF_LIMIT_S = 30.0
 _PROGRAM_FAILED = frozenset({Reason.RANK_KILLED, Reason.RANK_FAILED, Reason.HUNG, Reason.OUT_OF_MEMORY})
 """Failures of a program, which leave the nodes as they were."""
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
-_START_FAILED = 255
-"""The exit code of a rank whose start failed without one."""
 T = TypeVar("T")
 
 
@@ -71,15 +69,13 @@ async def until_abort(work: Coroutine[Any, Any, T], abort: AbortSource) -> T:
     return task.result()
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunContext:
     """The run that all attempts belong to."""
 
     run_dir: RunDir
-    plan: RunPlan
-    """Every node that the run may use: preflight may exclude some."""
     whole_plan: RunPlan
-    """Also the nodes that preflight has excluded."""
+    """As launched."""
     recorder: RunRecorder
     fleet: Fleet
     node_root: Path
@@ -89,10 +85,14 @@ class RunContext:
     def history(self) -> RunHistory:
         return self.recorder.history
 
+    @property
+    def plan(self) -> RunPlan:
+        """Without the nodes that preflight has excluded."""
+        return self.whole_plan.without(self.history.record.excluded)
+
     def plan_of(self, attempt: Attempt) -> RunPlan:
         """The plan of the attempt's own nodes, which preflight may have excluded since."""
-        known = set(attempt.nodes) <= {node.name for node in self.plan.config.nodes}
-        return (self.plan if known else self.whole_plan).among(attempt.nodes)
+        return self.whole_plan.among(attempt.nodes)
 
 
 class AttemptRunner:
@@ -137,29 +137,27 @@ class AttemptRunner:
         """Another attempt, with the nodes of `plan`, to its end. Raises Aborted before anything of it has started."""
         number = self._run.history.record.attempts + 1
         self._recorder.change(RunState.LAUNCHING)
-        checks = CheckContext(plan.config, self._run.fleet)
         try:
-            attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
+            async with CheckContext(plan.config, self._run.fleet) as checks:
+                attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
         except FlightDeckError as error:
             # The nodes and connections of the last attempt are what there still is.
             self._recorder.change(RunState.RECOVERING)
-            return self._record_failure(self._failure(number, _launch_failed(error)))
-        finally:
-            await checks.close()
+            return self._record_failure(number, _launch_failed(error))
         context = await self._connect_next(plan, attempt)
         try:
             return await self._launch(context)
         except (LaunchError, NodeUnreachable) as error:
             await self._fence_again(context)
-            return self._record_failure(self._failure(number, _launch_failed(error)))
+            return self._record_failure(number, _launch_failed(error))
 
     async def adopt(self, attempt: AttemptHistory) -> Verdict:
         """Go on with the last attempt of an earlier supervisor, to its end."""
         context = self._connect_adopted(attempt)
-        if attempt.failed is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
+        if attempt.status.reason is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
             await self._fence_again(context)
             return self._run.history.failures[-1].verdict
-        rebooted = any(boot_id != processes.boot_id() for boot_id in attempt.boot_ids)
+        rebooted = attempt.boot_id not in (None, processes.boot_id())
         # After a restart of the machine its old pids may be anybody's.
         launcher = None if rebooted else find_launcher(self._run, attempt)
         if launcher is None and not rebooted and not await any_rank_started(context.connections):
@@ -168,7 +166,7 @@ class AttemptRunner:
             # It had been running before: it goes on.
             await self._fence_again(context)
             lost = Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _LOST_IN_LAUNCH)
-            return self._record_failure(self._failure(attempt.number, lost))
+            return self._record_failure(attempt.number, lost)
         return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
     async def prove_ended(self, attempt: AttemptHistory, unconfirmed: Sequence[str]) -> None:
@@ -191,7 +189,7 @@ class AttemptRunner:
         """After the end: wait for the nodes on which it is not proved, and for their logs."""
 
         def waits() -> bool:
-            return bool(self.unconfirmed) or (self._monitor is not None and self._monitor.has_unsent_logs)
+            return bool(self.unconfirmed) or (self._monitor is not None and bool(self._monitor.unsent))
 
         await self._confirm_while(waits, limit_s)
 
@@ -206,29 +204,22 @@ class AttemptRunner:
         """Every node of the run, as it answers now."""
         head_proved = all(proof.found for proof in self._proofs if proof.connection.local)
         nodes = []
-        for node in self._run.plan.config.nodes:
-            proof = next((proof for proof in self._proofs if node.name in proof.connection.names), None)
+        for node in self._run.plan.nodes:
+            proof = next((proof for proof in self._proofs if node in proof.connection.names), None)
             if proof is None:
-                nodes.append(NodePresence(node.name, head_proved))
+                nodes.append(NodePresence(node, head_proved))
                 continue
             state = proof.connection.state
-            nodes.append(NodePresence(node.name, proof.found and state.answering and head_proved, state.silent_s))
+            nodes.append(NodePresence(node, proof.found and state.answering and head_proved, state.silent_s))
         return tuple(nodes)
 
     async def close(self) -> None:
-        monitor, self._monitor = self._monitor, None
-        context, self._context = self._context, None
-        left, self._left_behind = self._left_behind, []
-        if monitor is not None:
-            await asyncio.to_thread(monitor.close)
-        if context is not None:
-            await context.connections.close()
-        await asyncio.gather(*(proof.connection.close() for proof in left))
+        await self._let_go(())
 
     async def _prove_last_attempt(self) -> None:
         """Nothing of a run that is taken up again may be left anywhere. Raises LaunchError."""
         attempt = self._run.history.attempts[-1]
-        await self.prove_ended(attempt, [node.name for node in self._run.whole_plan.config.nodes])
+        await self.prove_ended(attempt, self._run.whole_plan.nodes)
         await self._confirm_while(lambda: bool(self.unconfirmed), _PROOF_LIMIT_S)
         if self.unconfirmed:
             where = ", ".join(self.unconfirmed)
@@ -259,21 +250,25 @@ class AttemptRunner:
         failures = self._run.history.failures
         if self._last is None or not failures or failures[-1].verdict.reason not in _PROGRAM_FAILED:
             return None
-        return self._last if list(self._last.nodes) == [rank.node for rank in plan.ranks] else None
+        return self._last if self._last.nodes == plan.nodes else None
 
     async def _connect_next(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
         """Connect the hosts of the next attempt, and let go of the last one, except for what is still to be proved on
         nodes that the next one leaves out."""
         remote = [proof for proof in self._proofs if not proof.connection.local]
-        connections = [*(self._context.connections if self._context is not None else ())]
-        connections += [proof.connection for proof in self._left_behind]
-        self._left_behind = [proof for proof in remote if not set(proof.connection.names) & set(attempt.nodes)]
-        if self._monitor is not None:
-            await asyncio.to_thread(self._monitor.close)
-        self._monitor = self._context = None
-        kept = {id(proof.connection) for proof in self._left_behind}
-        await asyncio.gather(*(each.close() for each in connections if id(each) not in kept))
+        await self._let_go([proof for proof in remote if not set(proof.connection.names) & set(attempt.nodes)])
         return self._connect(plan, attempt)
+
+    async def _let_go(self, kept: Sequence[CleanupProof]) -> None:
+        """Close the attempt's files, and every connection but those of `kept`."""
+        monitor, self._monitor = self._monitor, None
+        context, self._context = self._context, None
+        left, self._left_behind = self._left_behind, list(kept)
+        if monitor is not None:
+            await asyncio.to_thread(monitor.close)
+        connections = {*(context.connections if context is not None else ()), *(proof.connection for proof in left)}
+        # All at once: each may wait for a host that does not answer any more.
+        await asyncio.gather(*(each.close() for each in connections - {proof.connection for proof in kept}))
 
     async def _launch(self, context: AttemptContext) -> Verdict:
         """Start the ranks, while their hosts are being connected, and monitor them to their end. When an abort comes in
@@ -285,10 +280,7 @@ class AttemptRunner:
             launched = LaunchResult(None)
         # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
         launcher = await asyncio.to_thread(self._record_launcher, launched, context.attempt)
-        failures = {
-            each.rank: (_START_FAILED if each.code is None else each.code, each.message) for each in launched.failures
-        }
-        return await self._observe(context, AttemptOrigin(launcher, failures))
+        return await self._observe(context, AttemptOrigin(launcher, launched.failures))
 
     def _record_launcher(self, launched: LaunchResult, attempt: Attempt) -> LauncherWatch | None:
         if launched.launcher is None:
@@ -336,17 +328,17 @@ class AttemptRunner:
         return self._context
 
     def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
-        known = self._run.history.attempt(attempt.number).identities
+        started = self._run.history.attempt(attempt.number).started
+        known = {rank: event.identity for rank, event in started.items()}
         return host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
 
     def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:
         """An earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought anew."""
         plan = self._run.plan_of(attempt.plan)
-        members = {node.name for node in plan.config.nodes}
-        for name in (node.name for node in self._run.plan.config.nodes):
+        for name in self._run.plan.nodes:
             earlier = next((each for each in reversed(self._run.history.attempts) if name in each.plan.nodes), None)
             sought = any(name in proof.connection.names for proof in self._left_behind)
-            if name not in members and not sought and earlier is not None:
+            if name not in plan.nodes and not sought and earlier is not None:
                 self._keep_connection(earlier.plan, name)
         return self._connect(plan, attempt.plan)
 
@@ -377,9 +369,9 @@ class AttemptRunner:
             unconfirmed=tuple(self.unconfirmed),
         )
 
-    def _record_failure(self, failure: AttemptFailed) -> Verdict:
-        self._recorder.append(failure)
-        return failure.verdict
+    def _record_failure(self, number: int, verdict: Verdict) -> Verdict:
+        self._recorder.append(self._failure(number, verdict))
+        return verdict
 
     def _aborted(self) -> Verdict:
         failure = describe_failure(self._run.history.failures[-1])

@@ -1,5 +1,5 @@
-"""The next step of a run, as a pure function of what is observed: let an attempt go on or stop it; when it was
-stopped, restart, wait for nodes, or finish.
+"""The next step of a run, as a pure function of what is observed: whether an attempt is stopped, and whether a run
+whose attempt has failed restarts, waits for nodes, or finishes.
 
 Nothing is retried that a restart cannot fix, and nothing without end: at most `max_restarts` restarts, at most
 STALLED_LIMIT attempts in a row without progress, and none after the same failure at the same iteration. Between
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Final, overload
+from typing import Final
 
-from engine.config.models import needs_all_nodes
+from engine.config.models import RecoveryConfig, needs_all_nodes
 from engine.models import Reason
 from engine.run.events import AttemptFailed, Hang
 from engine.run.history import RunHistory
@@ -38,16 +38,10 @@ class Trigger(Enum):
 
 
 @dataclass(frozen=True)
-class Continue:
+class Wait:
     """Nothing to do yet."""
 
-    why: str | None = None
-    """The reason for waiting, if any."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    trigger: Trigger
+    why: str
 
 
 @dataclass(frozen=True)
@@ -134,6 +128,12 @@ STOPS: Final[Sequence[tuple[Callable[[RunningAttempt], bool], Trigger]]] = (
 )
 """Why a running attempt is stopped: the first row that holds."""
 
+
+def stop_trigger(state: RunningAttempt) -> Trigger | None:
+    """None while the attempt goes on."""
+    return next((trigger for holds, trigger in STOPS if holds(state)), None)
+
+
 STALLED_LIMIT = 3
 """Attempts in a row without progress."""
 _LONGEST_BACKOFF_S = 60.0
@@ -167,21 +167,6 @@ busy. All other known causes lie in the job, the software or the network."""
 _FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG})
 """Reasons that do not count against what was launched, however early they come."""
 _REFUSED_BY_TRAINER = re.compile(r"\bJobError: ")
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """The configuration's part in the decision."""
-
-    max_restarts: int
-    needed: int
-    """Nodes that a restart needs at least."""
-    backoff_s: float
-    node_wait_s: float
-    lost_after_s: float | None
-    """The lease of a node that was silent for as long has ended its ranks; None: the lease lets them go on."""
-    why_never: str | None = None
-    """Why this job is never restarted."""
 
 
 _FAILURES = {
@@ -219,9 +204,15 @@ class NodePresence:
 class FailedRun:
     """A run whose last attempt has failed and was stopped."""
 
-    policy: RestartPolicy
+    recovery: RecoveryConfig
     failures: tuple[AttemptFailed, ...]
     """Since the run was launched or reopened, oldest first; at least one."""
+    needed: int
+    """Nodes that a restart needs at least."""
+    lost_after_s: float | None
+    """The lease of a node that was silent for as long has ended its ranks; None: the lease lets them go on."""
+    why_never: str | None = None
+    """Why this job is never restarted."""
     nodes: tuple[NodePresence, ...] = ()
     """All nodes of the run."""
     waited_s: float = 0.0
@@ -267,18 +258,18 @@ def _refused(run: FailedRun) -> bool:
 
 
 def _restarted(run: FailedRun) -> str:
-    restarts = run.policy.max_restarts
+    restarts = run.recovery.max_restarts
     times = "not restarted" if restarts == 0 else f"restarted {'once' if restarts == 1 else f'{restarts} times'}"
     return f"{times}: [recovery] max_restarts allows no more"
 
 
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
-    (lambda run: run.policy.why_never, lambda run: run.policy.why_never),
+    (lambda run: run.why_never, lambda run: run.why_never),
     (lambda run: run.last.verdict.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.verdict.reason]),
     (_refused, lambda _: "a restart does not fix what a trainer refuses"),
     (_known_cause, lambda _: "a restart does not fix that"),
     (_never_stepped, lambda _: "it never made a step: what was launched has to be fixed first"),
-    (lambda run: len(run.failures) > run.policy.max_restarts, _restarted),
+    (lambda run: len(run.failures) > run.recovery.max_restarts, _restarted),
     (_repeated, lambda run: f"the same failure came again {_place(run.last.reached)}, without a step in between"),
     (
         lambda run: stalled(run.failures) >= STALLED_LIMIT,
@@ -293,39 +284,29 @@ def refusal(run: FailedRun) -> Finish | None:
     return next((Finish(why(run) or "") for holds, why in REFUSALS if holds(run)), None)
 
 
-@overload
-def decide(state: RunningAttempt) -> Continue | Stop: ...
-@overload
-def decide(state: FailedRun) -> Continue | Restart | Finish: ...
-def decide(state: RunningAttempt | FailedRun) -> Continue | Stop | Restart | Finish:
-    if isinstance(state, RunningAttempt):
-        return next((Stop(trigger) for holds, trigger in STOPS if holds(state)), Continue())
-    return refusal(state) or _restart_or_wait(state)
+def decide(run: FailedRun) -> Wait | Restart | Finish:
+    return refusal(run) or _restart_or_wait(run)
 
 
-def _restart_or_wait(run: FailedRun) -> Continue | Restart | Finish:
-    policy = run.policy
+def _restart_or_wait(run: FailedRun) -> Wait | Restart | Finish:
     members = tuple(each.node for each in run.nodes if each.proved)
     missing = [each for each in run.nodes if not each.proved]
     left_out = tuple(each.node for each in missing)
     names = ", ".join(left_out)
-    if missing and not (len(members) >= policy.needed and all(_surely_ended(each, policy) for each in missing)):
-        if run.waited_s > policy.node_wait_s:
-            why = f"{names} has not come back within {policy.node_wait_s:g} s, and {policy.needed} nodes are needed"
-            return Finish(why)
-        return Continue(f"waits for {names}")
+    # The own keepers of a node that was silent for so long have ended its ranks by now.
+    surely_ended = all(run.lost_after_s is not None and each.silent_s > run.lost_after_s for each in missing)
+    if missing and not (len(members) >= run.needed and surely_ended):
+        limit_s = run.recovery.node_wait_s
+        if run.waited_s > limit_s:
+            return Finish(f"{names} has not come back within {limit_s:g} s, and {run.needed} nodes are needed")
+        return Wait(f"waits for {names}")
     why = f"recovers from {describe_failure(run.last)}" + (f", without {names}" if missing else "")
     return Restart(members, left_out, backoff_s(run), why)
 
 
-def _surely_ended(missing: NodePresence, policy: RestartPolicy) -> bool:
-    """A silent node's own keepers have ended its ranks by now."""
-    return policy.lost_after_s is not None and missing.silent_s > policy.lost_after_s
-
-
 def backoff_s(run: FailedRun) -> float:
     """Next to nothing after an attempt that made progress."""
-    in_vain, unit = stalled(run.failures), run.policy.backoff_s
+    in_vain, unit = stalled(run.failures), run.recovery.backoff_s
     longest = unit * 2.0 ** max(0, in_vain - 1) if in_vain else min(_FIRST_BACKOFF_S, unit)
     return min(longest, _LONGEST_BACKOFF_S) * run.jitter
 
@@ -353,23 +334,17 @@ _PIPELINE_STAGES = 2
 """The fewest that a pipeline has."""
 
 
-def restart_policy(plan: RunPlan, *, stepped: bool = True) -> RestartPolicy:
-    """The configuration's policy. `stepped`: the run has made a step, so that there is a state to keep."""
-    config, nodes = plan.config, len(plan.config.nodes)
-    recovery = config.recovery
-    command = config.job.command is not None and not recovery.restart_commands
-    wanted = max(recovery.min_nodes or nodes, _PIPELINE_STAGES if config.job.strategy == "pipeline" else 1)
-    return RestartPolicy(
-        max_restarts=recovery.max_restarts,
-        needed=nodes if stepped and needs_all_nodes(config) else min(wanted, nodes),
-        backoff_s=recovery.backoff_s,
-        node_wait_s=recovery.node_wait_s,
-        lost_after_s=lost_after_s(config),
-        why_never=_OWN_STATE if command else None,
-    )
-
-
 def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> FailedRun:
     """The state to decide on after the failures of `history` and `more`."""
-    policy = restart_policy(plan, stepped=history.newest_reached > 0)
-    return FailedRun(policy, (*history.failures, *more))
+    config, nodes = plan.config, len(plan.nodes)
+    recovery = config.recovery
+    wanted = max(recovery.min_nodes or nodes, _PIPELINE_STAGES if config.job.strategy == "pipeline" else 1)
+    # Before its first step a run has no state that could be lost with a node.
+    needs_all = history.newest_reached > 0 and needs_all_nodes(config)
+    return FailedRun(
+        recovery,
+        (*history.failures, *more),
+        needed=nodes if needs_all else min(wanted, nodes),
+        lost_after_s=lost_after_s(config),
+        why_never=_OWN_STATE if config.job.command is not None and not recovery.restart_commands else None,
+    )

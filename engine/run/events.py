@@ -1,7 +1,7 @@
 """The events of a run's journal, one class per kind (discriminator `event`), and the models that they carry.
 
-`at` is set by the journal when the event is appended. An event whose class is `synced` is on the disk before the
-supervisor acts on it. A change that an older reader would misread needs a higher JOURNAL_VERSION.
+`at` is set by the journal when the event is appended. A change that an older reader would misread needs a higher
+JOURNAL_VERSION.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Literal
 
 from pydantic import Field, StrictBool
 
@@ -21,7 +21,6 @@ from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
 
 JOURNAL_VERSION = 1
-ABORT: Final = "abort"
 
 
 class StopStage(StrEnum):
@@ -53,17 +52,10 @@ class Attempt(FrozenModel):
     network: NetworkPlan
     memory_kills: int | None = None
     """Processes that this machine had killed for lack of memory when the attempt began."""
-    members: tuple[tuple[int, str], ...] = ()
-    """(rank, node): a run that goes on without a node renumbers its ranks. Empty: all of the plan's, as planned."""
-    resume: bool = False
-    """The trainers go on from what an earlier attempt saved."""
+    nodes: tuple[str, ...] = ()
+    """In the order of their ranks: a run that goes on without a node renumbers these."""
     reached: int = 0
     """The iteration that the run had reached before."""
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The members' names in the order of their ranks."""
-        return tuple(node for _, node in self.members)
 
     def layout(self, rank: int) -> HostLayout:
         return next(layout for layout in self.layouts if rank in layout.ranks)
@@ -124,15 +116,15 @@ class Hang:
 
 
 class Event(FrozenModel):
-    synced: ClassVar[bool] = False
-
     at: datetime = datetime.min.replace(tzinfo=UTC)
 
 
-class RunPlanned(Event):
-    """The first event of every journal, before anything starts."""
+class SyncedEvent(Event):
+    """On the disk before the supervisor acts on it."""
 
-    synced: ClassVar[bool] = True
+
+class RunPlanned(SyncedEvent):
+    """The first event of every journal, before anything starts."""
 
     event: Literal["planned"] = "planned"
     version: int = JOURNAL_VERSION
@@ -155,9 +147,7 @@ class SupervisorStarted(Event):
     adopted: bool = False
 
 
-class StateChanged(Event):
-    synced: ClassVar[bool] = True
-
+class StateChanged(SyncedEvent):
     event: Literal["state"] = "state"
     state: RunState
     verdict: Verdict | None = None
@@ -168,18 +158,14 @@ class StateChanged(Event):
     """Nodes on which it is not proved that nothing of the run is left."""
 
 
-class RunReopened(Event):
+class RunReopened(SyncedEvent):
     """The run had ended and goes on from the state that it saved; preflight comes next."""
-
-    synced: ClassVar[bool] = True
 
     event: Literal["reopened"] = "reopened"
 
 
-class NodesExcluded(Event):
-    """Preflight left these nodes out, and plan.json was made again without them."""
-
-    synced: ClassVar[bool] = True
+class NodesExcluded(SyncedEvent):
+    """Preflight left these nodes out: the run goes on without them."""
 
     event: Literal["nodes_excluded"] = "nodes_excluded"
     nodes: tuple[str, ...]
@@ -187,19 +173,15 @@ class NodesExcluded(Event):
     world_size: int
 
 
-class AttemptPlanned(Event):
+class AttemptPlanned(SyncedEvent):
     """The next attempt, before anything of it starts."""
-
-    synced: ClassVar[bool] = True
 
     event: Literal["attempt"] = "attempt"
     attempt: Attempt
 
 
-class LauncherStarted(Event):
+class LauncherStarted(SyncedEvent):
     """mlx.launch's process, leader of its group."""
-
-    synced: ClassVar[bool] = True
 
     event: Literal["launcher"] = "launcher"
     pid: int
@@ -256,20 +238,15 @@ class HangDetected(Event):
     node: str | None = None
 
 
-class RequestReceived(Event):
-    synced: ClassVar[bool] = True
-
+class RequestReceived(SyncedEvent):
     event: Literal["request"] = "request"
-    request: str = Field(max_length=100)
+    request: Literal["abort"]
     now: StrictBool = False
     """Skip the cooperative stop."""
     by: str = Field(default="", max_length=100)
-    requested_at: str = Field(default="", max_length=100)
 
 
-class StopStageReached(Event):
-    synced: ClassVar[bool] = True
-
+class StopStageReached(SyncedEvent):
     event: Literal["stop"] = "stop"
     stage: StopStage
     purpose: Literal["abort", "fence", "end"] = "abort"
@@ -279,9 +256,7 @@ class StopStageReached(Event):
     """Processes still alive, as "node pid command"."""
 
 
-class AttemptFailed(Event):
-    synced: ClassVar[bool] = True
-
+class AttemptFailed(SyncedEvent):
     event: Literal["attempt_failed"] = "attempt_failed"
     attempt: int
     verdict: Verdict
@@ -300,9 +275,7 @@ class RestartDelayed(Event):
     why: str
 
 
-class RestartPlanned(Event):
-    synced: ClassVar[bool] = True
-
+class RestartPlanned(SyncedEvent):
     event: Literal["restart"] = "restart"
     attempt: int
     after: int
@@ -330,10 +303,8 @@ class RestartRefused(Event):
     why: str
 
 
-class CleanupConfirmed(Event):
+class CleanupConfirmed(SyncedEvent):
     """Nothing of the run is left on this node; at the run's end that was not proved yet."""
-
-    synced: ClassVar[bool] = True
 
     event: Literal["cleanup_confirmed"] = "cleanup_confirmed"
     node: str
@@ -346,5 +317,9 @@ class Note(Event):
     message: str
 
 
-EVENTS: dict[str, type[Event]] = {kind.model_fields["event"].default: kind for kind in Event.__subclasses__()}
+EVENTS: dict[str, type[Event]] = {
+    kind.model_fields["event"].default: kind
+    for kind in (*Event.__subclasses__(), *SyncedEvent.__subclasses__())
+    if kind is not SyncedEvent
+}
 """By the value of `event`."""

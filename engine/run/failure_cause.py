@@ -176,7 +176,7 @@ def diagnose(run_dir: RunDir) -> Diagnosis | None:
     """The first cause of this run's end, from its journal and the ends of its logs; None when it is not known."""
     hosts: dict[int | None, str] = {}
     try:
-        history = fold(read_journal(run_dir.journal).events)
+        history = fold(read_journal(run_dir.journal))
     except StateError:
         found = first_cause(run_dir, None, {})
     else:
@@ -353,7 +353,7 @@ def _bases(history: RunHistory) -> Mapping[int, int]:
     record = history.record
     ending = record.reason, record.rank, record.host, record.cause
     for attempt in reversed(history.attempts):
-        verdict = attempt.failed.verdict if attempt.failed is not None else None
-        if verdict is not None and (verdict.reason, verdict.rank, verdict.host, verdict.cause) == ending:
+        failed = attempt.status
+        if failed.reason is not None and (failed.reason, failed.rank, failed.host, failed.cause) == ending:
             return attempt.plan.log_bases
     return history.attempts[-1].plan.log_bases if history.attempts else {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.cluster.host_connection import HostConnection
 from engine.launch.hostfile import ports_of
 from engine.launch.mlx_launch import LauncherWatch
 from engine.launch.ssh_shim import ssh_log_path
+from engine.launch.start_script import StartFailure
 from engine.node.processes import oom_kill_count
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
@@ -117,8 +118,8 @@ class AttemptOrigin:
 
     launcher: LauncherWatch | None = None
     """None: there never was one, or it is no longer ours to watch."""
-    start_failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    """Ranks that did not start, where there is no mlx.launch to report them → (exit code, message)."""
+    start_failures: Sequence[StartFailure] = ()
+    """The ranks that did not start, where there is no mlx.launch to report them."""
     adopted: bool = False
     """An earlier supervisor started it."""
     rebooted: bool = False
@@ -152,7 +153,7 @@ class EvidenceCollector:
         config = self._context.plan.config
         return RankEvidence(
             rank=rank.number,
-            node=rank.planned.node,
+            node=rank.node,
             python=config.nodes[rank.number].python,
             started=rank.started,
             record=rank.record,
@@ -200,7 +201,7 @@ class EvidenceCollector:
         return dict(redact_document(event, self._environment)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
-        _, message = self._origin.start_failures.get(rank, (0, ""))
+        message = next((each.message for each in self._origin.start_failures if each.rank == rank), "")
         launching = self._context.run_dir.attempt(self._context.attempt.number)
         return message or tail(ssh_log_path(launching, rank))
 
@@ -208,7 +209,7 @@ class EvidenceCollector:
         connection = self._connection(rank.number)
         if connection.local:
             return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)
-        before = self._health.memory_kills(rank.planned.node)
+        before = self._context.history.memory_kills(rank.node)
         now = connection.facts.memory_kills if connection.facts is not None else None
         return before is not None and now is not None and now > before
 

@@ -11,9 +11,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
-from engine.protocol.attempt import Identity
 from engine.run.events import (
-    ABORT,
     AlarmRaised,
     Attempt,
     AttemptFailed,
@@ -47,27 +45,19 @@ ALARMS_SHOWN = 20
 @dataclass(frozen=True)
 class AttemptHistory:
     plan: Attempt
-    planned_at: datetime
-    why: str | None = None
-    """Why there is another attempt; None for the first."""
-    boot_ids: tuple[str, ...] = ()
-    """The head's, one for each supervisor that had the attempt in charge."""
+    status: AttemptStatus
+    boot_id: str | None = None
+    """The head's, when it was planned."""
     launcher: LauncherStarted | None = None
     started: Mapping[int, RankLaunched] = field(default_factory=dict)
     ended: Mapping[int, RankExited] = field(default_factory=dict)
     nodes: tuple[NodeConditionChanged, ...] = ()
     alarms: tuple[AlarmRaised, ...] = ()
     hang: Hang | None = None
-    failed: AttemptFailed | None = None
-    resumed: AttemptResumed | None = None
 
     @property
     def number(self) -> int:
         return self.plan.number
-
-    @property
-    def identities(self) -> dict[int, Identity]:
-        return {rank: event.identity for rank, event in self.started.items()}
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -80,25 +70,14 @@ class AttemptHistory:
         event = next((event for event in reversed(self.nodes) if event.node == node), None)
         return NodeCondition(event.condition, event.since or event.at, event.why) if event is not None else None
 
+    def memory_kills(self, node: str) -> int | None:
+        """Processes that `node`, another machine, had killed for lack of memory when the attempt began."""
+        return next((event.memory_kills for event in self.nodes if event.node == node), None)
+
     def shown_alarms(self) -> tuple[Alarm, ...]:
         """The newest alarms, oldest first."""
         newest = self.alarms[-ALARMS_SHOWN:]
         return tuple(Alarm(each.alarm, each.message, each.at, each.iteration, each.ranks) for each in newest)
-
-    def status(self) -> AttemptStatus:
-        status = AttemptStatus(self.number, self.plan.members, self.planned_at, why=self.why)
-        if (failed := self.failed) is not None:
-            how: dict[str, Any] = {name: getattr(failed.verdict, name) for name in ("reason", "rank", "host", "cause")}
-            status = replace(status, ended_at=failed.at, reached=failed.reached, **how)
-        if (event := self.resumed) is not None:
-            status = replace(
-                status,
-                resumed_at=event.resumed.iteration,
-                source=event.resumed.source,
-                repeated=event.repeated,
-                recovery_s=event.seconds,
-            )
-        return status
 
 
 @dataclass(frozen=True)
@@ -126,8 +105,6 @@ class RunHistory:
     """The work between two attempts."""
     restart_refused: str | None = None
     """Why no other attempt follows the last."""
-    exclusions: int = 0
-    """How often preflight excluded nodes."""
     next_why: str | None = None
     """Why the next attempt follows."""
 
@@ -149,16 +126,15 @@ def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHisto
     """The state of a run after `events`, which follow those that led to `history`. Raises StateError when the first
     event of a journal is not its plan."""
     for event in events:
-        history = _begin(event) if history is None else _advance(history, event)
+        if history is not None:
+            history = _advance(history, event)
+        elif isinstance(event, RunPlanned):
+            history = RunHistory(event.run, event.nonce, state_since=event.at)
+        else:
+            break
     if history is None:
         raise StateError("the journal does not begin with a plan")
     return history
-
-
-def _begin(event: Event) -> RunHistory:
-    if not isinstance(event, RunPlanned):
-        raise StateError("the journal does not begin with a plan")
-    return RunHistory(event.run, event.nonce, state_since=event.at)
 
 
 def _advance(history: RunHistory, event: Event) -> RunHistory:
@@ -169,23 +145,22 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
     record = _record(history.record, event)
     attempts = history.attempts
     if attempts:
-        at = _attempt_of(history, event)
-        attempts = (*attempts[:at], _attempt(attempts[at], event), *attempts[at + 1 :])
+        attempts = (*attempts[:-1], _attempt(attempts[-1], event))
     return replace(history, record=record, attempts=attempts, **_changes(history, event))
 
 
 def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
     attempt = event.attempt
-    boot_ids = (history.boot_id,) if history.boot_id is not None else ()
     changes = {
         "attempts": attempt.number,
         "backend": attempt.network.backend,
-        "world_size": len(attempt.members) or history.record.world_size,
+        "world_size": len(attempt.nodes) or history.record.world_size,
     }
+    status = AttemptStatus(attempt.number, tuple(enumerate(attempt.nodes)), event.at, history.next_why)
     return replace(
         history,
         record=history.record.model_copy(update=changes),
-        attempts=(*history.attempts, AttemptHistory(attempt, event.at, history.next_why, boot_ids)),
+        attempts=(*history.attempts, AttemptHistory(attempt, status, history.boot_id)),
         launched=True,
         stop=None,
         restart_pending=None,
@@ -237,19 +212,9 @@ def _end(event: StateChanged) -> dict[str, Any]:
     return changes | {name: value for name, value in asdict(event.figures).items() if value is not None}
 
 
-def _attempt_of(history: RunHistory, event: Event) -> int:
-    """The place of the attempt that `event` is about; the last one where it names none."""
-    number = event.attempt if isinstance(event, AttemptFailed | AttemptResumed) else None
-    # The last of its number: a line that a failing disk has taken twice stands for one attempt.
-    places = [at for at, attempt in enumerate(history.attempts) if attempt.number == number]
-    return places[-1] if places else len(history.attempts) - 1
-
-
 def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
     changes: dict[str, Any] = {}
     match event:
-        case SupervisorStarted():
-            changes = {"boot_ids": (*attempt.boot_ids, event.boot_id)}
         case LauncherStarted():
             changes = {"launcher": event}
         case RankLaunched():
@@ -262,10 +227,12 @@ def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
             changes = {"alarms": (*attempt.alarms, event)}
         case HangDetected():
             changes = {"hang": attempt.hang or event.hang}
-        case AttemptFailed(attempt=attempt.number):
-            changes = {"failed": attempt.failed or event}
+        case AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:
+            how: dict[str, Any] = {name: getattr(event.verdict, name) for name in ("reason", "rank", "host", "cause")}
+            changes = {"status": replace(attempt.status, ended_at=event.at, reached=event.reached, **how)}
         case AttemptResumed(attempt=attempt.number):
-            changes = {"resumed": event}
+            status = replace(attempt.status, resumed_at=event.resumed.iteration, source=event.resumed.source)
+            changes = {"status": replace(status, repeated=event.repeated, recovery_s=event.seconds)}
     return replace(attempt, **changes)
 
 
@@ -278,7 +245,7 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case SupervisorStarted():
             changes = {"boot_id": event.boot_id}
-        case RequestReceived() if event.request == ABORT and (history.abort is None or event.now):
+        case RequestReceived() if history.abort is None or event.now:
             changes = {"abort": event}
         case StopStageReached(purpose="abort"):
             changes = {"stop": _stop_progress(event, history.stop)}
@@ -289,8 +256,6 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
             changes = {"restart_pending": event.why}
         case RestartRefused():
             changes = {"restart_refused": event.why, "restart_pending": None}
-        case NodesExcluded():
-            changes = {"exclusions": history.exclusions + 1}
     return changes
 
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from engine.run.events import (
     RunPlanned,
     SharesChosen,
     StateChanged,
+    SyncedEvent,
     Verdict,
 )
 from engine.run.history import fold
@@ -60,7 +60,7 @@ class Journal:
         stamped = event.model_copy(update={"at": self._clock()})
         fields = stamped.model_dump(mode="json", exclude_none=True)
         line = json.dumps({"event": fields["event"], **fields}, ensure_ascii=False)
-        self._file.append(line.encode(errors="backslashreplace"), sync=event.synced)
+        self._file.append(line.encode(errors="backslashreplace"), sync=isinstance(event, SyncedEvent))
         return stamped
 
     def flush(self) -> bool:
@@ -69,13 +69,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-
-@dataclass(frozen=True)
-class JournalContents:
-    events: tuple[Event, ...] = ()
-    damaged: tuple[int, ...] = ()
-    """Numbers of the lines, from 1, that are no event."""
 
 
 class JournalTail:
@@ -87,38 +80,34 @@ class JournalTail:
         self._line = 0
         self.damaged: list[int] = []
         """Numbers of the lines, from 1, that are no event."""
-        self._newer: StateError | None = None
 
     def events(self) -> Iterator[Event]:
         """The new events in order; none while there is no journal. Raises StateError for a newer format."""
-        if self._newer is not None:
-            raise self._newer
         for line in self._tail.lines():
             self._line += 1
             fields = parse_json_line(line)
-            if self._line == 1 and (newer := self._newer_version(fields or {})) is not None:
-                self._newer = newer
-                raise newer
+            if self._line == 1:
+                self._refuse_newer(fields or {})
             event = _event(fields)
             if event is not None:
                 yield event
             elif line.strip():
                 self.damaged.append(self._line)
 
-    def _newer_version(self, first: dict[str, Any]) -> StateError | None:
+    def _refuse_newer(self, first: dict[str, Any]) -> None:
         version = first.get("version")
         if not isinstance(version, int) or version <= JOURNAL_VERSION:
-            return None
+            return
+        # As often as it is read.
+        self._line = self._tail.offset = 0
         why = f"its format is version {version}, and this one reads up to version {JOURNAL_VERSION}"
         todo = "use the release that launched the run, or upgrade this one"
-        return StateError("the journal is of a newer release", where=str(self._path), why=why, todo=todo)
+        raise StateError("the journal is of a newer release", where=str(self._path), why=why, todo=todo)
 
 
-def read_journal(path: Path) -> JournalContents:
+def read_journal(path: Path) -> tuple[Event, ...]:
     """Empty when there is no journal. Raises StateError for a newer format."""
-    tail = JournalTail(path)
-    events = tuple(tail.events())
-    return JournalContents(events, tuple(tail.damaged))
+    return tuple(JournalTail(path).events())
 
 
 def read_journal_end(path: Path, size: int) -> list[Event]:
@@ -174,7 +163,8 @@ class RunRecorder:
 
     def __init__(self, path: Path, plan: RunPlan, put: Callable[[RunRecord], object], clock: Clock = _now) -> None:
         """Begins the journal with `plan` when there is none. Raises StateError when it cannot be read."""
-        contents = read_journal(path)
+        tail = JournalTail(path)
+        events = list(tail.events())
         self._journal = Journal(path, clock)
         self._put = put
         self._store = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -182,13 +172,13 @@ class RunRecorder:
         self._reserve = path.with_name(f".{path.name}.reserve")
         _reserve_room(self._reserve)
         planned = RunPlanned(run=plan.record(), nonce=os.urandom(16).hex())
-        self.history = fold(contents.events or [self._journal.append(planned)])
+        self.history = fold(events or [self._journal.append(planned)])
         """With everything that was appended so far."""
-        if not contents.events:
+        if not events:
             self._store.submit(self._put_newest, self.history.record)
             if plan.division is not None:
                 self.append(SharesChosen(division=plan.division))
-        elif (damage := describe_damage(contents.damaged)) is not None:
+        elif (damage := describe_damage(tail.damaged)) is not None:
             self.append(Note(message=damage))
 
     @property

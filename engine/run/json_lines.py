@@ -29,13 +29,11 @@ class LineFile:
         """There are lines that the disk has not taken yet."""
         return bool(self._waiting)
 
-    def append(self, line: bytes, *, sync: bool = False) -> bool:
-        """Write `line`, given without its newline, by one write; with `sync` it is on the disk when this returns.
-
-        False when the disk is full and the line waits. Raises OSError for any other fault.
-        """
+    def append(self, line: bytes, *, sync: bool = False) -> None:
+        """Write `line`, given without its newline, by one write; with `sync` it is on the disk when this returns. While
+        the disk is full it waits. Raises OSError for any other fault."""
         self._waiting += line + b"\n"
-        return self.flush(sync=sync)
+        self.flush(sync=sync)
 
     def flush(self, *, sync: bool = False) -> bool:
         """Write what waits; False while there is no room."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from engine.security.sanitise import finite_or_none
 from engine.snapshots import Series, SeriesMark
 
 X = TypeVar("X", int, float)
@@ -56,11 +58,11 @@ class Curve:
 
     def add(self, x: int, y: Any) -> None:
         """Append a point; what is not a finite number is no point. Going back in x (a restart) drops what was there."""
-        if not isinstance(y, int | float) or not math.isfinite(y):
+        if (value := finite_or_none(y)) is None:
             return
         while self.points and self.points[-1][0] >= x:
             self.points.pop()
-        self.points.append((x, float(y)))
+        self.points.append((x, value))
         if len(self.points) > POINT_LIMIT:
             newest = self.points.pop()
             # decimate keeps two points per column; the newest one must always be shown.
@@ -78,7 +80,7 @@ class SeriesBuilder:
         self.train, self.val, self.tokens_per_second = Curve(), Curve(), Curve()
         self.iteration: int | None = None
         self.learning_rate: float | None = None
-        self._speeds: list[float] = []
+        self._speeds: deque[float] = deque(maxlen=_RECENT)
         self._restarts: list[SeriesMark] = []
         self._attempt: int | None = None
         self._built: Series | None = None
@@ -102,11 +104,10 @@ class SeriesBuilder:
         self.iteration = iteration
         self.train.add(iteration, row.get("train_loss"))
         self.tokens_per_second.add(iteration, row.get("tokens_per_second"))
-        rate = row.get("learning_rate")
-        self.learning_rate = float(rate) if isinstance(rate, int | float) else None
-        speed = row.get("iterations_per_second")
-        if isinstance(speed, int | float) and math.isfinite(speed) and speed > 0:
-            self._speeds = [*self._speeds[1 - _RECENT :], float(speed)]
+        self.learning_rate = finite_or_none(row.get("learning_rate"))
+        speed = finite_or_none(row.get("iterations_per_second"))
+        if speed is not None and speed > 0:
+            self._speeds.append(speed)
 
     def seconds_left(self, iteration: int | None, iterations: int | None) -> float | None:
         """Time to the last iteration at the pace of the recent reports; validation is not in that pace."""

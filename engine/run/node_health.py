@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from engine.cluster.host_connection import HostConnection
 from engine.config.models import Config
@@ -55,9 +55,11 @@ class NodeHealth:
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._hosts = [_Host(connection) for connection in connections]
-        self._memory_kills: dict[str, int | None] = {}
         for event in before:
-            self._restore(event)
+            for host in self._hosts:
+                if event.node in host.connection.names:
+                    # Whether it is lost is for this supervisor to find out.
+                    host.condition = "connected" if event.condition == "connected" else "unreachable"
 
     def poll(self) -> list[int]:
         """Record what has changed; the ranks whose node is lost."""
@@ -69,10 +71,6 @@ class NodeHealth:
         """The longest time for which a node was away, so far."""
         return max((host.longest_silence_s for host in self._hosts if host.connection is connection), default=0.0)
 
-    def memory_kills(self, name: str) -> int | None:
-        """The node's count when the attempt began."""
-        return self._memory_kills.get(name)
-
     def _update(self, host: _Host) -> None:
         state = host.connection.state
         back_after_s = host.silent_s if state.silent_s < host.silent_s else 0.0
@@ -81,40 +79,20 @@ class NodeHealth:
         if host.connection.local:
             return
         if state.silent_s < UNREACHABLE_S:
-            if state.answered and host.condition != "connected":
-                self._record_connected(host, back_after_s)
+            facts = host.connection.facts
+            if host.condition is None and state.answered and facts is not None:
+                self._enter(host, "connected", boot_id=facts.boot_id, memory_kills=facts.memory_kills)
+            elif host.condition in ("unreachable", "lost") and state.answered:
+                self._enter(host, "connected", silent_s=round(back_after_s, 1))
             return
+        away = {"since": self._clock() - timedelta(seconds=state.silent_s), "why": state.problem or "no answer"}
         if host.condition not in ("unreachable", "lost"):
-            self._record_away(host, "unreachable")
+            self._enter(host, "unreachable", **away)
         limit_s = self._lost_after_s
         if host.condition == "unreachable" and limit_s is not None and state.silent_s > limit_s:
-            self._record_away(host, "lost")
+            self._enter(host, "lost", **away)
 
-    def _record_connected(self, host: _Host, back_after_s: float) -> None:
-        facts = host.connection.facts if host.condition is None else None
-        event = NodeConditionChanged(
-            node="",
-            condition="connected",
-            boot_id=facts.boot_id if facts is not None else None,
-            memory_kills=facts.memory_kills if facts is not None else None,
-            silent_s=round(back_after_s, 1) if host.condition is not None else None,
-        )
-        host.condition = "connected"
-        for name in host.connection.names:
-            self._memory_kills.setdefault(name, event.memory_kills)
-            self._record(event.model_copy(update={"node": name}))
-
-    def _record_away(self, host: _Host, condition: Literal["unreachable", "lost"]) -> None:
-        state = host.connection.state
+    def _enter(self, host: _Host, condition: Literal["connected", "unreachable", "lost"], **how: Any) -> None:
         host.condition = condition
-        since, why = self._clock() - timedelta(seconds=state.silent_s), state.problem or "no answer"
         for name in host.connection.names:
-            self._record(NodeConditionChanged(node=name, condition=condition, since=since, why=why))
-
-    def _restore(self, event: NodeConditionChanged) -> None:
-        if event.memory_kills is not None:
-            self._memory_kills.setdefault(event.node, event.memory_kills)
-        for host in self._hosts:
-            if event.node in host.connection.names:
-                # Whether it is lost is for this supervisor to find out.
-                host.condition = "connected" if event.condition == "connected" else "unreachable"
+            self._record(NodeConditionChanged(node=name, condition=condition, **how))

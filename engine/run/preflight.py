@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from engine.checks import sync
@@ -18,12 +19,11 @@ from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import needs_example_count, shared_plan_inputs, with_example_count
 from engine.checks.runner import plan_with_checks, plan_with_results, run_checks
 from engine.cluster.transport.fleet import Fleet
-from engine.errors import StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.plan.document import VERSION, TrainingPlan
 from engine.protocol.attempt import write_atomic
 from engine.run.events import Verdict
-from engine.run.run_plan import RunPlan, read_plan, write_plan
+from engine.run.run_plan import RunPlan
 from engine.security.audit import audit_log
 from engine.store.layout import RunDir
 
@@ -43,7 +43,7 @@ async def run_preflight(run_dir: RunDir, plan: RunPlan, context: CheckContext) -
         results[result.name] = result
         if result.name == sync.NAME and result.status is not CheckStatus.RUNNING:
             synced.set()
-        _write(run_dir, _report(results.values(), CheckStatus.RUNNING, plan.skip))
+        _write_report(run_dir, results.values(), CheckStatus.RUNNING, plan.skip)
 
     audit = functools.partial(audit_log, home=run_dir.home)
     document = _TrainingPlan(run_dir)
@@ -52,12 +52,12 @@ async def run_preflight(run_dir: RunDir, plan: RunPlan, context: CheckContext) -
         report = await run_checks(context, skip=plan.skip, on_result=keep, audit=audit)
         await asyncio.wait([planning], timeout=_PLAN_S)
     except asyncio.CancelledError:
-        _write(run_dir, _report(map(_cut_short, results.values()), CheckStatus.SKIP, plan.skip))
+        _write_report(run_dir, map(_cut_short, results.values()), CheckStatus.SKIP, plan.skip)
         raise
     finally:
         planning.cancel()
         await asyncio.gather(planning, return_exceptions=True)
-    _write(run_dir, report)
+    _write(run_dir.preflight, report.model_dump_json(indent=1))
     if document.plan is not None:
         document.put(plan_with_results(document.plan, report))
     return report
@@ -100,8 +100,7 @@ def _no_training_plan(run_dir: RunDir, reason: str) -> None:
 
 
 def _write_document(run_dir: RunDir, document: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        write_atomic(run_dir.training_plan, json.dumps(document, indent=1) + "\n")
+    _write(run_dir.training_plan, json.dumps(document, indent=1) + "\n")
 
 
 def preflight_context(plan: RunPlan, fleet: Fleet) -> CheckContext:
@@ -114,24 +113,12 @@ def excluded_nodes(report: PreflightReport) -> dict[str, str]:
 
 
 def replan(run_dir: RunDir, plan: RunPlan, excluded: Mapping[str, str]) -> RunPlan:
-    """The plan without these nodes, written in place of the run's; the first is kept. Raises StateError."""
+    """The plan without these nodes. Raises InputError when none is left."""
     made = plan.without(excluded)
-    try:
-        if not run_dir.whole_plan.exists():
-            write_plan(run_dir.whole_plan, plan)
-        write_plan(run_dir.plan, made)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise StateError("the plan could not be made again", where=str(run_dir.plan), why=why) from error
     _no_training_plan(run_dir, f"it is made again without {', '.join(excluded)}")
-    details = {"run": plan.run_id, "excluded": list(excluded), "ranks": len(made.ranks), "why": [*excluded.values()]}
+    details = {"run": plan.run_id, "excluded": list(excluded), "ranks": len(made.nodes), "why": [*excluded.values()]}
     audit_log("replan", "excluded", details, home=run_dir.home)
     return made
-
-
-def whole_plan(run_dir: RunDir, plan: RunPlan) -> RunPlan:
-    """`plan` as it was before any node was excluded: earlier attempts may have had them. Raises StateError."""
-    return read_plan(run_dir.whole_plan) if run_dir.whole_plan.exists() else plan
 
 
 def preflight_verdict(failed: CheckResult) -> Verdict:
@@ -140,10 +127,10 @@ def preflight_verdict(failed: CheckResult) -> Verdict:
     return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, cause, rank, node, fix=failed.fix_command)
 
 
-def _report(checks: Iterable[CheckResult], status: CheckStatus, skip: tuple[str, ...]) -> PreflightReport:
-    return PreflightReport(
-        checks=list(checks), overall_status=status, overridden=list(skip), finished_at=datetime.now(UTC)
-    )
+def _write_report(run_dir: RunDir, checks: Iterable[CheckResult], status: CheckStatus, skip: tuple[str, ...]) -> None:
+    now = datetime.now(UTC)
+    report = PreflightReport(checks=list(checks), overall_status=status, overridden=list(skip), finished_at=now)
+    _write(run_dir.preflight, report.model_dump_json(indent=1))
 
 
 def _cut_short(result: CheckResult) -> CheckResult:
@@ -151,7 +138,7 @@ def _cut_short(result: CheckResult) -> CheckResult:
     return result.model_copy(update=unfinished) if result.status is CheckStatus.RUNNING else result
 
 
-def _write(run_dir: RunDir, report: PreflightReport) -> None:
+def _write(path: Path, text: str) -> None:
     """For the frontends; a full disk must not end the run."""
     with contextlib.suppress(OSError):
-        write_atomic(run_dir.preflight, report.model_dump_json(indent=1))
+        write_atomic(path, text)

@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.config.models import RecoveryConfig
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -151,13 +152,10 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
 class Watchdog:
     """The watchdog of one attempt. Call `check` at every tick."""
 
-    def __init__(
-        self, progress: AttemptProgress, ranks: Sequence[int], hang_s: float, stall_s: float, now: float
-    ) -> None:
+    def __init__(self, progress: AttemptProgress, ranks: Sequence[int], recovery: RecoveryConfig, now: float) -> None:
         self._progress = progress
-        self._ranks = tuple(ranks)
-        self._hang_s = hang_s
-        self._stall_s = stall_s
+        self._ranks = ranks
+        self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
         self._since = self._checked_at = now
 
     def check(self, now: float, *, receiving: bool) -> Hang | None:
@@ -200,13 +198,7 @@ _NAME_END = 32
 class EventIntake:
     """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        attempt: int,
-        bases: dict[int, int],
-        consistency: ConsistencyWatch | None = None,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, attempt: int, bases: dict[int, int], consistency: ConsistencyWatch) -> None:
         """`bases`: rank → where the attempt begins in the head's event file."""
         self._consistency = consistency
         self.progress = AttemptProgress()
@@ -234,12 +226,10 @@ class EventIntake:
                 # Most lines are steps, which are only parsed where they are needed.
                 if _STEP in line[:_NAME_END]:
                     self.progress.step(rank, line, time.monotonic())
-                    if self._consistency is not None:
-                        self._consistency.step(rank, line)
+                    self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
-        if self._consistency is not None:
-            self._consistency.poll()
+        self._consistency.poll()
 
     def close(self) -> None:
         self._file.close()
@@ -247,9 +237,9 @@ class EventIntake:
     def _take(self, rank: int, event: dict[str, Any]) -> None:
         self.progress.take(rank, event, time.monotonic())
         match event.get("event"):
-            case "checkpoint" if self._consistency is not None:
+            case "checkpoint":
                 self._consistency.checkpoint(event)
-            case "replica_check" if self._consistency is not None:
+            case "replica_check":
                 self._consistency.replica_check(event)
             case ("report" | "validation") as name if rank == 0:
                 self._keep(_METRICS[name], event)

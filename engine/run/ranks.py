@@ -16,7 +16,7 @@ from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
 from engine.run.events import Attempt, Note, RankExited, RankLaunched
 from engine.run.history import AttemptHistory
 from engine.run.journal import RunRecorder
-from engine.run.run_plan import PlannedRank, RunPlan
+from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 
 
@@ -36,10 +36,6 @@ class HostConnections:
         for connection in self._all:
             connection.start()
 
-    async def close(self) -> None:
-        # All at once: each may wait for a host that does not answer any more.
-        await asyncio.gather(*(connection.close() for connection in self._all))
-
 
 def host_connections(
     plan: RunPlan, attempt: Attempt, fleet: TransportProvider, here: Path, known: Mapping[int, Identity]
@@ -51,7 +47,7 @@ def host_connections(
         node = plan.config.nodes[layout.ranks[0]]
         # On this machine with the python that runs us: a rank's broken one must not leave its processes unproved.
         node = THIS_MACHINE if node.local else node
-        nodes = {rank: plan.ranks[rank].node for rank in layout.ranks}
+        nodes = {rank: plan.nodes[rank] for rank in layout.ranks}
         part = AttemptOnHost(attempt.files_at(layout, plan.run_id), attempt.nonce, nodes, known)
         connections.append(HostConnection(node, fleet.to(node), part))
     if not any(connection.local for connection in connections):
@@ -79,7 +75,8 @@ class AttemptContext:
 class Rank:
     """One rank as its host last showed it."""
 
-    planned: PlannedRank
+    number: int
+    node: str
     identity: Identity | None = None
     record: ExitRecord | None = None
     vanished: bool = False
@@ -90,10 +87,6 @@ class Rank:
     """Its node has been away for longer than its lease, which has ended it there."""
     launcher_code: int | None = None
     """The exit code of its start, where no keeper has reported another."""
-
-    @property
-    def number(self) -> int:
-        return self.planned.rank
 
     @property
     def started(self) -> bool:
@@ -109,9 +102,10 @@ class Rank:
 class Ranks:
     """All ranks of one attempt, and the way to their keepers."""
 
-    def __init__(self, connections: HostConnections, planned: Sequence[PlannedRank]) -> None:
+    def __init__(self, connections: HostConnections, nodes: Sequence[str]) -> None:
+        """`nodes`: the names of the ranks' nodes, in the order of the ranks."""
         self.connections = connections
-        self.all = [Rank(rank) for rank in planned]
+        self.all = [Rank(number, node) for number, node in enumerate(nodes)]
 
     def poll(self) -> list[Rank]:
         """Update all ranks; those that have changed."""
@@ -157,7 +151,7 @@ def record_rank_changes(context: AttemptContext, changed: Sequence[Rank]) -> Non
     """Enter the starts and ends of these ranks, each once, also over supervisors."""
     record = context.recorder.append
     for rank in changed:
-        number, node = rank.number, rank.planned.node
+        number, node = rank.number, rank.node
         if rank.identity is not None and number not in context.history.started:
             record(RankLaunched(rank=number, node=node, identity=rank.identity))
         if not rank.ended or number in context.history.ended:
@@ -166,16 +160,7 @@ def record_rank_changes(context: AttemptContext, changed: Sequence[Rank]) -> Non
             why = "its node is lost" if rank.lost else "no exit record"
             record(RankExited(rank=number, node=node, code=rank.launcher_code, error=why))
             continue
-        record(
-            RankExited(
-                rank=number,
-                node=node,
-                code=end.code,
-                signal=end.signal,
-                stopped_by=end.stopped_by,
-                error=end.error,
-            )
-        )
+        record(RankExited.model_validate({**vars(end), "rank": number, "node": node}))
         if end.dropped_bytes:
             lost = f"rank {number}: {end.dropped_bytes} bytes of output were lost to a full disk"
             record(Note(message=f"{lost} on {node}"))

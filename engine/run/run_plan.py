@@ -14,102 +14,63 @@ from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
 from engine.protocol.attempt import write_atomic
 
-PLAN_VERSION = "2.0.0"
-
-
-class PlannedRank(FrozenModel):
-    rank: int
-    node: str
-    host: str
-    """Address of the node, for messages."""
-    share: float = 1.0
-    """Relative share of the global batch."""
-
 
 class RunPlan(FrozenModel):
-    """plan.json."""
+    """plan.json: a run of `config` as launched, with one rank per node, in its order. Nodes that preflight has excluded
+    since are in the journal."""
 
-    version: str = PLAN_VERSION
     run_id: str
     created_at: datetime
     config: Config
     skip: tuple[str, ...] = ()
     """Checks to leave out, from the configuration and from --skip."""
-    ranks: tuple[PlannedRank, ...]
     division: Division | None = None
     """None where no calibration was looked up."""
     calibration: Calibration | None = None
     """The calibration behind `division`: of all nodes of the configuration, also of those that are left out."""
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        *,
-        run_id: str,
-        created_at: datetime,
-        skip: tuple[str, ...] = (),
-        division: Division | None = None,
-        calibration: Calibration | None = None,
-    ) -> RunPlan:
-        """The plan of one run of `config`: one rank per node, in the configuration's order. The nodes' shares are those
-        of `division`, without it those of the configuration."""
-        return cls(
-            run_id=run_id,
-            created_at=created_at,
-            config=config,
-            skip=tuple(dict.fromkeys((*config.preflight.skip, *skip))),
-            ranks=_planned_ranks(config, division),
-            division=division,
-            calibration=calibration,
-        )
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names in the order of their ranks."""
+        return tuple(node.name for node in self.config.nodes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The ranks' relative shares of the global batch: of `division`, without it of the configuration."""
+        parts = self.division.parts if self.division is not None else {}
+        return tuple(parts.get(node.name) or node.share or 1.0 for node in self.config.nodes)
 
     def without(self, nodes: Collection[str]) -> RunPlan:
-        """The plan of the same run without these nodes, its ranks renumbered. Raises InputError when none is left."""
-        kept = [node.name for node in self.config.nodes if node.name not in nodes]
-        division = self.division.without(nodes) if self.division is not None else None
+        """The plan of the same run without these nodes, its ranks renumbered; the plan itself when it has none of them.
+        Raises InputError when none is left."""
+        kept = [name for name in self.nodes if name not in nodes]
+        if len(kept) == len(self.nodes):
+            return self
         config = select_nodes(self.config, kept)
-        changes = {"config": config, "ranks": _planned_ranks(config, division), "division": division}
-        return self.model_copy(update=changes)
+        division = self.division.without(nodes) if self.division is not None else None
+        return self.model_copy(update={"config": config, "division": division})
 
     def among(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
-        itself when they are all of them, or none is named. Raises InputError when none is left."""
-        left_out = [node.name for node in self.config.nodes if node.name not in nodes]
-        return self.without(left_out) if nodes and left_out else self
-
-    @property
-    def backend(self) -> str:
-        """As far as it is known before the nodes are probed: "auto" is decided then, and the attempt's network plan has
-        the result, unless all nodes are this machine."""
-        backend = self.config.cluster.backend
-        return "ring" if backend == "auto" and all(node.local for node in self.config.nodes) else backend
-
-    @property
-    def iterations(self) -> int | None:
-        """None for a command of the user's own."""
-        iterations = self.config.job.mlx_lm.get("iters")
-        return int(iterations) if self.config.job.command is None and iterations is not None else None
+        itself when none is named. Raises InputError when none is left."""
+        return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
 
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""
+        job, backend = self.config.job, self.config.cluster.backend
+        if backend == "auto" and all(node.local for node in self.config.nodes):
+            # Otherwise it is decided when the nodes are probed, and the attempt's network plan has the result.
+            backend = "ring"
+        iterations = job.mlx_lm.get("iters") if job.command is None else None
         return RunRecord(
             id=self.run_id,
-            name=self.config.job.name,
+            name=job.name,
             state=RunState.PLANNED,
             created_at=self.created_at,
-            world_size=len(self.ranks),
-            backend=self.backend,
-            iterations=self.iterations,
+            world_size=len(self.nodes),
+            backend=backend,
+            iterations=int(iterations) if iterations is not None else None,
         )
-
-
-def _planned_ranks(config: Config, division: Division | None) -> tuple[PlannedRank, ...]:
-    parts = division.parts if division is not None else {}
-    return tuple(
-        PlannedRank(rank=number, node=node.name, host=node.ssh, share=parts.get(node.name) or node.share or 1.0)
-        for number, node in enumerate(config.nodes)
-    )
 
 
 def write_plan(path: Path, plan: RunPlan) -> None:

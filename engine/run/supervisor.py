@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -32,9 +31,8 @@ from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
-from engine.run.decide import Continue, Finish, Restart, decide, failed_run, original_failure, refusal
+from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
 from engine.run.events import (
-    ABORT,
     NodesExcluded,
     Note,
     RequestReceived,
@@ -47,10 +45,10 @@ from engine.run.events import (
 )
 from engine.run.history import RunHistory
 from engine.run.journal import FOLLOWERS, RunRecorder
-from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight, whole_plan
+from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight
 from engine.run.run_plan import RunPlan, read_plan
 from engine.run.shutdown import kill_everywhere
-from engine.run.supervisor_process import AFTERMATH_S, take_lock, take_requests
+from engine.run.supervisor_process import AFTERMATH_S, take_requests
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
@@ -63,10 +61,10 @@ class Supervisor:
     def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
         """`nodes` is this machine's own node root."""
         fleet = Fleet(plan.config.nodes, run_dir.home)
-        self._run = RunContext(run_dir, plan, whole_plan(run_dir, plan), recorder, fleet, nodes)
+        self._run = RunContext(run_dir, plan, recorder, fleet, nodes)
         self._recorder = recorder
         self._signals: list[RequestReceived] = []
-        self._checks = preflight_context(plan, fleet)
+        self._checks = preflight_context(self._run.plan, fleet)
         self._runner = AttemptRunner(self._run, self._requested_abort)
         self._rng = random.Random()
         self._unconfirmed: tuple[str, ...] = ()
@@ -79,13 +77,14 @@ class Supervisor:
 
     def take_charge(self, *, adopted: bool) -> None:
         """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
-        who = {"pid": os.getpid(), "start": processes.start_time(os.getpid()) or "", "boot_id": processes.boot_id()}
-        self._recorder.append(SupervisorStarted.model_validate({**who, "adopted": adopted}))
-        write_atomic(self._run.run_dir.supervisor, json.dumps(who))
+        pid, boot_id = os.getpid(), processes.boot_id()
+        who = SupervisorStarted(pid=pid, start=processes.start_time(pid) or "", boot_id=boot_id, adopted=adopted)
+        self._recorder.append(who)
+        write_atomic(self._run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
 
     def abort(self, by: str) -> None:
         """Request an abort from a signal handler. It is recorded later: another thread may be at the journal now."""
-        self._signals.append(RequestReceived(request=ABORT, by=by))
+        self._signals.append(RequestReceived(request="abort", by=by))
 
     async def supervise(self, *, adopt: bool) -> None:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
@@ -165,9 +164,9 @@ class Supervisor:
                 jitter=self._rng.uniform(0.5, 1.0),
             )
             decision = decide(state)
-            if not isinstance(decision, Continue):
+            if not isinstance(decision, Wait):
                 return decision
-            if decision.why is not None and decision.why != reported:
+            if decision.why != reported:
                 reported = decision.why
                 self._recorder.append(RestartDelayed(after=state.last.attempt, why=reported))
             await asyncio.sleep(TICK_S)
@@ -199,7 +198,7 @@ class Supervisor:
         """The run's verdict: of the last failures the one that the others follow from."""
         failures = self._history.failures
         self._recorder.append(RestartRefused(after=failures[-1].attempt, why=finish.why))
-        return failures[original_failure(failed_run(self._run.plan, self._history).failures)].verdict
+        return failures[original_failure(failures)].verdict
 
     def _record_end(self, verdict: Verdict) -> None:
         if verdict.state not in FOLLOWERS[self._recorder.state]:
@@ -246,8 +245,8 @@ class Supervisor:
                     why=f"each node has a part of its state; {why}",
                     todo="fix it there",
                 )
-            run.plan = replan(run.run_dir, run.plan, excluded)
-            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=len(run.plan.ranks)))
+            world_size = len(replan(run.run_dir, run.plan, excluded).nodes)
+            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=world_size))
             await self._checks.close()
             self._checks = preflight_context(run.plan, run.fleet)
 
@@ -276,17 +275,13 @@ async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="engine.run.supervisor", description="Supervise one run.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--lock", type=int, default=None, help="descriptor that holds the run's lock")
+    parser.add_argument("--lock", type=int, required=True, help="descriptor that holds the run's lock")
     parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
     parser.add_argument("--resume", action="store_true", help="take up a run that has ended")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
-    held = options.lock if options.lock is not None else take_lock(run_dir)
-    if held is None:
-        print("this run has another supervisor", file=sys.stderr)
-        return 1
-    os.set_inheritable(held, False)
+    os.set_inheritable(options.lock, False)
     try:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from engine.protocol.attempt import write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
 from engine.run.history import fold
 from engine.run.journal import read_journal, read_journal_end
-from engine.run.watch import supervisor_alive
+from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.store.layout import RunDir
 
 _LOCK_NAME = "supervisor.lock"
@@ -115,10 +114,8 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_its_own(run_dir: RunDir, pid: int) -> bool:
-    try:
-        return bool(json.loads(run_dir.supervisor.read_bytes())["pid"] == pid)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    who = newest_supervisor(run_dir)
+    return who is not None and who.pid == pid
 
 
 def _last_line(run_dir: RunDir) -> str:
@@ -129,7 +126,7 @@ def _last_line(run_dir: RunDir) -> str:
 def resume_run(run_dir: RunDir) -> None:
     """Start a supervisor that takes the run up again: preflight first, then the next attempt. Returns when it is in
     charge. Raises InputError for a run that has not ended or has succeeded, LaunchError, StateError."""
-    record = fold(read_journal(run_dir.journal).events).record
+    record = fold(read_journal(run_dir.journal)).record
     if not record.state.ended:
         raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
     if record.state is RunState.SUCCEEDED:
@@ -201,13 +198,12 @@ def _is_done(run_dir: RunDir) -> bool:
     return False
 
 
-def place_request(run_dir: RunDir, request: str, *, now: bool = False, by: str = "") -> None:
-    """Put a request where the supervisor finds it within a tenth of a second."""
+def request_abort(run_dir: RunDir, *, now: bool = False, by: str = "") -> None:
+    """Put the request where the supervisor finds it within a tenth of a second."""
     run_dir.requests.mkdir(mode=0o700, exist_ok=True)
-    at = datetime.now(UTC).isoformat()
-    path = run_dir.requests / f"{at.replace(':', '')}-{uuid.uuid4().hex[:8]}.json"
-    placed = RequestReceived(request=request, now=now, by=by, requested_at=at)
-    write_atomic(path, placed.model_dump_json(exclude={"event", "at"}))
+    name = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:8]}.json"
+    request = RequestReceived(request="abort", now=now, by=by)
+    write_atomic(run_dir.requests / name, request.model_dump_json(exclude={"at"}))
 
 
 def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:

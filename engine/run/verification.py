@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from engine.run.rank_events import RankReport
-from engine.snapshots import Verification
+from engine.config.models import Config
+from engine.run.metrics import SeriesBuilder
+from engine.run.run_plan import RunPlan
+from engine.snapshots import RankReport, Verification
 
 PREDICTION_SHARE: Final = 0.8
 """The share of the predicted throughput that is good enough: predictions are good to a fifth."""
@@ -19,32 +20,21 @@ _ENDS: Final = 5
 """Reports at each end of the loss curve that are averaged: one alone goes up and down."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The values that a run's plan promises."""
-
-    backend: str
-    compared_every: int | None
-    """Updates between comparisons of the replicas, 0 when there are none; None where every rank has a part of its
-    own."""
-    tokens_per_second: float | None = None
-    """None when it was not calibrated."""
-
-
 def verify(
+    plan: RunPlan,
+    backend: str,
     ranks: Sequence[RankReport],
-    expected: Expected,
-    losses: Sequence[tuple[int, float]],
-    tokens_per_second: float | None,
+    series: SeriesBuilder,
     checkpoint: int | None,
 ) -> tuple[Verification, ...]:
-    """`ranks`: the reports of the current attempt, in rank order; `checkpoint`: iteration of the newest one."""
+    """`backend`: as planned; `ranks`: the reports of the current attempt, in rank order; `checkpoint`: iteration of the
+    newest one."""
     return (
-        _backend(ranks, expected.backend),
-        _throughput(tokens_per_second, expected.tokens_per_second),
+        _backend(ranks, backend),
+        _throughput(series.tokens_per_second.last, plan.division.tokens_per_s if plan.division is not None else None),
         _gpu(ranks),
-        _loss(losses),
-        _replicas(ranks, expected.compared_every),
+        _loss(series.train.points),
+        _replicas(ranks, plan.config),
         _checkpoint(ranks, checkpoint),
     )
 
@@ -104,16 +94,17 @@ def _loss(losses: Sequence[tuple[int, float]]) -> Verification:
     return Verification("loss", last < first, f"finite and {trend}: {first:.3f} to {last:.3f}")
 
 
-def _replicas(ranks: Sequence[RankReport], every: int | None) -> Verification:
+def _replicas(ranks: Sequence[RankReport], config: Config) -> Verification:
     if len(ranks) < 2:
         return Verification("replicas", None, "one rank: nothing to compare")
-    if every is None:
+    if config.job.strategy != "data":
         return Verification("replicas", None, "there are none: the strategy gives every rank a part of its own")
-    if every == 0:
+    if not config.consistency.enabled:
         return Verification("replicas", None, "not compared: [consistency] enabled = false")
     compared = [rank for rank in ranks if rank.replicas_agree is not None]
     if not compared:
-        return Verification("replicas", None, f"not compared yet: before the first step, then every {every} updates")
+        text = f"not compared yet: before the first step, then every {config.consistency.every} updates"
+        return Verification("replicas", None, text)
     newest = max(compared, key=lambda rank: rank.compared_at or 0)
     verdict = "equal" if newest.replicas_agree else "NOT equal"
     return Verification("replicas", newest.replicas_agree, f"{verdict} at iteration {newest.compared_at}")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.config.models import Config
 from engine.models import CheckResult, PreflightReport, RunRecord, RunState
 from engine.node.processes import alive, boot_id
-from engine.run.events import RunPlanned
+from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import JournalTail, describe_damage
 from engine.run.json_lines import LineTail
 from engine.run.metrics import SeriesBuilder
-from engine.run.rank_events import RankEvents, RankReport
-from engine.run.run_plan import RunPlan, read_plan
-from engine.run.verification import Expected, verify
-from engine.snapshots import ChunkProgress, Diagnosis, RankStatus, RunSnapshot, Verification
+from engine.run.rank_events import RankEvents
+from engine.run.run_plan import read_plan
+from engine.run.verification import verify
+from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, Verification
 from engine.store.layout import RunDir
 
 _IDENTITY_AGE_S = 1.0
@@ -34,21 +32,18 @@ class RunWatch:
 
     def __init__(self, rundir: RunDir, *, diagnose: Diagnose | None = None) -> None:
         """`diagnose` is called once, when the run has ended without success. Raises StateError when the plan cannot be
-        read, as `poll` does for a plan that was made again, or a journal of a newer release."""
+        read, as `poll` does for a journal of a newer release."""
         self._rundir = rundir
-        self._plan: RunPlan = read_plan(rundir.plan)
-        self._whole_plan = self._plan
+        self._whole_plan = self._plan = read_plan(rundir.plan)
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
         self._journal = JournalTail(rundir.journal)
         self._history = RunHistory(self._plan.record(), "", self._plan.created_at)
         self._started = False
-        self._exclusions = 0
-        self._members: tuple[str, ...] = ()
         self._metrics = LineTail(rundir.metrics)
         self._series = SeriesBuilder()
-        self._ranks = {rank.rank: RankEvents(rundir.events(rank.rank)) for rank in self._plan.ranks}
+        self._ranks = self._rank_events()
         self._checks: tuple[CheckResult, ...] = ()
         self._checks_seen: tuple[int, int] | None = None
         self._supervised = False
@@ -61,7 +56,7 @@ class RunWatch:
         self._follow_plan()
         for row in self._metrics.objects():
             self._series.add(row)
-        reports = {rank: events.poll() for rank, events in self._ranks.items()}
+        reports = [events.poll() for events in self._ranks]
         self._read_checks()
         record = self._record(reports)
         if not record.state.ended:
@@ -77,18 +72,18 @@ class RunWatch:
             record=record,
             supervised=supervised,
             state_since=history.state_since,
-            ranks=tuple(self._rank(number, reports[number]) for number in sorted(reports)),
+            ranks=tuple(self._rank(rank, report) for rank, report in enumerate(reports)),
             checks=self._checks,
-            series=self._series.build(self._ranks[0].checkpoints if 0 in self._ranks else []),
+            series=self._series.build(self._ranks[0].checkpoints),
             eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
             learning_rate=self._series.learning_rate,
-            grad_norm=next((each.grad_norm for each in reports.values() if each.grad_norm is not None), None),
+            grad_norm=next((norm for each in reports if (norm := each.global_grad_norm) is not None), None),
             diagnosis=self._diagnosis,
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
             taken_at=datetime.now(UTC),
-            attempts=tuple(each.status() for each in history.attempts),
+            attempts=tuple(each.status for each in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
             recovery=history.restart_pending if not record.state.ended else None,
             given_up=history.restart_refused,
@@ -105,36 +100,28 @@ class RunWatch:
                 self._started = True
 
     def _follow_plan(self) -> None:
-        """A plan that was made again has fewer, renumbered ranks; so has an attempt that leaves a node out."""
-        attempt, exclusions = self._history.last_attempt, self._history.exclusions
+        """A run from which preflight has excluded nodes has fewer, renumbered ranks; so has an attempt that leaves a
+        node out."""
+        attempt = self._history.last_attempt
         members = attempt.plan.nodes if attempt is not None else ()
-        if (self._exclusions, self._members) == (exclusions, members):
-            return
-        if self._exclusions != exclusions:
-            self._whole_plan = read_plan(self._rundir.plan)
-        self._exclusions, self._members = exclusions, members
-        before, self._plan = self._plan, self._whole_plan.among(members)
-        if self._plan.ranks == before.ranks:
-            return
-        self._ranks = {rank.rank: RankEvents(self._rundir.events(rank.rank)) for rank in self._plan.ranks}
+        before, self._plan = self._plan, self._whole_plan.without(self._history.record.excluded).among(members)
+        if self._plan.nodes != before.nodes:
+            self._ranks = self._rank_events()
 
-    def _verification(self, reports: dict[int, RankReport], record: RunRecord) -> tuple[Verification, ...]:
+    def _rank_events(self) -> list[RankEvents]:
+        return [RankEvents(self._rundir.events(rank)) for rank in range(len(self._plan.nodes))]
+
+    def _verification(self, reports: Sequence[RankReport], record: RunRecord) -> tuple[Verification, ...]:
         if self._plan.config.job.command is not None or not record.attempts:
             return ()
-        current = [each if each.attempt == record.attempts else RankReport() for _, each in sorted(reports.items())]
-        predicted = self._plan.division.tokens_per_s if self._plan.division is not None else None
-        return verify(
-            current,
-            Expected(record.backend, _compared_every(self._plan.config), predicted),
-            self._series.train.points,
-            self._series.tokens_per_second.last,
-            max(self._ranks[0].checkpoints[-1:], default=None) if 0 in self._ranks else None,
-        )
+        current = [each if each.attempt == record.attempts else RankReport() for each in reports]
+        checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
+        return verify(self._plan, record.backend, current, self._series, checkpoint)
 
-    def _record(self, reports: dict[int, RankReport]) -> RunRecord:
+    def _record(self, reports: Sequence[RankReport]) -> RunRecord:
         """The journal's record with the live figures: the journal only has those of the end."""
         record = self._history.record
-        steps = [each.iteration for each in reports.values() if each.iteration is not None]
+        steps = [each.iteration for each in reports if each.iteration is not None]
         live: dict[str, Any] = {
             "iteration": max((*steps, self._series.iteration or 0), default=0) or None,
             "train_loss": self._series.train.last,
@@ -144,25 +131,18 @@ class RunWatch:
         if record.state.ended:
             live = {name: value for name, value in live.items() if getattr(record, name) is None}
         if record.iterations is None:
-            live["iterations"] = next((each.iterations for each in reports.values() if each.iterations), None)
+            live["iterations"] = next((each.iterations for each in reports if each.iterations), None)
         return record.model_copy(update=live)
 
     def _rank(self, number: int, report: RankReport) -> RankStatus:
-        node = self._plan.ranks[number].node
+        node = self._plan.nodes[number]
         attempt = self._history.last_attempt
         current = attempt if self._history.launched else None
         ended = current.ended.get(number) if current is not None else None
         return RankStatus(
+            **{**vars(report), "phase": self._phase(number, report, current)},
             rank=number,
             node=node,
-            phase=self._phase(number, report, current),
-            iteration=report.iteration,
-            step_s=report.step_s,
-            typical_s=report.typical_s,
-            exchange_s=report.exchange_s,
-            grad_norm=report.own_grad_norm,
-            memory_bytes=report.memory_bytes,
-            seen_at=report.seen_at,
             exit_code=ended.code if ended is not None else None,
             signal=ended.signal if ended is not None else None,
             link=attempt.condition(node) if attempt is not None else None,
@@ -200,23 +180,21 @@ class RunWatch:
         return self._supervised
 
 
-def _chunk(reports: dict[int, RankReport], record: RunRecord) -> ChunkProgress | None:
+def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | None:
     """The foremost rank's: all ranks go through the same chunks."""
-    done = [each.chunk for each in reports.values() if each.chunk is not None and each.attempt == record.attempts]
+    done = [each.chunk for each in reports if each.chunk is not None and each.attempt == record.attempts]
     return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
 
 
 def supervisor_alive(rundir: RunDir) -> bool:
     """The process that wrote supervisor.json is still that process."""
+    who = newest_supervisor(rundir)
+    return who is not None and who.boot_id == boot_id() and alive(who.pid, who.start)
+
+
+def newest_supervisor(rundir: RunDir) -> SupervisorStarted | None:
+    """As in supervisor.json."""
     try:
-        who = json.loads(rundir.supervisor.read_bytes())
-        return str(who["boot_id"]) == boot_id() and alive(int(who["pid"]), str(who["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _compared_every(config: Config) -> int | None:
-    """Updates between two comparisons of the replicas; None where there are none."""
-    if config.job.strategy != "data":
+        return SupervisorStarted.model_validate_json(rundir.supervisor.read_bytes())
+    except (OSError, ValueError):
         return None
-    return config.consistency.every if config.consistency.enabled else 0

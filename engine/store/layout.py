@@ -25,9 +25,7 @@ class RunDir:
         self.home = path.parent.parent
         """The state directory that the run lies in, whatever FLIGHTDECK_HOME is by now."""
         self.plan = path / "plan.json"
-        """The run as launched: resolved config and ranks; written before anything starts."""
-        self.whole_plan = path / "plan.whole.json"
-        """The first plan.json, where preflight has excluded nodes since."""
+        """The run as launched: resolved config and shares; written before anything starts."""
         self.training_plan = path / "training_plan.json"
         """The training plan as `flightdeck plan` makes it; written while the checks run."""
         self.journal = path / "journal.jsonl"

@@ -86,7 +86,7 @@ async def flood(home: Path, seconds: float) -> list[Figure]:
         await asyncio.sleep(0.05)
     head = RunDir(engine.home / "runs" / run.id)
     supervisor = int(json.loads(head.supervisor.read_text())["pid"])
-    launcher = next(event.pid for event in read_journal(head.journal).events if isinstance(event, LauncherStarted))
+    launcher = next(event.pid for event in read_journal(head.journal) if isinstance(event, LauncherStarted))
 
     with Terminal([str(FLIGHTDECK), "-c", str(config)]) as console:
         console.read_until(b"TAIL")

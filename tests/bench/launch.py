@@ -145,7 +145,7 @@ class Bench:
     def _spent(self, run: RunDir, seconds: float) -> float:
         """Of a core, by the supervisor and by mlx.launch while there is one."""
         pids = [int(json.loads(run.supervisor.read_text())["pid"])]
-        pids += [event.pid for event in read_journal(run.journal).events if isinstance(event, LauncherStarted)]
+        pids += [event.pid for event in read_journal(run.journal) if isinstance(event, LauncherStarted)]
         before, then = {pid: _cpu(pid) for pid in pids}, time.monotonic()
         time.sleep(seconds * 0.7)
         spent = sum(max(0.0, _cpu(pid) - before[pid]) for pid in pids)
@@ -176,7 +176,7 @@ def _text(path: Path) -> str:
 
 
 def _states(run: RunDir) -> list[StateChanged]:
-    return [event for event in read_journal(run.journal).events if isinstance(event, StateChanged)]
+    return [event for event in read_journal(run.journal) if isinstance(event, StateChanged)]
 
 
 def _first(text: str) -> float:

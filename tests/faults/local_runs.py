@@ -23,11 +23,11 @@ from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import Identity, NodeFiles, read_identity
 from engine.run import supervisor_process
-from engine.run.events import ABORT, Event, LauncherStarted, Note
+from engine.run.events import Event, LauncherStarted, Note
 from engine.run.history import RunHistory, fold
-from engine.run.journal import read_journal
+from engine.run.journal import JournalTail
 from engine.run.run_plan import RunPlan, write_plan
-from engine.run.supervisor_process import place_request
+from engine.run.supervisor_process import request_abort
 from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
 
 E = TypeVar("E", bound=Event)
@@ -94,7 +94,7 @@ class Run:
 
     def attempts(self) -> dict[int, list[int]]:
         """Attempt → its ranks."""
-        return {attempt.number: [rank for rank, _ in attempt.plan.members] for attempt in self.history.attempts}
+        return {attempt.number: list(range(len(attempt.plan.nodes))) for attempt in self.history.attempts}
 
     def left(self) -> list[Process]:
         """All that carries the run's nonce, wherever the run has been."""
@@ -102,9 +102,10 @@ class Run:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        contents = read_journal(self.dir.journal)
-        assert contents.damaged == ()
-        return contents.events
+        journal = JournalTail(self.dir.journal)
+        events = tuple(journal.events())
+        assert journal.damaged == []
+        return events
 
     def events_of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -154,7 +155,7 @@ class Run:
     def abort(self, *, now: bool = False) -> float:
         """Ask for an abort and return the seconds until the run has ended."""
         begun = time.monotonic()
-        place_request(self.dir, ABORT, now=now, by="test")
+        request_abort(self.dir, now=now, by="test")
         self.ended()
         return time.monotonic() - begun
 
@@ -171,7 +172,7 @@ class Run:
     def mirrors_are_equal(self) -> None:
         """The head's copies of logs and events are the nodes' files, byte for byte, attempt after attempt."""
         attempts = self.attempts()
-        for rank in (planned.rank for planned in self.plan.ranks):
+        for rank in range(len(self.plan.nodes)):
             files = [self.files_of(rank, attempt) for attempt, ranks in attempts.items() if rank in ranks]
             for here, there in (
                 (self.dir.log(rank), [each.log(rank) for each in files]),
@@ -203,9 +204,9 @@ class Run:
         """Everything that explains why a test failed."""
         texts = ["", *(event.model_dump_json(exclude_none=True) for event in self.events)]
         logs = [self.dir.supervisor_log, self.dir.log(LAUNCHER_SOURCE)]
-        for rank in self.plan.ranks:
-            files = self.files_of(rank.rank)
-            logs += [files.log(rank.rank), files.keeper_log(rank.rank)]
+        for rank in range(len(self.plan.nodes)):
+            files = self.files_of(rank)
+            logs += [files.log(rank), files.keeper_log(rank)]
         for log in logs:
             if log.exists():
                 texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
@@ -243,7 +244,7 @@ def plan_config(home: Path, config: Config, *, workdir: Path | None = None, skip
     run_dir = RunDir(home / "runs" / f"r{uuid.uuid4().hex[:8]}")
     run_dir.path.mkdir(mode=0o700, parents=True)
     left_out = tuple(CHECKS) if skip is None else skip
-    plan = RunPlan.of(config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
+    plan = RunPlan(config=config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
     write_plan(run_dir.plan, plan)
     run = Run(run_dir, plan, workdir or Path(config.nodes[0].workdir))
     PLANNED.append(run)

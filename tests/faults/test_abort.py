@@ -14,8 +14,8 @@ import pytest
 from engine.config.models import RecoveryConfig
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
-from engine.run.events import ABORT, StopStageReached
-from engine.run.supervisor_process import place_request
+from engine.run.events import StopStageReached
+from engine.run.supervisor_process import request_abort
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, SHORT_GRACES, Run, ring, start_run
 
 LIMIT_S = 20.0
@@ -72,11 +72,11 @@ def test_in_the_middle_of_preflights_all_sum(home: Path, tmp_path: Path) -> None
 def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
-    place_request(run.dir, ABORT, by="test")
-    place_request(run.dir, ABORT, by="test", now=True)
+    request_abort(run.dir, by="test")
+    request_abort(run.dir, by="test", now=True)
     aborted(run)
     events = run.events
-    place_request(run.dir, ABORT, by="test")
+    request_abort(run.dir, by="test")
     assert run.events == events
 
 

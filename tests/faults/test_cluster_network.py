@@ -9,8 +9,8 @@ import pytest
 
 from engine.config.models import RecoveryConfig
 from engine.models import Reason, RunState
-from engine.run.events import ABORT, StopStage, StopStageReached
-from engine.run.supervisor_process import adopt_orphans, place_request
+from engine.run.events import StopStage, StopStageReached
+from engine.run.supervisor_process import adopt_orphans, request_abort
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ring_config, start_on
 from tests.faults.local_runs import SHORT_GRACES, kill_and_await, ring
@@ -83,7 +83,7 @@ def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes
     everybody_steps(run)
     dov = nodes["dov"]
     dov.cut()
-    place_request(run.dir, ABORT, by="test")
+    request_abort(run.dir, by="test")
     run.wait(lambda: run.record.state.ended, within_s=15.0)
     assert [run.left_on(node) for node in run.nodes if node is not dov] == [[], [], []]
     assert (run.record.state, run.record.unconfirmed) == (RunState.ABORTED, ["dov"])

@@ -36,7 +36,7 @@ def divided(config: Config, strategy: str, **keys: int) -> Config:
 
 def has_checkpoint(run: Run) -> bool:
     """Every rank's part of one is on its disk."""
-    return all(b'"phase": "committed"' in run.dir.events(rank).read_bytes() for rank in range(len(run.plan.ranks)))
+    return all(b'"phase": "committed"' in run.dir.events(rank).read_bytes() for rank in range(len(run.plan.nodes)))
 
 
 def recovered(home: Path, tmp_path: Path, strategy: str) -> tuple[Config, Run]:

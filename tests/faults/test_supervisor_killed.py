@@ -21,9 +21,9 @@ from engine.models import Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run import supervisor_process
-from engine.run.events import ABORT, Event, LauncherStarted, RankLaunched, RequestReceived, SupervisorStarted
+from engine.run.events import Event, LauncherStarted, RankLaunched, RequestReceived, SupervisorStarted
 from engine.run.journal import Journal
-from engine.run.supervisor_process import adopt_orphans, orphans, place_request
+from engine.run.supervisor_process import adopt_orphans, orphans, request_abort
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
 
 
@@ -63,7 +63,7 @@ def test_an_abort_without_a_supervisor_is_done_by_the_next(home: Path, tmp_path:
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
-    place_request(run.dir, ABORT, by="test")
+    request_abort(run.dir, by="test")
     adopt_orphans(home)
     assert run.ended().state is RunState.ABORTED
 
@@ -73,7 +73,7 @@ def test_an_abort_that_the_dead_one_had_noted_is_done_by_the_next(home: Path, tm
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     kill_and_await(run.supervisor)
-    note(run, RequestReceived(request=ABORT, by="test"))
+    note(run, RequestReceived(request="abort", by="test"))
     adopt_orphans(home)
     assert run.ended().state is RunState.ABORTED
 
@@ -141,7 +141,7 @@ def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp
     kill_and_await(run.supervisor)
     run.finish()
     run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())
-    place_request(run.dir, ABORT, by="test")
+    request_abort(run.dir, by="test")
     adopt_orphans(home)
     assert run.ended().state is RunState.SUCCEEDED
 

@@ -84,7 +84,7 @@ def wait_for(process: subprocess.Popen[str], *starts: str) -> list[str]:
 
 
 def nonce_of(home: Path, run: str) -> str:
-    return fold(read_journal(Engine(home).runs.find(run).journal).events).nonce
+    return fold(read_journal(Engine(home).runs.find(run).journal)).nonce
 
 
 def test_a_headless_demo_succeeds_with_one_document_on_stdout(flown: Done) -> None:

@@ -157,7 +157,7 @@ class Mirror:
     def of_attempt(cls, context: AttemptContext, on_gap: Callable[[Gap], object]) -> Mirror:
         """Follows all that the attempt's ranks and its launcher print."""
         attempt, mirror = context.attempt, cls(context.run_dir, on_gap)
-        for rank in (planned.rank for planned in context.plan.ranks):
+        for rank in range(len(context.plan.nodes)):
             connection, files = context.connections.to(rank), attempt.files(context.plan.run_id, rank)
             mirror.follow(rank, connection.file(files.log(rank).name), attempt.log_bases[rank])
             mirror.follow_events(rank, connection.file(files.events(rank).name), attempt.event_bases[rank])

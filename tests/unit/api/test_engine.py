@@ -11,8 +11,10 @@ import pytest
 
 from engine.api import Engine
 from engine.api.launches import run_id
+from engine.config.models import PreflightConfig
 from engine.errors import InputError, RunNotFound
 from engine.models import CheckResult, CheckStatus, RunState
+from engine.run.run_plan import read_plan
 from engine.store.store import Store
 from tests.unit.run.run_maker import START, MadeRun, make_run_config, report
 
@@ -83,6 +85,12 @@ async def test_an_unknown_check_to_skip_is_refused_before_anything_is_made(home:
     with pytest.raises(InputError, match="no such check"):
         await Engine().launches.launch(make_run_config(), skip=["typo"])
     assert not (home / "runs").exists()
+
+
+def test_checks_to_skip_come_from_both_places_once(home: Path) -> None:
+    config = make_run_config().model_copy(update={"preflight": PreflightConfig(skip=("ports_free",))})
+    run_dir = Engine().launches._prepare(config, ("gradient_layer", "ports_free"))
+    assert read_plan(run_dir.plan).skip == ("ports_free", "gradient_layer")
 
 
 async def test_preflight_streams_and_can_be_left_in_the_middle(home: Path) -> None:

@@ -59,7 +59,7 @@ class MadeRun:
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
         config = make_run_config(ranks, iters, name)
-        self.plan = RunPlan.of(config, run_id=self.directory.id, created_at=created)
+        self.plan = RunPlan(config=config, run_id=self.directory.id, created_at=created)
         write_plan(self.directory.plan, self.plan)
         self.journal = Journal(self.directory.journal, Clock(created))
         self.journal.append(RunPlanned(run=self.plan.record(), nonce="n"))
@@ -87,7 +87,7 @@ class MadeRun:
         return self
 
     def attempt(self, number: int = 1) -> MadeRun:
-        layouts = [local_layout(self.home / "node", len(self.plan.ranks))]
+        layouts = [local_layout(self.home / "node", len(self.plan.nodes))]
         self.journal.append(AttemptPlanned(attempt=planned_attempt(self.directory, self.plan, layouts, number)))
         return self
 

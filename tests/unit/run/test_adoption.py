@@ -74,7 +74,7 @@ def found_launcher(run: MadeRun, number: int) -> int | None:
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     try:
         fleet = Fleet(run.plan.config.nodes, run.home)
-        context = RunContext(run.directory, run.plan, run.plan, recorder, fleet, run.home / "node")
+        context = RunContext(run.directory, run.plan, recorder, fleet, run.home / "node")
         launcher = find_launcher(context, recorder.history.attempt(number))
     finally:
         recorder.close()

@@ -18,7 +18,7 @@ from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import ExitRecord, Identity, write_atomic
 from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
-from engine.run.events import ABORT, AttemptFailed, RequestReceived, StopStageReached, Verdict
+from engine.run.events import AttemptFailed, RequestReceived, StopStageReached, Verdict
 from engine.run.failure_evidence import AttemptOrigin
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import AttemptContext, HostConnections
@@ -72,9 +72,7 @@ class MonitoredAttempt:
 
     def stages(self) -> list[str]:
         return [
-            event.stage.value
-            for event in read_journal(self.directory.journal).events
-            if isinstance(event, StopStageReached)
+            event.stage.value for event in read_journal(self.directory.journal) if isinstance(event, StopStageReached)
         ]
 
     async def until(self, seen: Callable[[], bool]) -> None:
@@ -145,7 +143,7 @@ async def test_an_abort_leaves_an_emergency_checkpoint_its_time_unless_it_is_to_
             and "emergency_checkpoint" in attempt.stages()
         )
     )
-    attempt.abort = RequestReceived(request=ABORT, now=now)
+    attempt.abort = RequestReceived(request="abort", now=now)
     await attempt.until(lambda: "asked" in attempt.stages())
     if now:
         await attempt.until(lambda: "term" in attempt.stages())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.models import CheckpointConfig
+from engine.config.models import CheckpointConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.run.decide import (
     NEVER_RESTARTED,
@@ -20,29 +20,29 @@ from engine.run.decide import (
     START_LIMIT_S,
     STOPS,
     TRANSIENT,
-    Continue,
     FailedRun,
     Finish,
     NodePresence,
     RankState,
     Restart,
-    RestartPolicy,
     RunningAttempt,
-    Stop,
     Trigger,
+    Wait,
     backoff_s,
     decide,
+    failed_run,
     original_failure,
     refusal,
-    restart_policy,
     stalled,
+    stop_trigger,
 )
 from engine.run.events import AttemptFailed, Hang, Verdict
+from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
 from engine.run.signatures import BY_ID
 from tests.unit.run.run_maker import START, MadeRun
 
-POLICY = RestartPolicy(max_restarts=3, needed=4, backoff_s=1.0, node_wait_s=600.0, lost_after_s=98.0)
+RECOVERY = RecoveryConfig(max_restarts=3, backoff_s=1.0, node_wait_s=600.0)
 NODES = ("ana", "bea", "cyd", "dov")
 ALL_THERE = tuple(NodePresence(node, proved=True) for node in NODES)
 
@@ -100,24 +100,23 @@ HANG = Hang(60.0, 30.0, "training", 7)
     ],
 )
 def test_when_a_running_attempt_is_stopped(state: RunningAttempt, trigger: Trigger | None) -> None:
-    assert decide(state) == (Stop(trigger) if trigger is not None else Continue())
+    assert stop_trigger(state) is trigger
 
 
 def test_every_trigger_has_a_row() -> None:
     assert {trigger for _, trigger in STOPS} == set(Trigger)
 
 
-def run(
-    *failures: AttemptFailed, policy: RestartPolicy = POLICY, nodes: tuple[NodePresence, ...] = ALL_THERE
-) -> FailedRun:
-    return FailedRun(policy, failures, nodes)
+def run(*failures: AttemptFailed, **changes: Any) -> FailedRun:
+    """`changes`: of the state, and of [recovery]."""
+    recovery = RECOVERY.model_copy(update={name: changes.pop(name) for name in ("max_restarts",) if name in changes})
+    return replace(FailedRun(recovery, failures, needed=4, lost_after_s=98.0, nodes=ALL_THERE), **changes)
 
 
 def failed(reason: Reason, **fields: Any) -> AttemptFailed:
     return changed(KILLED, reason=reason, **fields)
 
 
-OWN_PROGRAM = replace(POLICY, why_never="a program of the user's own")
 REFUSED = failure(2, Reason.RANK_FAILED, "bea", exit_code=3, reached=37, rank=1, cause="JobError: no")
 BUSY = failure(1, Reason.LAUNCH_FAILED, "bea", exit_code=1, signature="ring.bind")
 MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
@@ -127,7 +126,7 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
     ("state", "why"),
     [
         (run(KILLED), None),
-        (run(KILLED, policy=OWN_PROGRAM), "a program of the user's own"),
+        (run(KILLED, why_never="a program of the user's own"), "a program of the user's own"),
         (run(failed(Reason.USER_ABORT)), "it was stopped as requested"),
         (run(failed(Reason.DIVERGED)), "the training has diverged"),
         (run(failed(Reason.CORRUPTED)), "parameters differ between the ranks"),
@@ -146,9 +145,9 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(MISTAKE), "it never made a step"),
         (run(changed(KILLED, reached=0)), None),
         (run(KILLED, changed(MISTAKE, reached=37)), None),
-        (run(KILLED, policy=replace(POLICY, max_restarts=0)), "not restarted: [recovery] max_restarts"),
+        (run(KILLED, max_restarts=0), "not restarted: [recovery] max_restarts"),
         (
-            run(KILLED, changed(KILLED, reached=40), policy=replace(POLICY, max_restarts=1)),
+            run(KILLED, changed(KILLED, reached=40), max_restarts=1),
             "restarted once: [recovery] max_restarts allows no more",
         ),
         (run(KILLED, changed(KILLED, attempt=2)), "the same failure came again at iteration 37"),
@@ -156,7 +155,7 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(KILLED, changed(KILLED, attempt=2, reached=38)), None),
         (run(KILLED, changed(KILLED, attempt=2, host="cyd", rank=2)), None),
         (
-            run(*(changed(KILLED, host=host) for host in NODES), policy=replace(POLICY, max_restarts=9)),
+            run(*(changed(KILLED, host=host) for host in NODES), max_restarts=9),
             "3 attempts in a row made no progress",
         ),
     ],
@@ -201,7 +200,7 @@ DOV_AWAY = (*ALL_THERE[:3], NodePresence("dov", proved=False, silent_s=200.0))
 
 def test_a_node_that_is_needed_is_waited_for_and_not_for_ever() -> None:
     away = run(KILLED, nodes=DOV_AWAY)
-    assert decide(replace(away, waited_s=599.0)) == Continue("waits for dov")
+    assert decide(replace(away, waited_s=599.0)) == Wait("waits for dov")
     found = decide(replace(away, waited_s=601.0))
     assert isinstance(found, Finish) and "dov has not come back" in found.why
 
@@ -212,13 +211,13 @@ def test_a_node_that_is_needed_is_waited_for_and_not_for_ever() -> None:
 def test_a_run_goes_on_without_a_node_only_when_its_lease_has_expired(
     silent_s: float, lost_after_s: float | None, goes_on: bool
 ) -> None:
-    policy = replace(POLICY, needed=3, lost_after_s=lost_after_s)
-    found = decide(run(KILLED, policy=policy, nodes=(*ALL_THERE[:3], NodePresence("dov", False, silent_s))))
+    nodes = (*ALL_THERE[:3], NodePresence("dov", False, silent_s))
+    found = decide(run(KILLED, needed=3, lost_after_s=lost_after_s, nodes=nodes))
     if goes_on:
         assert isinstance(found, Restart)
         assert (found.members, found.left_out) == (NODES[:3], ("dov",))
     else:
-        assert found == Continue("waits for dov"), "its ranks may be going on there"
+        assert found == Wait("waits for dov"), "its ranks may be going on there"
 
 
 def test_the_back_off_doubles_while_nothing_comes_of_it() -> None:
@@ -247,31 +246,31 @@ failures = st.builds(
     reached=st.integers(0, 5),
     rank=st.sampled_from([None, 0, 1]),
 )
-policies = st.builds(
-    RestartPolicy,
+recoveries = st.builds(
+    RecoveryConfig,
     max_restarts=st.integers(0, 5),
-    needed=st.integers(1, 6),
     backoff_s=st.floats(0.0, 100.0),
     node_wait_s=st.floats(0.0, 900.0),
-    lost_after_s=st.none() | st.floats(1.0, 200.0),
 )
 presences = st.builds(NodePresence, st.just("n"), proved=st.booleans(), silent_s=st.floats(0.0, 300.0))
 states = st.builds(
     FailedRun,
-    policies,
+    recoveries,
     st.lists(failures, min_size=1, max_size=8).map(tuple),
-    st.lists(presences, min_size=1, max_size=6).map(
+    needed=st.integers(1, 6),
+    lost_after_s=st.none() | st.floats(1.0, 200.0),
+    nodes=st.lists(presences, min_size=1, max_size=6).map(
         lambda nodes: tuple(replace(each, node=f"n{at}") for at, each in enumerate(nodes))
     ),
-    st.floats(0.0, 1000.0),
-    st.floats(0.5, 1.0),
+    waited_s=st.floats(0.0, 1000.0),
+    jitter=st.floats(0.5, 1.0),
 )
 
 
 @given(states)
 def test_every_decision_keeps_the_bounds(state: FailedRun) -> None:
-    found, policy = decide(state), state.policy
-    exhausted = len(state.failures) > policy.max_restarts or stalled(state.failures) >= STALLED_LIMIT
+    found, recovery = decide(state), state.recovery
+    exhausted = len(state.failures) > recovery.max_restarts or stalled(state.failures) >= STALLED_LIMIT
     if state.last.verdict.reason in NEVER_RESTARTED or exhausted:
         assert isinstance(found, Finish)
     if isinstance(found, Restart):
@@ -279,19 +278,19 @@ def test_every_decision_keeps_the_bounds(state: FailedRun) -> None:
         silent = {each.node: each.silent_s for each in state.nodes if not each.proved}
         assert set(found.members) == proved, "never a node that has not shown that nothing is left there"
         assert set(found.left_out) == set(silent)
-        assert not silent or len(proved) >= policy.needed
-        assert all(policy.lost_after_s is not None and each > policy.lost_after_s for each in silent.values())
+        assert not silent or len(proved) >= state.needed
+        assert all(state.lost_after_s is not None and each > state.lost_after_s for each in silent.values())
         assert 0.0 <= found.delay_s <= 60.0
-    if isinstance(found, Continue):
-        assert state.waited_s <= policy.node_wait_s and any(not each.proved for each in state.nodes)
+    if isinstance(found, Wait):
+        assert state.waited_s <= recovery.node_wait_s and any(not each.proved for each in state.nodes)
 
 
-@given(policies, st.lists(failures, min_size=12, max_size=12))
-def test_whatever_happens_the_restarts_come_to_an_end(policy: RestartPolicy, fate: list[AttemptFailed]) -> None:
+@given(st.integers(0, 5), st.lists(failures, min_size=12, max_size=12))
+def test_whatever_happens_the_restarts_come_to_an_end(max_restarts: int, fate: list[AttemptFailed]) -> None:
     def attempts(fate: list[AttemptFailed]) -> int:
-        return next(at for at in range(1, len(fate) + 1) if refusal(FailedRun(policy, tuple(fate[:at]))) is not None)
+        return next(at for at in range(1, 13) if refusal(run(*fate[:at], max_restarts=max_restarts)) is not None)
 
-    assert attempts(fate) <= policy.max_restarts + 1
+    assert attempts(fate) <= max_restarts + 1
     assert attempts([changed(each, reached=0) for each in fate]) <= STALLED_LIMIT
 
 
@@ -300,7 +299,7 @@ def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | No
     job = config.job.model_copy(update={"strategy": strategy})
     recovery = config.recovery.model_copy(update={"min_nodes": min_nodes})
     changed = {"job": job, "recovery": recovery, "checkpoint": CheckpointConfig(destination=destination)}
-    return RunPlan.of(config.model_copy(update=changed), run_id="run", created_at=START)
+    return RunPlan(config=config.model_copy(update=changed), run_id="run", created_at=START)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +318,14 @@ def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | No
 def test_a_restart_needs_as_many_nodes_as_are_configured_and_have_the_state(
     tmp_path: Path, strategy: str, min_nodes: int | None, destination: str | None, needed: int
 ) -> None:
-    assert restart_policy(plan(tmp_path, strategy, min_nodes, destination)).needed == needed
+    made = plan(tmp_path, strategy, min_nodes, destination)
+    assert failed_run(made, history(made, 9), KILLED).needed == needed
 
 
 def test_before_its_first_step_a_run_needs_no_more_nodes_than_are_configured(tmp_path: Path) -> None:
-    assert restart_policy(plan(tmp_path, "sharded", 1, None), stepped=False).needed == 1
+    made = plan(tmp_path, "sharded", 1, None)
+    assert failed_run(made, history(made, 0), KILLED).needed == 1
+
+
+def history(plan: RunPlan, reached: int) -> RunHistory:
+    return RunHistory(plan.record(), "n", plan.created_at, reached=reached)

@@ -22,7 +22,7 @@ from tests.unit.run.file_host import FileHost
 def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
     node = NodeConfig(name="left", python="/python", workdir="/")
     config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="test"))
-    plan = RunPlan.of(config, run_id="r", created_at=datetime.now(UTC))
+    plan = RunPlan(config=config, run_id="r", created_at=datetime.now(UTC))
     attempt = Attempt(
         number=1,
         nonce="nonce",
@@ -39,6 +39,6 @@ def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: P
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
     health = NodeHealth(connections, print, None)
-    evidence = EvidenceCollector(context, health, AttemptOrigin()).rank_evidence(Rank(plan.ranks[0]))
+    evidence = EvidenceCollector(context, health, AttemptOrigin()).rank_evidence(Rank(0, "left"))
     recorder.close()
     assert evidence.failure is not None and evidence.failure["message"] == message

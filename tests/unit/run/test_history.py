@@ -44,7 +44,7 @@ from engine.run.events import (
     Verdict,
 )
 from engine.run.history import RunHistory, fold
-from engine.run.journal import Journal, read_journal
+from engine.run.journal import Journal, JournalTail, read_journal
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = RunRecord(id="r", name="demo", state=RunState.PLANNED, created_at=START, world_size=2, backend="ring")
@@ -65,7 +65,7 @@ def attempt(number: int = 1, backend: str = "ring", *nodes: str) -> AttemptPlann
         event_bases={},
         layouts=(),
         network=NetworkPlan(backend=backend, hosts=()),
-        members=tuple(enumerate(nodes)),
+        nodes=nodes,
     )
     return AttemptPlanned(at=at(2), attempt=plan)
 
@@ -94,7 +94,7 @@ events = st.one_of(
     st.builds(NodeConditionChanged, node=nodes, condition=st.sampled_from(["connected", "unreachable", "lost"])),
     st.builds(AlarmRaised, alarm=st.just("KL"), message=st.just("apart")),
     st.builds(HangDetected, hang=st.builds(Hang, st.just(9.0), st.just(5.0), st.just("training"), st.integers(0, 9))),
-    st.builds(RequestReceived, request=st.sampled_from(["abort", "dance"]), now=st.booleans()),
+    st.builds(RequestReceived, request=st.just("abort"), now=st.booleans()),
     st.builds(StopStageReached, stage=st.sampled_from(StopStage), purpose=st.sampled_from(["abort", "fence", "end"])),
     st.builds(failed, numbers, st.integers(0, 50)),
     st.builds(RestartDelayed, after=numbers, why=st.just("waits for bea")),
@@ -135,12 +135,13 @@ def test_a_torn_tail_folds_as_the_prefix_before_it(
     writer = Journal(path, clock=lambda: START)
     stamped = [writer.append(event) for event in journal]
     writer.close()
-    assert read_journal(path).events == tuple(stamped)
+    assert read_journal(path) == tuple(stamped)
     path.write_bytes(path.read_bytes()[: -min(torn, len(path.read_bytes().splitlines()[-1]))])
-    contents = read_journal(path)
-    assert (contents.events, contents.damaged) == (tuple(stamped[:-1]), ())
+    tail = JournalTail(path)
+    events = list(tail.events())
+    assert (events, tail.damaged) == (stamped[:-1], [])
     if len(journal) > 1:
-        assert fold(contents.events) == fold(stamped[:-1])
+        assert fold(events) == fold(stamped[:-1])
 
 
 def test_before_anything_happens_the_record_is_the_planned_one() -> None:
@@ -193,6 +194,15 @@ def test_an_abort_is_of_one_life_and_one_without_grace_wins() -> None:
     assert fold([PLANNED, gentle, now]).abort == now
     assert fold([PLANNED, now, gentle]).abort == now
     assert fold([PLANNED, now, RunReopened()]).abort is None
+
+
+def test_the_memory_kills_of_an_attempts_node_are_those_of_its_first_answer() -> None:
+    kills = [
+        NodeConditionChanged(node=node, condition="connected", memory_kills=count)
+        for node, count in (("ana", 3), ("bea", 1), ("ana", None))
+    ]
+    [found] = fold([PLANNED, attempt(1, "ring", "ana", "bea"), *kills]).attempts
+    assert [found.memory_kills(node) for node in ("ana", "bea", "cyd")] == [3, 1, None]
 
 
 def test_nodes_stay_unconfirmed_until_their_cleanup_is() -> None:

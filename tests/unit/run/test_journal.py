@@ -1,10 +1,11 @@
-"""The journal: whole lines only, in order, over kills and full disks; damaged lines and newer formats are reported."""
+"""The journal of a run, whatever a kill or a full disk did to it; its recorder, and the order of a run's states."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,15 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StateError
-from engine.models import RunState
-from engine.run.events import JOURNAL_VERSION, Note, StateChanged
-from engine.run.journal import Journal, JournalContents, JournalTail, describe_damage, read_journal
+from engine.models import ENDED, Reason, RunRecord, RunState
+from engine.run.events import JOURNAL_VERSION, Figures, Note, StateChanged, Verdict
+from engine.run.history import fold
+from engine.run.journal import FOLLOWERS, Journal, JournalTail, RunRecorder, describe_damage, read_journal
+from engine.run.run_plan import RunPlan
+from tests.unit.run.run_maker import make_run_config
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def messages(path: Path) -> list[str]:
-    return [event.message for event in read_journal(path).events if isinstance(event, Note)]
+    return [event.message for event in read_journal(path) if isinstance(event, Note)]
+
+
+def damaged(path: Path) -> list[int]:
+    """The numbers of the lines that are no event."""
+    tail = JournalTail(path)
+    list(tail.events())
+    return tail.damaged
 
 
 def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
@@ -29,14 +40,14 @@ def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
     journal.append(Note(message="zuerst · 1"))
     journal.append(StateChanged(state=RunState.RUNNING))
     journal.close()
-    assert read_journal(tmp_path / "journal.jsonl").events == (
+    assert read_journal(tmp_path / "journal.jsonl") == (
         Note(at=START, message="zuerst · 1"),
         StateChanged(at=START, state=RunState.RUNNING),
     )
 
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:
-    assert read_journal(tmp_path / "journal.jsonl") == JournalContents()
+    assert read_journal(tmp_path / "journal.jsonl") == ()
 
 
 def test_it_is_the_owners_alone(tmp_path: Path) -> None:
@@ -53,7 +64,7 @@ def test_a_line_torn_anywhere_costs_that_line_alone(tmp_path_factory: pytest.Tem
     whole = path.read_bytes()
     path.write_bytes(whole[: min(cut, len(whole))])
     kept = path.read_bytes().count(b"\n")
-    assert len(read_journal(path).events) == kept
+    assert len(read_journal(path)) == kept
 
     Journal(path).append(Note(message="after"))
     assert messages(path) == [f"event {number}" for number in range(kept)] + ["after"]
@@ -75,7 +86,7 @@ def test_a_damaged_line_in_the_middle_is_reported_and_hides_no_other(tmp_path: P
         file.write(b"\0" * 100 + b"\n[1]\n{}\n")
     Journal(path).append(Note(message="second"))
     assert messages(path) == ["first", "second"]
-    assert read_journal(path).damaged == (2, 3, 4)
+    assert damaged(path) == [2, 3, 4]
     assert describe_damage((2, 3, 4)) == "journal.jsonl: lines 2, 3, 4 are damaged and were skipped"
     assert describe_damage([7]) == "journal.jsonl: line 7 is damaged and was skipped"
     assert describe_damage(()) is None
@@ -85,7 +96,7 @@ def test_a_damaged_line_in_the_middle_is_reported_and_hides_no_other(tmp_path: P
 def test_a_line_that_is_no_event_of_this_version_is_damaged(tmp_path: Path, fields: dict[str, str]) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text(json.dumps(fields) + "\n")
-    assert read_journal(path) == JournalContents(damaged=(1,))
+    assert (read_journal(path), damaged(path)) == ((), [1])
 
 
 def test_a_journal_of_a_newer_release_is_refused_as_often_as_it_is_read(tmp_path: Path) -> None:
@@ -133,6 +144,112 @@ def test_a_full_disk_keeps_the_event_until_there_is_room(tmp_path: Path, monkeyp
     with monkeypatch.context() as full:
         full.setattr(os, "write", half_a_line_fits)
         journal.append(StateChanged(state=RunState.RUNNING))
-    assert [type(event) for event in read_journal(path).events] == [Note]
+    assert [type(event) for event in read_journal(path)] == [Note]
     assert journal.flush()
-    assert [type(event) for event in read_journal(path).events] == [Note, StateChanged]
+    assert [type(event) for event in read_journal(path)] == [Note, StateChanged]
+
+
+PLAN = RunPlan(config=make_run_config(), run_id="r", created_at=START)
+COMPLETED = Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
+
+
+def run_to_success(recorder: RunRecorder) -> None:
+    for state in (RunState.PREFLIGHT, RunState.LAUNCHING, RunState.RUNNING, RunState.FINISHING):
+        recorder.change(state)
+    recorder.change(RunState.SUCCEEDED, COMPLETED, Figures(iteration=7))
+
+
+def test_the_store_ends_with_what_the_journal_folds_to(tmp_path: Path) -> None:
+    put: list[RunRecord] = []
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, put.append, lambda: START)
+    run_to_success(recorder)
+    recorder.close()
+    assert put[-1] == recorder.history.record == fold(read_journal(tmp_path / "journal.jsonl")).record
+    assert (put[-1].state, put[-1].iteration, put[-1].ended_at) == (RunState.SUCCEEDED, 7, START)
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+
+
+def test_a_successor_goes_on_from_the_same_record(tmp_path: Path) -> None:
+    first = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
+    first.change(RunState.PREFLIGHT)
+    first.close()
+    second = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
+    assert second.history == first.history
+    second.close()
+
+
+def test_a_change_that_cannot_be_is_refused_and_not_written(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
+    run_to_success(recorder)
+    with pytest.raises(ValueError, match="succeeded does not become running"):
+        recorder.change(RunState.RUNNING)
+    recorder.close()
+    last = read_journal(tmp_path / "journal.jsonl")[-1]
+    assert isinstance(last, StateChanged) and last.state is RunState.SUCCEEDED
+
+
+def test_a_store_that_refuses_is_noted(tmp_path: Path) -> None:
+    def refuse(_: RunRecord) -> None:
+        raise StateError("the state is of a newer release")
+
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, refuse, lambda: START)
+    run_to_success(recorder)
+    recorder.close()
+    events = read_journal(tmp_path / "journal.jsonl")
+    assert fold(events).record.state is RunState.SUCCEEDED
+    assert any("newer release" in event.message for event in events if isinstance(event, Note))
+
+
+def test_a_damaged_line_is_noted_by_the_next_supervisor(tmp_path: Path) -> None:
+    first = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
+    run_to_success(first)
+    first.close()
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write("\0\0\n")
+    RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START).close()
+    last = read_journal(tmp_path / "journal.jsonl")[-1]
+    assert isinstance(last, Note) and last.message == "journal.jsonl: line 7 is damaged and was skipped"
+
+
+def test_a_store_that_is_held_by_another_holds_up_nothing_but_the_end(tmp_path: Path) -> None:
+    free = threading.Event()
+    put: list[RunRecord] = []
+
+    def wait(record: RunRecord) -> None:
+        assert free.wait(20)
+        put.append(record)
+
+    recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, wait, lambda: START)
+    run_to_success(recorder)
+    assert put == []
+    free.set()
+    recorder.close()
+    assert put[-1].state is RunState.SUCCEEDED
+    assert len(put) < 6, "records that a newer one had overtaken were put all the same"
+
+
+def test_every_state_has_its_followers() -> None:
+    assert set(FOLLOWERS) == set(RunState)
+
+
+def test_a_whole_life() -> None:
+    life = [RunState.PLANNED, RunState.PREFLIGHT, RunState.LAUNCHING, RunState.RUNNING, RunState.FINISHING]
+    for state, following in zip(life, [*life[1:], RunState.SUCCEEDED], strict=True):
+        assert following in FOLLOWERS[state]
+
+
+@pytest.mark.parametrize("end", sorted(ENDED))
+def test_an_end_is_final(end: RunState) -> None:
+    assert FOLLOWERS[end] == frozenset()
+
+
+def test_success_is_decided_after_the_ranks_are_gone() -> None:
+    assert [state for state in RunState if RunState.SUCCEEDED in FOLLOWERS[state]] == [RunState.FINISHING]
+
+
+def test_every_state_leads_to_an_end() -> None:
+    for state in RunState:
+        reached = {state}
+        while more := {follower for each in reached for follower in FOLLOWERS[each]} - reached:
+            reached |= more
+        assert reached & ENDED

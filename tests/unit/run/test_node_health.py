@@ -53,7 +53,7 @@ def test_each_change_is_recorded_once_and_the_head_has_no_condition() -> None:
     assert watched.events[0].boot_id == "boot" and watched.events[0].silent_s is None
     assert watched.events[1].since == datetime(2026, 1, 1, 23, 59, 44, tzinfo=UTC)
     assert watched.events[2].silent_s == 20.0
-    assert (watched.health.silence_s(watched.link), watched.health.memory_kills("n1")) == (20.0, 3)
+    assert (watched.health.silence_s(watched.link), watched.events[0].memory_kills) == (20.0, 3)
 
 
 def test_a_silence_of_this_machines_agent_is_remembered() -> None:
@@ -87,11 +87,10 @@ def test_without_a_limit_no_node_is_ever_lost() -> None:
 
 
 def test_an_adopter_records_only_what_is_new() -> None:
-    before = [NodeConditionChanged(node="n1", condition="connected", boot_id="boot", memory_kills=1)]
+    before = [NodeConditionChanged(node="n1", condition="connected", boot_id="boot")]
     watched = Watched(before=before)
     watched.after(0.1)
     assert watched.events == []
-    assert watched.health.memory_kills("n1") == 1
 
 
 def config(command: tuple[str, ...] | None, **recovery: Any) -> Config:

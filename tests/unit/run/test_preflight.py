@@ -14,8 +14,8 @@ import pytest
 from engine.checks.runner import CHECKS
 from engine.cluster.transport.fleet import Fleet
 from engine.measurements import Calibration, Division, NodeMeasure
-from engine.run.preflight import preflight_context, replan, run_preflight, whole_plan
-from engine.run.run_plan import RunPlan, read_plan
+from engine.run.preflight import preflight_context, replan, run_preflight
+from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 from tests.unit.checks.conftest import make_config
 
@@ -56,7 +56,7 @@ def plan(train: Path, tmp_path: Path) -> RunPlan:
         taken_at=now,
         nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in SPEEDS.items()),
     )
-    return RunPlan.of(config, run_id="r1", created_at=now, skip=tuple(CHECKS), division=division, calibration=taken)
+    return RunPlan(config=config, run_id="r1", created_at=now, skip=tuple(CHECKS), division=division, calibration=taken)
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +122,3 @@ async def test_a_run_without_a_node_has_the_plan_of_the_others(run_dir: RunDir, 
     )
     assert document["hardware_calibration"]["enabled"] is True, "the calibration of all three is still known"
     assert any("node0 is left out" in warning["text"] for warning in document["warnings"])
-
-
-def test_the_first_plan_is_kept_for_earlier_attempts(run_dir: RunDir, plan: RunPlan, home: Path) -> None:
-    assert whole_plan(run_dir, plan) == plan
-    once = replan(run_dir, plan, {"node0": "differs"})
-    twice = replan(run_dir, once, {"node1": "differs"})
-    assert [rank.node for rank in read_plan(run_dir.plan).ranks] == ["node2"]
-    assert whole_plan(run_dir, twice) == plan

@@ -66,13 +66,13 @@ def test_the_typical_step_is_a_median_and_the_norms_are_those_of_the_last_update
     rank = RankEvents(path)
     news = rank.poll()
     assert (news.step_s, news.typical_s, news.exchange_s) == (0.5, 0.5, 0.5)
-    assert (news.grad_norm, news.own_grad_norm) == (8.0, 6.0)
+    assert (news.global_grad_norm, news.grad_norm) == (8.0, 6.0)
 
     write(path, {**step(6), "compute_s": 30.0})
     assert (rank.poll().step_s, rank.report.typical_s) == (30.0, 0.5)
     write(path, {**step(6), "compute_s": 7.0, "attempt": 2})
     news = rank.poll()
-    assert (news.step_s, news.typical_s, news.grad_norm) == (7.0, 7.0, None)
+    assert (news.step_s, news.typical_s, news.global_grad_norm) == (7.0, 7.0, None)
 
 
 def test_the_last_chunk_is_found_wherever_it_lies(tmp_path: Path) -> None:

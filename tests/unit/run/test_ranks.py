@@ -13,7 +13,6 @@ import pytest
 from engine.node import processes
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, write_atomic
 from engine.run.ranks import HostConnections, Ranks
-from engine.run.run_plan import PlannedRank
 from tests.unit.run.file_host import FileHost
 
 
@@ -34,7 +33,7 @@ def identify(files: NodeFiles, keeper: subprocess.Popen[bytes]) -> None:
 def one_rank(directory: Path) -> tuple[NodeFiles, Ranks]:
     files = NodeFiles(directory)
     links = HostConnections([FileHost(files, (0,), ("left",))])
-    return files, Ranks(links, [PlannedRank(rank=0, node="left", host="h")])
+    return files, Ranks(links, ["left"])
 
 
 def test_a_rank_starts_and_ends_once(tmp_path: Path, keeper: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, StateError
 from engine.models import RunState
 from engine.run.run_plan import RunPlan, read_plan, write_plan
@@ -20,12 +20,11 @@ CONFIG = Config(
         NodeConfig(name="right", python="/p", workdir="/w"),
     ),
     job=JobConfig(name="demo", model="/m", data="/d", mlx_lm={"iters": 60, "learning_rate": 1e-5}),
-    preflight=PreflightConfig(skip=("ports_free",)),
 )
 
 
 def plan(config: Config = CONFIG, skip: tuple[str, ...] = ()) -> RunPlan:
-    return RunPlan.of(config, run_id="r1", created_at=datetime(2026, 1, 2, tzinfo=UTC), skip=skip)
+    return RunPlan(config=config, run_id="r1", created_at=datetime(2026, 1, 2, tzinfo=UTC), skip=skip)
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
@@ -35,14 +34,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_ranks_are_the_nodes_in_order_with_their_shares() -> None:
-    assert [(rank.rank, rank.node, rank.host, rank.share) for rank in plan().ranks] == [
-        (0, "left", "127.0.0.1", 3.0),
-        (1, "right", "127.0.0.1", 1.0),
-    ]
-
-
-def test_checks_to_skip_come_from_both_places_once() -> None:
-    assert plan(skip=("gradient_sync", "ports_free")).skip == ("ports_free", "gradient_sync")
+    assert (plan().nodes, plan().shares) == (("left", "right"), (3.0, 1.0))
 
 
 def test_its_record_is_planned_and_knows_its_size() -> None:
@@ -53,7 +45,7 @@ def test_its_record_is_planned_and_knows_its_size() -> None:
 
 def test_a_command_has_no_known_iterations() -> None:
     job = JobConfig(name="mine", command=("python", "x.py"), mlx_lm={"iters": 60})
-    assert plan(CONFIG.model_copy(update={"job": job})).iterations is None
+    assert plan(CONFIG.model_copy(update={"job": job})).record().iterations is None
 
 
 def test_a_missing_plan_and_a_foreign_one_are_one_line_each(tmp_path: Path) -> None:
@@ -66,7 +58,7 @@ def test_a_missing_plan_and_a_foreign_one_are_one_line_each(tmp_path: Path) -> N
 
 def test_without_a_node_the_ranks_are_counted_anew_and_the_rest_stays() -> None:
     made = plan(skip=("x",)).without(["left"])
-    assert [(rank.rank, rank.node, rank.share) for rank in made.ranks] == [(0, "right", 1.0)]
-    assert (made.run_id, made.created_at, made.skip) == ("r1", plan().created_at, ("ports_free", "x"))
+    assert (made.nodes, made.shares) == (("right",), (1.0,))
+    assert (made.run_id, made.created_at, made.skip) == ("r1", plan().created_at, ("x",))
     with pytest.raises(InputError, match="no node of the configuration is left"):
         plan().without(["left", "right"])

@@ -14,7 +14,6 @@ from engine.protocol.attempt import ExitRecord, NodeFiles, write_atomic
 from engine.run.events import StopStage
 from engine.run.progress import AttemptProgress
 from engine.run.ranks import HostConnections, Ranks
-from engine.run.run_plan import PlannedRank
 from engine.run.shutdown import (
     CHECKPOINT_BYTES_PER_S,
     SILENT_S,
@@ -60,9 +59,7 @@ class Ending:
     ) -> None:
         self.files = NodeFiles(directory)
         self.hosts = [Host(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
-        self.ranks = Ranks(
-            HostConnections(self.hosts), [PlannedRank(rank=rank, node=f"n{rank}", host="h") for rank in (0, 1)]
-        )
+        self.ranks = Ranks(HostConnections(self.hosts), ["n0", "n1"])
         self.progress = AttemptProgress()
         self.stages: list[StopStage] = []
         self.now = 100.0

@@ -58,7 +58,7 @@ async def test_an_adopted_launch_that_never_got_going_has_no_failure_to_restart_
     record = await adopted(run)
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.SUPERVISOR_LOST, 1)
     assert record.cause == "its supervisor was lost in the middle of the launch"
-    kinds = {type(event).__name__ for event in read_journal(run.directory.journal).events}
+    kinds = {type(event).__name__ for event in read_journal(run.directory.journal)}
     assert not kinds & {"Note", "AttemptFailed", "RestartPlanned", "RestartRefused"}
 
 

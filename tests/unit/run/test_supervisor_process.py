@@ -1,4 +1,4 @@
-"""One supervisor per run, for as long as its process lives."""
+"""One supervisor per run, by a lock; requests to it are placed whole, taken once and in order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.run import supervisor_process
+from engine.run.supervisor_process import request_abort, take_requests
 from engine.store.layout import RunDir
 
 HOLDER = """
@@ -42,3 +43,47 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     taken = supervisor_process.take_lock(RunDir(tmp_path))
     assert taken is not None
     os.close(taken)
+
+
+def test_each_is_taken_once_and_in_order(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    request_abort(run_dir, by="cli")
+    request_abort(run_dir, now=True, by="console")
+    taken = list(take_requests(run_dir))
+    assert [(request.now, request.by) for request in taken] == [(False, "cli"), (True, "console")]
+    assert list(take_requests(run_dir)) == []
+
+
+def test_one_whose_taker_dies_before_it_is_recorded_is_there_for_the_next(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    request_abort(run_dir, by="cli")
+    next(take_requests(run_dir))
+    assert [request.by for request in take_requests(run_dir)] == ["cli"]
+    assert list(take_requests(run_dir)) == []
+
+
+def test_without_requests_nothing_is_taken(tmp_path: Path) -> None:
+    assert list(take_requests(RunDir(tmp_path))) == []
+
+
+def test_what_is_no_request_is_dropped_and_does_not_come_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.requests.mkdir()
+    for name, content in {
+        "a.json": "{",
+        "b.json": "[]",
+        "c.json": '{"now": true}',
+        "e.json": '{"request": "dance"}',
+        "d.json": "\xff",
+    }.items():
+        (run_dir.requests / name).write_text(content, encoding="latin-1")
+    assert list(take_requests(run_dir)) == []
+    assert list(run_dir.requests.iterdir()) == []
+
+
+def test_a_half_written_one_is_left_alone(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.requests.mkdir()
+    (run_dir.requests / ".x.json.123").write_text("{")
+    assert list(take_requests(run_dir)) == []
+    assert len(list(run_dir.requests.iterdir())) == 1

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.run.rank_events import RankReport
-from engine.run.verification import Expected, gpu_line, verify
-from engine.snapshots import Verification
+from engine.config.models import Config, ConsistencyConfig
+from engine.measurements import Division
+from engine.run.metrics import SeriesBuilder
+from engine.run.run_plan import RunPlan
+from engine.run.verification import gpu_line, verify
+from engine.snapshots import RankReport, Verification
+from tests.unit.run.run_maker import START, make_run_config, report
 
 STARTED = RankReport(
     backend="ring", world_size=2, device="Device(gpu, 0)", compared_at=50, replicas_agree=True, saved_bytes=1200
 )
 FALLING = [(10 * at, 4.0 - at / 10) for at in range(1, 20)]
+CONFIG = make_run_config()
 
 
-def lines(*ranks: RankReport, **changed: Any) -> dict[str, Verification]:
-    expected: dict[str, Any] = {
-        "backend": "ring",
-        "compared_every": 50,
-        "tokens_per_second": changed.pop("predicted", None),
-    }
-    expected |= {name: changed.pop(name) for name in ("backend", "compared_every") if name in changed}
-    reported: dict[str, Any] = {"losses": FALLING, "tokens_per_second": 1840.0, "checkpoint": 100, **changed}
-    return {line.name: line for line in verify(ranks or (STARTED, STARTED), Expected(**expected), **reported)}
+def lines(
+    *ranks: RankReport,
+    losses: Sequence[tuple[int, float]] = FALLING,
+    predicted: float | None = None,
+    checkpoint: int | None = 100,
+    config: Config = CONFIG,
+) -> dict[str, Verification]:
+    division = Division(source="calibrated", reason="", parts={}, tokens_per_s=predicted)
+    plan = RunPlan(run_id="r", created_at=START, config=config, division=division)
+    series = SeriesBuilder()
+    for iteration, loss in losses:
+        series.add(report(iteration, loss, tokens_per_second=1840.0))
+    return {line.name: line for line in verify(plan, "ring", ranks or (STARTED, STARTED), series, checkpoint)}
 
 
 def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
@@ -42,7 +52,7 @@ def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
 
 
 def test_at_the_beginning_nothing_is_known() -> None:
-    found = lines(RankReport(), RankReport(), losses=[(1, 4.0)], tokens_per_second=None, checkpoint=None)
+    found = lines(RankReport(), RankReport(), losses=[], checkpoint=None)
     assert {line.good for line in found.values()} == {None}
     assert found["backend"].text == "0 of 2 ranks have reported theirs"
 
@@ -65,14 +75,16 @@ def test_throughput_is_held_against_the_prediction(predicted: float, good: bool)
 
 def test_a_loss_that_does_not_fall_is_reported() -> None:
     assert lines(losses=[(1, 2.0), (2, 2.0)])["loss"].good is False
-    assert lines(losses=FALLING[::-1])["loss"].text.startswith("finite and not falling")
+    assert lines(losses=[(at, -loss) for at, loss in FALLING])["loss"].text.startswith("finite and not falling")
 
 
 def test_replicas_are_equal_only_by_the_newest_comparison() -> None:
     differ = replace(STARTED, compared_at=100, replicas_agree=False)
     assert lines(STARTED, differ)["replicas"] == Verification("replicas", False, "NOT equal at iteration 100")
-    assert "a part of its own" in lines(compared_every=None)["replicas"].text
-    assert lines(compared_every=0)["replicas"].good is None
+    sharded = CONFIG.model_copy(update={"job": CONFIG.job.model_copy(update={"strategy": "sharded"})})
+    assert "a part of its own" in lines(config=sharded)["replicas"].text
+    alone = CONFIG.model_copy(update={"consistency": ConsistencyConfig(enabled=False)})
+    assert lines(config=alone)["replicas"].text == "not compared: [consistency] enabled = false"
     assert lines(STARTED)["replicas"].text == "one rank: nothing to compare"
 
 
