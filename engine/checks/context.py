@@ -15,7 +15,6 @@ from engine.cluster.facts import probe_all
 from engine.cluster.probe_results import ProbeResult
 from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
-from engine.cluster.transport.base import Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.config.formats import on_node
 from engine.config.models import Config, NodeConfig
@@ -85,9 +84,6 @@ class CheckContext:
     def remote(self) -> bool:
         """Some node is reached by ssh."""
         return not all(node.local for node in self.config.nodes)
-
-    def transport(self, node: NodeConfig) -> Transport:
-        return self.fleet.to(node)
 
     def agent(self, node: NodeConfig) -> AgentClient:
         return self.fleet.agent(node)

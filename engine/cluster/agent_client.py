@@ -49,6 +49,8 @@ _CLOSE_LIMIT_S = 2.0
 _READ_BYTES = 256 * 1024
 _CANCEL_LIMIT_S = 5.0
 _FILES_LIMIT_S = 30.0
+_ANSWER_S = 10.0
+"""As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
 _LINE_LIMIT = 1 << 17
 """For what a login shell prints before the bootstrap's first line, and that line."""
 _OUTPUT_LIMIT = 1 << 25
@@ -133,6 +135,7 @@ class AgentSession:
         self._decoder = Decoder()
         self._outgoing = bytearray()
         self._to_write = asyncio.Event()
+        self._acknowledged = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: dict[int, AgentRequest] = {}
         self._heartbeat = self._answered = 0
@@ -162,6 +165,16 @@ class AgentSession:
         """Raises AgentLost when the connection has ended."""
         if self.why_ended is not None:
             raise AgentLost("its agent has ended", where=self._where, why=self.why_ended)
+
+    async def round_trip_s(self) -> float:
+        """Seconds of one heartbeat and its acknowledgement. Raises AgentLost."""
+        began = time.perf_counter()
+        number = self._send_heartbeat()
+        while number in self.sent_at:
+            self.check()
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
+        return time.perf_counter() - began
 
     def forget(self, request: AgentRequest) -> None:
         known = self._pending.pop(request.number, None)
@@ -197,6 +210,7 @@ class AgentSession:
     async def _close(self, why: str) -> None:
         if self.why_ended is None:
             self.why_ended = why
+            self._acknowledged.set()
             for request in self._pending.values():
                 request.changed.set()
             with contextlib.suppress(FlightDeckError, OSError, TimeoutError):
@@ -218,6 +232,7 @@ class AgentSession:
                 self._on_message(message)
             if isinstance(message, HeartbeatAck):
                 self.sent_at.pop(message.number, None)
+                self._acknowledged.set()
             # Whatever it was: on a slow line the acknowledgements come late, behind a megabyte of somebody's log.
             self.received_at = time.monotonic()
             self._answered = self._heartbeat
@@ -252,11 +267,15 @@ class AgentSession:
                 # At once: a request that comes while it is being closed is another agent's.
                 self.ending = True
                 return "it was idle"
-            self._heartbeat += 1
-            self.sent_at[self._heartbeat] = time.time()
-            self.send(Heartbeat(self._heartbeat, self._answered))
+            self._send_heartbeat()
             await asyncio.sleep(self._limits.heartbeat_interval_s)
         return f"no answer for {SILENCE_LIMIT_S:.0f} s"
+
+    def _send_heartbeat(self) -> int:
+        self._heartbeat += 1
+        self.sent_at[self._heartbeat] = time.time()
+        self.send(Heartbeat(self._heartbeat, self._answered))
+        return self._heartbeat
 
 
 class AgentRequest:
@@ -348,6 +367,19 @@ class AgentClient:
                 return session
             # Not cancelled with it when it is closed.
             await asyncio.wait({asyncio.ensure_future(session.ended())})
+
+    async def round_trip_s(self) -> float | None:
+        """Seconds of one exchange with the agent now; None for this machine. Raises LaunchError when no agent can be
+        started there, NodeUnreachable."""
+        if self.node.local:
+            return None
+        session = await self.session()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await session.round_trip_s()
+        except TimeoutError:
+            why = f"no answer within {_ANSWER_S:g} s"
+            raise NodeUnreachable("does not answer", where=self.node.ssh, why=why, todo="is it on and awake?") from None
 
     async def probe(self, name: str, *arguments: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """Run a probe of engine.node.probes; arguments may begin with `~/`. Raises LaunchError when no agent

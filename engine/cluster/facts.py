@@ -268,7 +268,7 @@ async def probe(
 
 
 async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s: float) -> Fields:
-    round_trip_s = await agent.transport.round_trip_s()
+    round_trip_s = await agent.round_trip_s()
     outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=time_limit_s)
     received = clock().timestamp()
     if isinstance(outcome, NoValue):

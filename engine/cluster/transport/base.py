@@ -59,8 +59,8 @@ class Channel(Protocol):
 
 
 class Transport(Protocol):
-    """One way to one node. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such) when
-    the node cannot be reached, within the connect timeout; a connection that breaks is made anew by the next call."""
+    """How one node is reached. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such)
+    when the node cannot be reached, within the connect timeout."""
 
     @property
     def target(self) -> SshTarget: ...
@@ -73,10 +73,6 @@ class Transport(Protocol):
 
     async def open(self, argv: Sequence[str]) -> Channel:
         """Start a program and leave it running; the caller closes the channel."""
-        ...
-
-    async def round_trip_s(self) -> float | None:
-        """Seconds for one exchange over the open connection; None where there is none (this machine)."""
         ...
 
     async def close(self) -> None: ...

@@ -101,9 +101,6 @@ class _LazySshTransport:
     async def open(self, argv: Sequence[str]) -> Channel:
         return await (await self._ssh()).open(argv)
 
-    async def round_trip_s(self) -> float | None:
-        return await (await self._ssh()).round_trip_s()
-
     async def close(self) -> None:
         if self._made is not None:
             await self._made.close()

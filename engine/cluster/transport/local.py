@@ -55,9 +55,6 @@ class LocalTransport:
             raise
         return LocalChannel(process, stderr)
 
-    async def round_trip_s(self) -> float | None:
-        return None
-
     async def close(self) -> None:
         return
 

@@ -289,6 +289,32 @@ async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
     await agent.aclose()
 
 
+async def test_a_round_trip_is_measured_over_the_open_connection_and_none_here() -> None:
+    elsewhere = AgentClient(HERE.model_copy(update={"ssh": "elsewhere"}), LocalTransport())
+    for _ in range(2):
+        taken = await elsewhere.round_trip_s()
+        assert taken is not None and 0 < taken < 1
+    await elsewhere.aclose()
+    assert await AgentClient(HERE, LocalTransport()).round_trip_s() is None
+
+
+async def test_a_round_trip_that_does_not_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = FakeNode()
+    agent = AgentClient(HERE.model_copy(update={"ssh": "elsewhere"}), node)
+    assert await agent.round_trip_s()
+    node.channels[0].acknowledges = False
+    monkeypatch.setattr(agent_client, "_ANSWER_S", 0.1)
+    with pytest.raises(NodeUnreachable, match=r"does not answer: no answer within 0\.1 s"):
+        await agent.round_trip_s()
+    monkeypatch.setattr(agent_client, "_ANSWER_S", 10.0)
+    waiting = asyncio.create_task(agent.round_trip_s())
+    await asyncio.sleep(0)
+    node.channels[0].end()
+    with pytest.raises(AgentLost):
+        await waiting
+    await agent.aclose()
+
+
 async def test_output_of_a_login_shell_before_the_bootstrap_is_skipped() -> None:
     banner = b'Welcome!\n{"kind": "motd"}\n[\n'
     agent = AgentClient(HERE, FakeNode({"problems": [None]}, banner=banner))
