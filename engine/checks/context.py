@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 from engine.checks.interpreter import Interpreter, probe_interpreter
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.facts import probe_all
-from engine.cluster.probe_results import ProbeResult
 from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
@@ -20,11 +19,11 @@ from engine.config.formats import on_node
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.measurements import Calibration, Division
-from engine.models import NodeFacts, NoValue, Topology
+from engine.models import FrozenModel, NodeFacts, NoValue, Topology
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")
-Result = TypeVar("Result", bound=ProbeResult)
+Result = TypeVar("Result", bound=FrozenModel)
 
 
 class _Once(Generic[T]):

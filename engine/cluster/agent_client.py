@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import WriteReport
 from engine.cluster.replies import parse_output
-from engine.cluster.transport.base import Channel, Completed, Transport, in_home
+from engine.cluster.transport.base import Channel, Completed, Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
@@ -103,9 +103,8 @@ class StartedAgent:
     """An agent after the exchange with its bootstrap."""
 
     home: AgentHome
-    hello: Hello
     received: bytes
-    """Bytes that came behind the Hello."""
+    """What the agent has sent so far, from its Hello on."""
 
 
 class AgentSession:
@@ -140,7 +139,6 @@ class AgentSession:
         self._pending: dict[int, AgentRequest] = {}
         self._heartbeat = self._answered = 0
         self._idle_since = time.monotonic()
-        on_message(started.hello)
         self._take(started.received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
 
@@ -213,9 +211,7 @@ class AgentSession:
             self._acknowledged.set()
             for request in self._pending.values():
                 request.changed.set()
-            with contextlib.suppress(FlightDeckError, OSError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_LIMIT_S):
-                    await self._channel.close()
+            await _close_quietly(self._channel)
 
     async def _receive(self) -> str:
         while data := await self._channel.read(_READ_BYTES):
@@ -461,12 +457,6 @@ class TransportProvider(Protocol):
     def agent(self, node: NodeConfig) -> AgentClient: ...
 
 
-def expanded(argument: str, home: str) -> str:
-    """`~` and `~/…` as a path below `home`, anything else as it is."""
-    inside = in_home(argument)
-    return argument if inside is None else f"{home}/{inside}".rstrip("/")
-
-
 def _ignore(message: Message) -> None:
     """Where only replies are of interest."""
 
@@ -501,7 +491,7 @@ async def open_session(
             await _close_quietly(channel)
             raise
     except FileNotFoundError as error:
-        raise _no_python(node, error.strerror or str(error)) from error
+        raise _cannot_run(node, error.strerror or str(error), InterpreterMissing) from error
     except TimeoutError:
         raise NodeUnreachable(f"no answer from {node.python}", where=node.name, why=f"{limit_s:g} s are over") from None
     except OSError as error:
@@ -541,7 +531,8 @@ class _Start:
                     plain(problem.get("path"), 300),
                     free_bytes if isinstance(free_bytes, int) else None,
                 )
-        return StartedAgent(agent_home, await self._hello(), self._received)
+        await self._check_hello()
+        return StartedAgent(agent_home, self._received)
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:
@@ -554,15 +545,13 @@ class _Start:
             if isinstance(report, dict) and report.get("kind") == "bootstrap":
                 return report
 
-    async def _hello(self) -> Hello:
-        line = await self._line()
-        try:
-            message = next(Decoder().feed(line + b"\n"), None)
-        except ValueError as error:
-            raise LaunchError("no agent answers", where=self._node.name, why=str(error)) from error
+    async def _check_hello(self) -> None:
+        """It stays among what was received. Raises ValueError for anything else."""
+        line = await self._line() + b"\n"
+        message = next(Decoder().feed(line), None)
         if not isinstance(message, Hello) or message.version != VERSION:
-            raise LaunchError("no agent answers", where=self._node.name, why=f"not {line[:80]!r}")
-        return message
+            raise ValueError(f"not {line[:80]!r}")
+        self._received = line + self._received
 
     async def _line(self) -> bytes:
         while b"\n" not in self._received:
@@ -579,16 +568,12 @@ class _Start:
         code = await self._channel.close()
         output = plain(self._channel.exit_output, 200)
         if code == _COMMAND_NOT_FOUND:
-            return _no_python(self._node, output)
+            return _cannot_run(self._node, output, InterpreterMissing)
         if code == _CANNOT_RUN:
             return _cannot_run(self._node, output)
         why = f"it ended with {code}" + (f": {output}" if output else "")
         return LaunchError(f"{self._node.python} gave no answer", where=self._node.name, why=why)
 
 
-def _no_python(node: NodeConfig, why: str) -> InterpreterMissing:
-    return InterpreterMissing(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)
-
-
-def _cannot_run(node: NodeConfig, why: str) -> LaunchError:
-    return LaunchError(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)
+def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+    return kind(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)

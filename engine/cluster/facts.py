@@ -142,24 +142,22 @@ def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
 
 
 def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
-    sysctl, profile = hardware.parse_sysctl(_text(answers, "sysctl")), hardware.mac_profile(_text(answers, "profile"))
+    sysctl = hardware.parse_sysctl(_text(answers, "sysctl"))
     name, version, build = hardware.mac_os(_text(answers, "sw_vers"))
     ports = hardware_ports(_text(answers, "networksetup"))
     interfaces = mac_interfaces(_text(answers, "ifconfig"), ports)
     devices = network_interfaces.mac_rdma_devices(_text(answers, "ibv_devices"), _text(answers, "ibv_devinfo"))
     thunderbolt = thunderbolt_devices(ports, interfaces, [device.name for device in devices])
-    chip = text_or_none(sysctl.get("machdep.cpu.brand_string"), 60) or profile.chip
-    table = hardware.apple_chip(chip)
     gpu_limit = hardware.mac_gpu_limit(hardware.parse_sysctl(_text(answers, "sysctl_gpu")))
     return {
         "os": text_or_none(name),
         "os_version": version,
         "os_build": build,
-        "model": text_or_none(sysctl.get("hw.model"), 40) or profile.model,
-        "chip": chip,
-        "cores": count_or_none(sysctl.get("hw.ncpu")) or profile.cores or known["cores"],
+        "model": text_or_none(sysctl.get("hw.model"), 40),
+        "chip": text_or_none(sysctl.get("machdep.cpu.brand_string"), 60),
+        "cores": count_or_none(sysctl.get("hw.ncpu")) or known["cores"],
         "performance_cores": hardware.mac_performance_cores(sysctl),
-        "gpu_cores": profile.gpu_cores or (table.gpu_cores if table else None),
+        "gpu_cores": hardware.mac_gpu_cores(_text(answers, "profile")),
         "memory_total_bytes": count_or_none(sysctl.get("hw.memsize")),
         "memory_used_bytes": hardware.mac_memory_used(_text(answers, "vm_stat")),
         "gpu_limit_bytes": gpu_limit or known.get("gpu_limit_bytes"),

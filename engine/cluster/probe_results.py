@@ -22,11 +22,7 @@ Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
 
-class ProbeResult(FrozenModel):
-    """One document of a probe."""
-
-
-class ModelFiles(ProbeResult):
+class ModelFiles(FrozenModel):
     """`model`."""
 
     kind: ShortText
@@ -45,7 +41,7 @@ class ModelFiles(ProbeResult):
         return f"{self.kind}, {self.shards} shard{'s' * (self.shards != 1)}, {self.bytes / 1e6:,.1f} MB"
 
 
-class JsonlSummary(ProbeResult):
+class JsonlSummary(FrozenModel):
     """One file of `jsonl`."""
 
     lines: Count = 0
@@ -59,14 +55,14 @@ class JsonlSummary(ProbeResult):
     absent: bool = False
 
 
-class JsonlSummaries(ProbeResult):
+class JsonlSummaries(FrozenModel):
     """`jsonl`."""
 
     files: Annotated[list[JsonlSummary], Field(max_length=10)]
     """In the order of the request."""
 
 
-class ProgramLocation(ProbeResult):
+class ProgramLocation(FrozenModel):
     """`program`."""
 
     program: ShortText | None
@@ -82,7 +78,7 @@ class ProgramLocation(ProbeResult):
     """A file that may not be executed."""
 
 
-class PortHolder(ProbeResult):
+class PortHolder(FrozenModel):
     """One port of `ports`."""
 
     holder: ShortText
@@ -91,28 +87,28 @@ class PortHolder(ProbeResult):
     """It belongs to a Flight Deck run."""
 
 
-class PortHolders(ProbeResult):
+class PortHolders(FrozenModel):
     """`ports`."""
 
     ports: Annotated[list[PortHolder | None], Field(max_length=10_000)]
     """In the order of the request; None is free."""
 
 
-class AddressProblems(ProbeResult):
+class AddressProblems(FrozenModel):
     """`addresses` and `reach`."""
 
     problems: Annotated[list[ShortText | None], Field(max_length=10_000)]
     """In the order of the request; None where there is none."""
 
 
-class ListeningPorts(ProbeResult):
+class ListeningPorts(FrozenModel):
     """`listen`."""
 
     listening: Annotated[list[Annotated[int, Field(gt=0, lt=65_536)]], Field(max_length=10_000)]
     """The port on each address, in the order of the request."""
 
 
-class StaleProcessGroup(ProbeResult):
+class StaleProcessGroup(FrozenModel):
     """Processes of one earlier attempt that nobody watches any more."""
 
     pids: Annotated[list[Pid], Field(min_length=1, max_length=10_000)]
@@ -120,26 +116,26 @@ class StaleProcessGroup(ProbeResult):
     """The first one's."""
 
 
-class StaleProcesses(ProbeResult):
+class StaleProcesses(FrozenModel):
     """`stale`."""
 
     stale: Annotated[list[StaleProcessGroup], Field(max_length=1_000)]
 
 
-class LeaseHeld(ProbeResult):
+class LeaseHeld(FrozenModel):
     """The first document of `lease`."""
 
     held: Literal[True]
 
 
-class LeaseReleased(ProbeResult):
+class LeaseReleased(FrozenModel):
     """The second document of `lease`, when it is released."""
 
     left: Annotated[list[ShortText], Field(max_length=1_000)]
     """Commands of what outlived every KILL."""
 
 
-class WorkdirTree(ProbeResult):
+class WorkdirTree(FrozenModel):
     """`tree`."""
 
     home: bool = False
@@ -156,28 +152,28 @@ class WorkdirTree(ProbeResult):
     """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""
 
 
-class FileHashes(ProbeResult):
+class FileHashes(FrozenModel):
     """`hashes`."""
 
     hashes: Annotated[dict[ShortText, ShortText | None], Field(max_length=10_000)]
     """Name → SHA-256; None where there is no such file."""
 
 
-class ModelConfiguration(ProbeResult):
+class ModelConfiguration(FrozenModel):
     """`configuration`: its figures are used, its texts are never shown."""
 
     configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
     problem: ShortText | None = None
 
 
-class ExampleCount(ProbeResult):
+class ExampleCount(FrozenModel):
     """`examples`."""
 
     examples: Count | None = None
     problem: ShortText | None = None
 
 
-class BusyProcess(ProbeResult):
+class BusyProcess(FrozenModel):
     """A process that keeps its node busy."""
 
     pid: Pid
@@ -189,7 +185,7 @@ class BusyProcess(ProbeResult):
     """It belongs to a Flight Deck run."""
 
 
-class SystemLoad(ProbeResult):
+class SystemLoad(FrozenModel):
     """`load`; the texts are the system's own."""
 
     processes: Annotated[list[BusyProcess], Field(max_length=100)]
@@ -201,7 +197,7 @@ class SystemLoad(ProbeResult):
     """None where there is no such thing."""
 
 
-class AdapterWeights(ProbeResult):
+class AdapterWeights(FrozenModel):
     """The kind of training that a file of trained weights continues."""
 
     kind: Literal["lora", "dora", "full"]
@@ -210,7 +206,7 @@ class AdapterWeights(ProbeResult):
     modules: list[ShortText] = Field(default_factory=list, max_length=10_000)
 
 
-class CheckpointStorage(ProbeResult):
+class CheckpointStorage(FrozenModel):
     """`storage`."""
 
     directory: ShortText
@@ -228,25 +224,25 @@ class CheckpointStorage(ProbeResult):
     """(folder of an earlier run, bytes)."""
 
 
-class FreePorts(ProbeResult):
+class FreePorts(FrozenModel):
     """`free_ports`."""
 
     free: list[int]
 
 
-class BundleReport(ProbeResult):
+class BundleReport(FrozenModel):
     """`bundle`."""
 
     sha256: str
 
 
-class WriteReport(ProbeResult):
+class WriteReport(FrozenModel):
     """`write`."""
 
     problem: ShortText | None
 
 
-class MlxReport(ProbeResult):
+class MlxReport(FrozenModel):
     """`mlx`."""
 
     python: ShortText
@@ -257,7 +253,7 @@ class MlxReport(ProbeResult):
     backends: list[ShortText] = Field(default_factory=list, max_length=8)
 
 
-class MlxLmReport(ProbeResult):
+class MlxLmReport(FrozenModel):
     """`mlx_lm`."""
 
     mlx_lm: ShortText | None = None

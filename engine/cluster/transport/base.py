@@ -86,6 +86,12 @@ def in_home(path: PurePath | str) -> str | None:
     return text.removeprefix("~/") if text.startswith("~/") else None
 
 
+def expanded(argument: str, home: str) -> str:
+    """`~` and `~/…` as a path below `home`, anything else as it is."""
+    inside = in_home(argument)
+    return argument if inside is None else f"{home}/{inside}".rstrip("/")
+
+
 def quoted(argument: PurePath | str) -> str:
     """One argument for a POSIX shell on the node; `~/x` becomes `"$HOME"/x`, everything else stays what it is.
     Raises InputError for a NUL, which no argument can hold."""

@@ -29,7 +29,7 @@ from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
-from engine.models import Failed, Late, Unparsable
+from engine.models import Failed, FrozenModel, Late, Unparsable
 from engine.node.processes import start_time
 from tests.unit.cluster.fake_agent import FakeNode
 from tests.waiting import wait_until
@@ -75,7 +75,7 @@ def test_a_pid_that_must_not_be_killed_is_refused(pid: object) -> None:
         (probe_results.ProgramLocation, {}),
     ],
 )
-def test_what_has_another_form_is_no_answer(kind: type[probe_results.ProbeResult], output: dict[str, Any]) -> None:
+def test_what_has_another_form_is_no_answer(kind: type[FrozenModel], output: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(output)
 
