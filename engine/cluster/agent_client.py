@@ -40,7 +40,7 @@ from engine.protocol.messages import (
 )
 from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import make_private, path_fault
-from engine.security.sanitise import plain
+from engine.security.sanitise import count_or_none, plain
 from engine.store.layout import node_root
 
 SILENCE_LIMIT_S = 20.0
@@ -523,14 +523,8 @@ class _Start:
             await self._channel.write(await asyncio.to_thread(lambda: node_bundle().packed))
             staged = await self._bootstrap_line()
             if staged.get("staged") is not True:
-                problem = report if "problem" in report else staged
-                free_bytes = problem.get("free_bytes")
-                agent_home = AgentHome(
-                    home,
-                    plain(problem.get("problem"), 200),
-                    plain(problem.get("path"), 300),
-                    free_bytes if isinstance(free_bytes, int) else None,
-                )
+                problem, path = plain(staged.get("problem"), 200), plain(staged.get("path"), 300)
+                agent_home = AgentHome(home, problem, path, count_or_none(staged.get("free_bytes")))
         await self._check_hello()
         return StartedAgent(agent_home, self._received)
 

@@ -5,11 +5,11 @@ reason in `problem` and what to do in `fix`; a command of the probe that ended w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from engine.cluster import hardware, network_interfaces, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
@@ -18,7 +18,7 @@ from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
-from engine.security.sanitise import count_or_none, finite_or_none, json_or_none, plain, text_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, json_object, json_or_none, plain, text_or_none
 
 Fields = dict[str, Any]
 _NAMES = 64
@@ -41,8 +41,7 @@ class FactsReport(FrozenModel):
 
 def read_facts(report: Mapping[str, Any]) -> Fields:
     """Fields of NodeFacts, each None or left out where the node did not tell."""
-    answers = report.get("answers")
-    answers = answers if isinstance(answers, dict) else {}
+    answers = json_object(report.get("answers"))
     unknown = _unknown(report.get("unknown"))
     fields: Fields = {
         "system": text_or_none(report.get("system"), 20),
@@ -64,8 +63,9 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
 def _unknown(value: object) -> dict[str, Late | Failed]:
     """The probe's commands that ended without an answer, by name."""
     found: dict[str, Late | Failed] = {}
-    for name, entry in value.items() if isinstance(value, dict) else ():
-        if not isinstance(entry, dict) or (key := text_or_none(name, 40)) is None:
+    for name, given in json_object(value).items():
+        entry, key = json_object(given), text_or_none(name, 40)
+        if key is None:
             continue
         command, late_s, code = plain(entry.get("command", name), 120), entry.get("late_s"), entry.get("exit_code")
         if isinstance(late_s, int | float):
@@ -84,10 +84,9 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
         if fields.get("interfaces"):
             found.pop("ip", None)
         return found
-    cables = json_or_none(answers.get("thunderbolt"))
-    readable_cables = isinstance(cables, dict) and isinstance(cables.get(_THUNDERBOLT), list)
+    cables = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
     for name, command, readable in (
-        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", readable_cables),
+        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", isinstance(cables, list)),
         ("ifconfig", "ifconfig -a", any(port.ipv4 for port in fields["interfaces"])),
     ):
         if name in answers and name not in found and not readable:
@@ -121,8 +120,7 @@ def _disk(value: object) -> Fields:
 
 
 def _versions(answers: Mapping[str, Any]) -> Fields:
-    versions = answers.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
+    versions = json_object(answers.get("versions"))
     return {"mlx": text_or_none(versions.get("mlx"), 40), "mlx_lm": text_or_none(versions.get("mlx_lm"), 40)}
 
 
@@ -198,7 +196,6 @@ TIME_LIMIT_S = 12.0
 """For the probe, whose commands have shorter limits. On a node that is awake it takes 0.1 s."""
 _CONNECT_S = 3.0
 """Added for the connection; one that fails reports the reason within this time."""
-_SET_PYTHON = 'set python = "…" in its [[node]]'
 
 Clock = Callable[[], datetime]
 
@@ -223,20 +220,17 @@ async def probe_as_completed(
     alike: dict[tuple[str, str, str], list[NodeConfig]] = {}
     for node in config.nodes:
         alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)
-    probes = [asyncio.create_task(_probe_alike(nodes, fleet, clock)) for nodes in alike.values()]
+    probed_for = {nodes[0].name: nodes for nodes in alike.values()}
+    probes = [asyncio.create_task(probe(nodes[0], fleet.agent(nodes[0]), clock)) for nodes in alike.values()]
     try:
         for done in asyncio.as_completed(probes):
-            for facts in await done:
-                yield facts
+            facts = await done
+            for node in probed_for[facts.node]:
+                yield facts.model_copy(update={"node": node.name})
     finally:
         for task in probes:
             task.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
-
-
-async def _probe_alike(nodes: Sequence[NodeConfig], fleet: TransportProvider, clock: Clock) -> list[NodeFacts]:
-    facts = await probe(nodes[0], fleet.agent(nodes[0]), clock)
-    return [facts.model_copy(update={"node": node.name}) for node in nodes]
 
 
 async def probe(
@@ -246,23 +240,18 @@ async def probe(
     try:
         async with asyncio.timeout(time_limit_s + _CONNECT_S):
             fields = await _ask(node, agent, clock, time_limit_s)
+        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
     except TimeoutError:
         problem = f"no answer within {time_limit_s + _CONNECT_S:g} s"
         fields = {"problem": problem, "problem_kind": "unreachable"}
-    except InterpreterMissing:
-        problem = f"no such interpreter: {node.python}"
-        fields = {"problem": problem, "problem_kind": "no python", "fix": _SET_PYTHON}
+    except InterpreterMissing as error:
+        fields = {"problem": f"no such interpreter: {node.python}", "problem_kind": "no python", "fix": error.todo}
     except FlightDeckError as error:
         fields = _refused(error, node)
     except Exception as error:
         # One node's fault, whatever it is, must not take the answers of the others with it.
         fields = {"problem": text_or_none(f"the probe failed: {type(error).__name__}: {error}", 200)}
-    try:
-        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
-    except ValidationError as odd:
-        first = odd.errors()[0]
-        problem = f"the probe's answer makes no sense: {first['loc'][0]}: {first['msg']}"
-        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), problem=problem)
+    return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
 
 
 async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s: float) -> Fields:

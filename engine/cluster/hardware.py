@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from engine.security.sanitise import count_or_none, json_objects, json_or_none, text_or_none
+from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, text_or_none
 
 # Apple's technical specifications of the Macs with each chip (support.apple.com, "Tech Specs"), as sold until mid-2026.
 # The M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
@@ -62,9 +62,8 @@ def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:
 
 def mac_gpu_cores(system_profiler: str) -> int | None:
     """From `system_profiler SPDisplaysDataType -json`."""
-    report = json_or_none(system_profiler)
-    displays = json_objects(report.get("SPDisplaysDataType")) if isinstance(report, dict) else []
-    counts = [count_or_none(gpu.get("sppci_cores")) for gpu in displays]
+    report = json_object(json_or_none(system_profiler))
+    counts = [count_or_none(gpu.get("sppci_cores")) for gpu in json_objects(report.get("SPDisplaysDataType"))]
     return max((count for count in counts if count), default=None)
 
 

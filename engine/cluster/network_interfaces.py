@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.models import Interface, RdmaDevice
-from engine.security.sanitise import count_or_none, json_objects, text_or_none
+from engine.security.sanitise import json_objects, text_or_none
 
 INTERFACE_LIMIT = 96
 """Interfaces kept of one node."""
@@ -112,11 +112,8 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
 
 
 def _with_prefix(address: object, prefix: object) -> str | None:
-    length = count_or_none(prefix)
-    if not isinstance(address, str) or length not in range(33):
-        return None
     try:
-        return f"{ipaddress.IPv4Address(address)}/{length}"
+        return str(ipaddress.IPv4Interface(f"{address}/{prefix}"))
     except ValueError:
         return None
 
@@ -142,7 +139,6 @@ def thunderbolt_devices(
 
 
 RDMA_DEVICE_LIMIT = 64
-_NAME = re.compile(r"[A-Za-z][\w.-]{0,31}")
 _HCA = re.compile(r"^hca_id:\s*(\S{1,32})\s*$")
 _STATE = re.compile(r"^\s+state:\s*(PORT_[A-Z_]{1,24})\b")
 _GID = re.compile(r"^\s+GID\[\s*\d{1,4}\]:\s*([0-9a-fA-F:.]{2,45})")
@@ -156,9 +152,9 @@ def rdma_enabled(rdma_ctl: str | None) -> bool | None:
 
 def rdma_device_names(ibv_devices: str) -> tuple[str, ...]:
     """`ibv_devices` prints a table with two heading lines."""
-    words = (line.split() for line in ibv_devices.splitlines())
-    rows = (row for row in words if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1]) and _NAME.fullmatch(row[0]))
-    return tuple(sorted({row[0] for row in rows}))[:RDMA_DEVICE_LIMIT]
+    rows = (line.split() for line in ibv_devices.splitlines())
+    names = {row[0] for row in rows if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1])}
+    return tuple(sorted(filter(_DEVICE.fullmatch, names)))[:RDMA_DEVICE_LIMIT]
 
 
 def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ...]:
@@ -168,7 +164,7 @@ def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ..
     device = ""
     for line in ibv_devinfo.splitlines():
         if head := _HCA.match(line):
-            device = head[1] if _NAME.fullmatch(head[1]) else ""
+            device = head[1] if _DEVICE.fullmatch(head[1]) else ""
         elif state := _STATE.match(line):
             states.setdefault(device, state[1])
         elif gid := _GID.match(line):
@@ -189,7 +185,7 @@ def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
     found = []
     for row in json_objects(infiniband, RDMA_DEVICE_LIMIT):
         name, gids = text_or_none(row.get("name"), 32), row.get("gids")
-        if name is None or not _NAME.fullmatch(name):
+        if name is None or not _DEVICE.fullmatch(name):
             continue
         state = _SYSFS_STATE.match(str(row.get("state")))
         found.append(

@@ -1,5 +1,5 @@
-"""Validated results of the probes of engine.node.probes. A node is not trusted: no part of a report is used before it
-is bounded and safe to show.
+"""Validated results of the probes of engine.node.probes: the caller names both the probe and its result.
+A node is not trusted: no part of a report is used before it is bounded and safe to show.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ Pid = Annotated[int, Field(gt=1)]
 
 
 class ModelFiles(FrozenModel):
-    """`model`."""
-
     kind: ShortText
     """model_type of config.json."""
     bytes: Count
@@ -56,15 +54,11 @@ class JsonlSummary(FrozenModel):
 
 
 class JsonlSummaries(FrozenModel):
-    """`jsonl`."""
-
     files: Annotated[list[JsonlSummary], Field(max_length=10)]
     """In the order of the request."""
 
 
 class ProgramLocation(FrozenModel):
-    """`program`."""
-
     program: ShortText | None
     """The program that would run."""
     script: PathText | None = None
@@ -88,8 +82,6 @@ class PortHolder(FrozenModel):
 
 
 class PortHolders(FrozenModel):
-    """`ports`."""
-
     ports: Annotated[list[PortHolder | None], Field(max_length=10_000)]
     """In the order of the request; None is free."""
 
@@ -102,8 +94,6 @@ class AddressProblems(FrozenModel):
 
 
 class ListeningPorts(FrozenModel):
-    """`listen`."""
-
     listening: Annotated[list[Annotated[int, Field(gt=0, lt=65_536)]], Field(max_length=10_000)]
     """The port on each address, in the order of the request."""
 
@@ -117,8 +107,6 @@ class StaleProcessGroup(FrozenModel):
 
 
 class StaleProcesses(FrozenModel):
-    """`stale`."""
-
     stale: Annotated[list[StaleProcessGroup], Field(max_length=1_000)]
 
 
@@ -136,8 +124,6 @@ class LeaseReleased(FrozenModel):
 
 
 class WorkdirTree(FrozenModel):
-    """`tree`."""
-
     home: bool = False
     problem: ShortText | None = None
     absent: bool = False
@@ -153,8 +139,6 @@ class WorkdirTree(FrozenModel):
 
 
 class FileHashes(FrozenModel):
-    """`hashes`."""
-
     hashes: Annotated[dict[ShortText, ShortText | None], Field(max_length=10_000)]
     """Name → SHA-256; None where there is no such file."""
 
@@ -167,8 +151,6 @@ class ModelConfiguration(FrozenModel):
 
 
 class ExampleCount(FrozenModel):
-    """`examples`."""
-
     examples: Count | None = None
     problem: ShortText | None = None
 
@@ -207,8 +189,6 @@ class AdapterWeights(FrozenModel):
 
 
 class CheckpointStorage(FrozenModel):
-    """`storage`."""
-
     directory: ShortText
     fault: ShortText | None
     make: PathText | None = None
@@ -225,26 +205,18 @@ class CheckpointStorage(FrozenModel):
 
 
 class FreePorts(FrozenModel):
-    """`free_ports`."""
-
     free: list[int]
 
 
 class BundleReport(FrozenModel):
-    """`bundle`."""
-
     sha256: str
 
 
 class WriteReport(FrozenModel):
-    """`write`."""
-
     problem: ShortText | None
 
 
 class MlxReport(FrozenModel):
-    """`mlx`."""
-
     python: ShortText
     linux: bool
     venv: bool
@@ -254,7 +226,5 @@ class MlxReport(FrozenModel):
 
 
 class MlxLmReport(FrozenModel):
-    """`mlx_lm`."""
-
     mlx_lm: ShortText | None = None
     mlx_lm_error: ShortText | None = None

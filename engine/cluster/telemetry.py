@@ -110,7 +110,7 @@ class _HostStream:
                     return f"no values for {patience:g} s"
                 if isinstance(line, RequestEnded):
                     return f"telemetry ended with {line.exit_code}: {line.stderr}"
-                values = parser.read(line, self.clock())
+                values = parser.read(line)
                 if values is not None:
                     self.failures = 0
                     self._put(**values)
@@ -130,14 +130,14 @@ class TelemetryParser:
         self._ticks: tuple[int, int] | None = None
         self._slow: dict[str, Any] = {}
 
-    def read(self, line: bytes, at: datetime) -> dict[str, Any] | None:
+    def read(self, line: bytes) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""
         sample = json_or_none(line)
         if not isinstance(sample, dict) or sample.get("system") not in ("Linux", "Darwin"):
             return None
         values = self._mac(sample) if sample["system"] == "Darwin" else self._linux(sample)
         if "ranks" in sample:
-            self._slow |= {"ranks": _ranks(sample["ranks"]), "slow_at": at}
+            self._slow["ranks"] = _ranks(sample["ranks"])
         if "thermal" in sample:
             self._slow["thermal"] = sensors.mac_thermal_pressure(_text(sample["thermal"]))
         return values | self._slow

@@ -92,7 +92,7 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
                     return
 
         await until(lambda: names == seen.keys() and all(value.cpu_use is not None for value in seen.values()))
-        assert all(value.memory_used_bytes and value.slow_at for value in seen.values())
+        assert all(value.memory_used_bytes for value in seen.values())
         # An agent and its probe on each.
         assert len(agents_on(cluster)) == 2 * len(names)
         cluster["cyd"].reset_ssh()

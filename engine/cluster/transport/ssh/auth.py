@@ -155,8 +155,7 @@ async def identities(named: Sequence[str] | None, agent: str, *, only_named: boo
             client = await asyncssh.connect_agent(agent)
             held = list(await client.get_keys())
     try:
-        publics = [key.public for key in found if key.public is not None]
-        first = [pair for public in publics for pair in held if pair.public_data == public]
+        first = [pair for key in found for pair in held if pair.public_data == key.public]
         others = [] if only_named else [pair for pair in held if pair not in first]
         theirs = {pair.public_data for pair in held}
         last = [pair for key in found if key.public not in theirs for pair in key.pairs]

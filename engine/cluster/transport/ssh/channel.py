@@ -49,19 +49,12 @@ class ShellCommand:
     def __init__(self, argv: Sequence[str]) -> None:
         """Raises InputError for what no argument can be, OSError when they are too long."""
         self.program = str(argv[0])
-        self.mark = f"flightdeck-{secrets.token_hex(8)}"
-        words = " ".join(quoted(argument) for argument in argv)
-        self.line = for_any_shell(f"flightdeck_mark={self.mark}\nset -- {words}\n{_BEGIN}")
+        mark = f"flightdeck-{secrets.token_hex(8)}"
+        self.begun = re.compile(rf"(?:^|\n){mark} (\w+)\n".encode())
+        self.begun_on_stderr = re.compile(rf"(?:^|\n){mark}\n".encode())
+        self.line = for_any_shell(f"flightdeck_mark={mark}\nset -- {' '.join(map(quoted, argv))}\n{_BEGIN}")
         if len(self.line) > _LINE_LIMIT:
             raise OSError(errno.E2BIG, "the arguments are too long", self.program)
-
-    @property
-    def begun(self) -> re.Pattern[bytes]:
-        return re.compile(rb"(?:^|\n)%s (\w+)\n" % self.mark.encode())
-
-    @property
-    def begun_on_stderr(self) -> re.Pattern[bytes]:
-        return re.compile(rb"(?:^|\n)%s\n" % self.mark.encode())
 
 
 class SshChannel:
@@ -123,7 +116,7 @@ class SshChannel:
             await self._process.wait_closed()
             await self._listening
         except SSH_ERRORS as error:
-            raise connection_lost(self._where, _reason(error)) from error
+            raise connection_lost(self._where, str(error)) from error
         if self._code is None:
             raise connection_lost(self._where, "in the middle of a command")
         self._release()
@@ -156,7 +149,10 @@ class SshChannel:
         if not self._closed:
             self._closed = True
             try:
-                await self._leave()
+                self._end_input()
+                if not await self._closes_within(_LEAVES_S) and not self._client.is_closed():
+                    with contextlib.suppress(NodeUnreachable):
+                        await self.end()
             except BaseException:
                 await asyncio.shield(self.end())
                 raise
@@ -180,13 +176,6 @@ class SshChannel:
     @property
     def exit_output(self) -> str:
         return Completed(None, b"", self._stderr).exit_output
-
-    async def _leave(self) -> None:
-        """Close its stdin and await its end; end it when that takes long."""
-        self._end_input()
-        if not await self._closes_within(_LEAVES_S) and not self._client.is_closed():
-            with contextlib.suppress(NodeUnreachable):
-                await self.end()
 
     async def _closes_within(self, limit_s: float) -> bool:
         """True if the node closes the session in time, whatever the program still prints."""
@@ -231,7 +220,7 @@ class SshChannel:
     async def _gone(self, error: Exception | None = None) -> NodeUnreachable:
         await self._take_last_stderr()
         if self._client.is_closed():
-            return connection_lost(self._where, _reason(error))
+            return connection_lost(self._where, str(error or ""))
         return NodeUnreachable("the program has left", where=self._where, why=plain(self.exit_output, REASON_LIMIT))
 
     async def _never_began(self) -> Exception:
@@ -252,7 +241,3 @@ class SshChannel:
         if ended is not None:
             return -int(getattr(signal, f"SIG{ended[0]}", signal.SIGKILL))
         return self._process.exit_status
-
-
-def _reason(error: Exception | None) -> str:
-    return str(error) if error is not None and str(error) else "closed by the other side"

@@ -163,22 +163,20 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
         client_keys=iter(()),
         known_hosts=None,
     )
-    config = options.config
-    files = known_hosts_files(
-        home,
-        cast("list[str] | None", config.get("UserKnownHostsFile")),
-        cast("list[str] | None", config.get("GlobalKnownHostsFile")),
-    )
-    return _Setup(options, read_known_hosts(files))
+    user, system = (_files(options, f"{owner}KnownHostsFile") for owner in ("User", "Global"))
+    return _Setup(options, read_known_hosts(known_hosts_files(home, user, system)))
+
+
+def _files(options: asyncssh.SSHClientConnectionOptions, name: str) -> list[str] | None:
+    return cast("list[str] | None", options.config.get(name))
 
 
 async def _log_in(
     setup: _Setup, tunnel: asyncssh.SSHClientConnection | None, where: str, target: str, limiter: ConnectionLimiter
 ) -> asyncssh.SSHClientConnection:
     """Connect to what `setup` says, through `tunnel` if that is given."""
-    config = setup.options.config
-    named = cast("list[str] | None", config.get("IdentityFile"))
-    offered = identities(named, setup.agent, only_named=bool(config.get("IdentitiesOnly")))
+    only_named = bool(setup.options.config.get("IdentitiesOnly"))
+    offered = identities(_files(setup.options, "IdentityFile"), setup.agent, only_named=only_named)
     async with limiter.at(setup.options.host, setup.options.port), offered as keys:
         recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:

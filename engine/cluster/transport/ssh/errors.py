@@ -30,8 +30,6 @@ class ConnectionDropped(NodeUnreachable):
 
 def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeUnreachable:
     """One of ours for one of theirs. `tried` are the keys that were offered, in words."""
-    if isinstance(error, NodeUnreachable):
-        return error
     if "authentication failures" in str(error):
         todo = "name the right one: IdentityFile and IdentitiesOnly yes"
         return LoginRefused("login refused", where=where, why=f"too many keys were offered: {tried}", todo=todo)
@@ -48,7 +46,8 @@ def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeU
 
 def connection_lost(where: str, why: str) -> NodeUnreachable:
     """An open connection that is there no more."""
-    return NodeUnreachable("connection lost", where=where, why=plain(why, REASON_LIMIT))
+    why = plain(why, REASON_LIMIT) or "closed by the other side"
+    return NodeUnreachable("connection lost", where=where, why=why)
 
 
 _CAUSES: tuple[tuple[type[Exception], str, str], ...] = (
