@@ -98,28 +98,20 @@ class AgentHome:
     free_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class StartedAgent:
-    """An agent after the exchange with its bootstrap."""
-
-    home: AgentHome
-    received: bytes
-    """What the agent has sent so far, from its Hello on."""
-
-
 class AgentSession:
     """One connection to an agent, from its start to its end. Close with `aclose()`."""
 
     def __init__(
         self,
         channel: Channel,
-        started: StartedAgent,
+        started: tuple[AgentHome, bytes],
         where: str,
         limits: SessionLimits,
         on_message: Callable[[Message], None],
     ) -> None:
-        """`on_message` receives what is no reply to a request, and first the agent's Hello."""
-        self.home = started.home
+        """`started` is the agent's home and what it has sent so far, from its Hello on. `on_message` receives what is
+        no reply to a request, and first the Hello."""
+        self.home, received = started
         self.sent_at: dict[int, float] = {}
         """Heartbeat under way -> when it was sent (wall clock)."""
         self.received_at = time.monotonic()
@@ -139,7 +131,7 @@ class AgentSession:
         self._pending: dict[int, AgentRequest] = {}
         self._heartbeat = self._answered = 0
         self._idle_since = time.monotonic()
-        self._take(started.received)
+        self._take(received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
 
     def send(self, message: Message) -> None:
@@ -457,15 +449,11 @@ class TransportProvider(Protocol):
     def agent(self, node: NodeConfig) -> AgentClient: ...
 
 
-def _ignore(message: Message) -> None:
-    """Where only replies are of interest."""
-
-
 async def open_session(
     node: NodeConfig,
     transport: Transport,
     limits: SessionLimits = SessionLimits(),
-    on_message: Callable[[Message], None] = _ignore,
+    on_message: Callable[[Message], None] = lambda message: None,
 ) -> AgentSession:
     """Start an agent on the node's host, its bundle staged first when it is not there. Raises InterpreterMissing,
     LaunchError when no agent can be started there, NodeUnreachable."""
@@ -484,11 +472,10 @@ async def open_session(
             async with asyncio.timeout(limit_s):
                 started = await _Start(node, channel).run()
             return AgentSession(channel, started, node.name, limits, on_message)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except BaseException as error:
             await _close_quietly(channel)
-            raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
-        except BaseException:
-            await _close_quietly(channel)
+            if isinstance(error, ValueError | KeyError | TypeError | OverflowError):
+                raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
             raise
     except FileNotFoundError as error:
         raise _cannot_run(node, error.strerror or str(error), InterpreterMissing) from error
@@ -512,7 +499,8 @@ class _Start:
         self._channel = channel
         self._received = b""
 
-    async def run(self) -> StartedAgent:
+    async def run(self) -> tuple[AgentHome, bytes]:
+        """The agent's home, and what it has sent so far, from its Hello on."""
         report = await self._bootstrap_line()
         home = report.get("home")
         if not isinstance(home, str) or path_fault(home) or not home.startswith("/") or ".." in home.split("/"):
@@ -526,7 +514,7 @@ class _Start:
                 problem, path = plain(staged.get("problem"), 200), plain(staged.get("path"), 300)
                 agent_home = AgentHome(home, problem, path, count_or_none(staged.get("free_bytes")))
         await self._check_hello()
-        return StartedAgent(agent_home, self._received)
+        return agent_home, self._received
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:

@@ -217,9 +217,7 @@ def _of_service(service: AsyncServiceInfo) -> FoundHost | None:
         return None
     own = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
     about = plain(service.name.removesuffix(f".{BONJOUR_SERVICE}"), _SHOWN)
-    if own and not port:
-        return FoundHost(_name(target), LOCAL, ("Bonjour",), about)
-    return FoundHost(_name(target), str(target), ("Bonjour",), about)
+    return FoundHost(_name(target), LOCAL if own and not port else str(target), ("Bonjour",), about)
 
 
 FIND_PYTHON_LIMIT_S = 30.0

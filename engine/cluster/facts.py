@@ -42,6 +42,8 @@ class FactsReport(FrozenModel):
 def read_facts(report: Mapping[str, Any]) -> Fields:
     """Fields of NodeFacts, each None or left out where the node did not tell."""
     answers = json_object(report.get("answers"))
+    versions, disk = json_object(answers.get("versions")), answers.get("disk")
+    disk_free, disk_total = disk if isinstance(disk, list) and len(disk) == 2 else (None, None)
     unknown = _unknown(report.get("unknown"))
     fields: Fields = {
         "system": text_or_none(report.get("system"), 20),
@@ -50,9 +52,13 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
         "home": text_or_none(answers.get("home"), 255),
         "python": text_or_none(report.get("python"), 40),
         "cores": count_or_none(report.get("cores")),
+        "disk_free_bytes": count_or_none(disk_free),
+        "disk_total_bytes": count_or_none(disk_total),
+        "mlx": text_or_none(versions.get("mlx"), 40),
+        "mlx_lm": text_or_none(versions.get("mlx_lm"), 40),
     }
     fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
-    fields |= _disk(answers.get("disk")) | _versions(answers) | _mlx(unknown.get("mlx_import"), answers)
+    fields |= _mlx(unknown.get("mlx_import"), answers)
     if fields["system"] == "Darwin":
         fields |= _mac(answers, fields)
     elif fields["system"] == "Linux":
@@ -113,29 +119,15 @@ def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
     return sensors.mac_thermal_warning(_text(answers, "pmset_therm")) or pressure
 
 
-def _disk(value: object) -> Fields:
-    if not isinstance(value, list) or len(value) != 2:
-        return {}
-    return {"disk_free_bytes": count_or_none(value[0]), "disk_total_bytes": count_or_none(value[1])}
-
-
-def _versions(answers: Mapping[str, Any]) -> Fields:
-    versions = json_object(answers.get("versions"))
-    return {"mlx": text_or_none(versions.get("mlx"), 40), "mlx_lm": text_or_none(versions.get("mlx_lm"), 40)}
-
-
 def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     """The device and the backends; the limit is that of the GPU's recommended working set."""
-    imported = json_or_none(_text(answers, "mlx_import").strip())
-    if not isinstance(imported, dict):
-        if isinstance(why, Failed):
-            return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
-        return {"mlx_problem": None}
+    imported = json_object(json_or_none(_text(answers, "mlx_import").strip()))
+    if not imported and isinstance(why, Failed):
+        return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
     return {
         "gpu": text_or_none(imported.get("gpu"), 20),
         "backends": _texts(imported.get("backends"), 20),
         "gpu_limit_bytes": count_or_none(imported.get("working_set")),
-        "mlx_problem": None,
     }
 
 
@@ -233,17 +225,14 @@ async def probe_as_completed(
         await asyncio.gather(*probes, return_exceptions=True)
 
 
-async def probe(
-    node: NodeConfig, agent: AgentClient, clock: Clock = now, *, time_limit_s: float = TIME_LIMIT_S
-) -> NodeFacts:
+async def probe(node: NodeConfig, agent: AgentClient, clock: Clock = now) -> NodeFacts:
     """The facts of `node` now. Never raises for a node that cannot answer: `problem` then says why."""
     try:
-        async with asyncio.timeout(time_limit_s + _CONNECT_S):
-            fields = await _ask(node, agent, clock, time_limit_s)
+        async with asyncio.timeout(TIME_LIMIT_S + _CONNECT_S):
+            fields = await _ask(node, agent, clock)
         return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
     except TimeoutError:
-        problem = f"no answer within {time_limit_s + _CONNECT_S:g} s"
-        fields = {"problem": problem, "problem_kind": "unreachable"}
+        fields = {"problem": f"no answer within {TIME_LIMIT_S + _CONNECT_S:g} s", "problem_kind": "unreachable"}
     except InterpreterMissing as error:
         fields = {"problem": f"no such interpreter: {node.python}", "problem_kind": "no python", "fix": error.todo}
     except FlightDeckError as error:
@@ -254,9 +243,9 @@ async def probe(
     return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
 
 
-async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s: float) -> Fields:
+async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock) -> Fields:
     round_trip_s = await agent.round_trip_s()
-    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=time_limit_s)
+    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=TIME_LIMIT_S)
     received = clock().timestamp()
     if isinstance(outcome, NoValue):
         return {"problem": str(outcome)}

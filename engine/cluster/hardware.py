@@ -33,7 +33,7 @@ def port_without_rdma(model: str | None) -> str | None:
 _PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes")
 _PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,18})\.?\s*$', re.MULTILINE)
 _USED = ("Anonymous pages", "Pages wired down", "Pages occupied by compressor")
-_EFFICIENCY = "efficiency"
+_EFFICIENCY = "Efficiency"
 _LEVELS = 4
 _MIB = 2**20
 
@@ -45,13 +45,8 @@ def parse_sysctl(text: str) -> dict[str, str]:
 
 def mac_performance_cores(sysctl: Mapping[str, str]) -> int | None:
     """The cores of every level but Efficiency: the M5 Max has only the levels Super and Performance."""
-    found = []
-    for level in range(_LEVELS):
-        name = sysctl.get(f"hw.perflevel{level}.name", "").lower()
-        count = count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu"))
-        if name and count is not None and name != _EFFICIENCY:
-            found.append(count)
-    return sum(found) if found else None
+    levels = [level for level in range(_LEVELS) if sysctl.get(f"hw.perflevel{level}.name", _EFFICIENCY) != _EFFICIENCY]
+    return sum(count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu")) or 0 for level in levels) or None
 
 
 def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:

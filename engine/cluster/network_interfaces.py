@@ -171,11 +171,7 @@ def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ..
             gids.setdefault(device, []).append(gid[1])
     known = sorted({*rdma_device_names(ibv_devices), *states, *gids} - {""})
     return tuple(
-        RdmaDevice(
-            name=name,
-            port_state=states.get(name),
-            ipv4_gid=any(is_ipv4_gid(gid) for gid in gids[name]) if name in gids else None,
-        )
+        RdmaDevice(name=name, port_state=states.get(name), ipv4_gid=_has_ipv4_gid(gids.get(name)))
         for name in known[:RDMA_DEVICE_LIMIT]
     )
 
@@ -184,18 +180,17 @@ def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
     """From the probe's list: name, state ("4: ACTIVE") and GIDs of each device's first port."""
     found = []
     for row in json_objects(infiniband, RDMA_DEVICE_LIMIT):
-        name, gids = text_or_none(row.get("name"), 32), row.get("gids")
+        name = text_or_none(row.get("name"), 32)
         if name is None or not _DEVICE.fullmatch(name):
             continue
         state = _SYSFS_STATE.match(str(row.get("state")))
-        found.append(
-            RdmaDevice(
-                name=name,
-                port_state=f"PORT_{state[1]}" if state else None,
-                ipv4_gid=any(is_ipv4_gid(str(gid)) for gid in gids) if isinstance(gids, list) and gids else None,
-            )
-        )
+        port_state = f"PORT_{state[1]}" if state else None
+        found.append(RdmaDevice(name=name, port_state=port_state, ipv4_gid=_has_ipv4_gid(row.get("gids"))))
     return tuple(found)
+
+
+def _has_ipv4_gid(gids: object) -> bool | None:
+    return any(is_ipv4_gid(str(gid)) for gid in gids) if isinstance(gids, list) and gids else None
 
 
 def is_ipv4_gid(gid: str) -> bool:

@@ -11,12 +11,7 @@ from pydantic import AfterValidator, Field
 from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
-
-def _short(text: str) -> str:
-    return plain(text, 300)
-
-
-ShortText = Annotated[str, AfterValidator(_short)]
+ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
 PathText = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -38,7 +38,6 @@ async def telemetry(
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     *,
     interval_s: float = INTERVAL_S,
-    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncIterator[NodeTelemetry]:
     """Every node's values as they come, without end: a sample of each host every `interval_s` seconds. Nodes on one
     host get the same values, the ranks of the whole host among them. A node that does not answer yields its `problem`,
@@ -52,7 +51,7 @@ async def telemetry(
 
     hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
     streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s) for nodes in hosts]
-    watches = [asyncio.create_task(stream.watch(pause)) for stream in streams]
+    watches = [asyncio.create_task(stream.watch()) for stream in streams]
     for watch in watches:
         watch.add_done_callback(lambda _: arrived.set())
     try:
@@ -82,7 +81,7 @@ class _HostStream:
     interval_s: float
     failures: int = 0
 
-    async def watch(self, pause: Callable[[float], Awaitable[None]]) -> None:
+    async def watch(self) -> None:
         """Pass on samples; after each end report why, and start again."""
         while True:
             first, longest = RETRY_S
@@ -95,7 +94,7 @@ class _HostStream:
             except (FlightDeckError, OSError) as error:
                 problem = str(error)
             self._put(problem=plain(problem, 200) or "no answer")
-            await pause(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
+            await asyncio.sleep(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
             self.failures = min(self.failures + 1, 10)
 
     async def _stream(self) -> str:

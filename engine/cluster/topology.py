@@ -46,11 +46,8 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
 
 
 def _receptacle(bus: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in sorted(bus):
-        tag = bus[key]
-        if _RECEPTACLE.fullmatch(key) and isinstance(tag, dict):
-            return tag
-    return {}
+    tags = (json_object(bus[key]) for key in sorted(bus) if _RECEPTACLE.fullmatch(key))
+    return next(filter(None, tags), {})
 
 
 def _computers(item: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:

@@ -30,11 +30,8 @@ class Completed:
     @property
     def exit_output(self) -> str:
         """The last line of its stderr, or else of its stdout: usually why it failed."""
-        for stream in (self.stderr, self.stdout):
-            lines = [line.strip() for line in stream.decode(errors="replace").splitlines() if line.strip()]
-            if lines:
-                return lines[-1]
-        return ""
+        lines = [line for stream in (self.stdout, self.stderr) for line in stream.decode(errors="replace").splitlines()]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class Channel(Protocol):

@@ -52,10 +52,6 @@ class Fleet:
             self._transports[host] = LocalTransport() if target.local else over_ssh
         return self._transports[host]
 
-    def replace(self, host: str, transport: Transport) -> None:
-        """Reach `host` over `transport` from now on, as tests do."""
-        self._transports[host] = transport
-
     async def accept(self, host: str, fingerprint: str) -> None:
         """Accept the host key of `[user@]host[:port]` that a person has compared. Raises HostKeyChanged when it shows
         another one by now, NodeUnreachable, OSError, InputError."""

@@ -63,26 +63,25 @@ class LocalChannel:
     """The Channel to a process of this machine."""
 
     def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
         self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
         self._stderr = stderr
         self._exit_output: str | None = None
 
     async def write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
+            self._stdin.write(data)
+            await self._stdin.drain()
         except (ConnectionError, RuntimeError) as gone:
             raise NodeUnreachable("the program has left", where=LOCAL, why=self.exit_output) from gone
 
     async def read(self, size: int) -> bytes:
-        assert self._process.stdout is not None
-        return await self._process.stdout.read(size)
+        return await self._stdout.read(size)
 
     async def close(self) -> int | None:
-        assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.close()
+            self._stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(_left(self._process), _LEAVES_S)

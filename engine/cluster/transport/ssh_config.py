@@ -174,8 +174,8 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     theirs = _config_files()
     own = str(own_known_hosts(home)).replace("%", "%%")
     known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
-    lines = ["# Written by Flight Deck: its own words first, then the user's configuration."]
-    lines += [
+    lines = [
+        "# Written by Flight Deck: its own words first, then the user's configuration.",
         "Match all",
         f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
         f"    ServerAliveInterval {KEEPALIVE_S}",

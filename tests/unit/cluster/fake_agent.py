@@ -102,9 +102,9 @@ class FakeNode(LocalTransport):
         return self.channels[-1]
 
 
-def fleet_of(**transports: LocalTransport) -> Fleet:
+class FakeFleet(Fleet):
     """Hosts by their names in `ssh`."""
-    fleet = Fleet((), Path("/nonexistent"))
-    for host, transport in transports.items():
-        fleet.replace(host, transport)
-    return fleet
+
+    def __init__(self, **transports: LocalTransport) -> None:
+        super().__init__((), Path("/nonexistent"))
+        self._transports.update(transports)

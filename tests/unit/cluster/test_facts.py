@@ -23,7 +23,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import HostKeyUnknown, NodeUnreachable
 from engine.models import Failed, Late, NodeFacts, Unparsable
-from tests.unit.cluster.fake_agent import FakeNode, fleet_of
+from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 from tests.unit.cluster.macs import mesh
 from tests.unit.node import keeper_runner
 
@@ -105,8 +105,9 @@ async def test_an_interpreter_that_fails_is_a_problem_in_one_line(scripted: Scri
     assert [facts.python, facts.mlx, facts.cores] == [None] * 3
 
 
-async def test_an_interpreter_that_hangs_is_given_up(scripted: Script) -> None:
-    facts = await facts_of(scripted("sleep 600"), time_limit_s=-2.5)
+async def test_an_interpreter_that_hangs_is_given_up(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cluster.facts.TIME_LIMIT_S", -2.5)
+    facts = await facts_of(scripted("sleep 600"))
     assert "within 0.5 s" in (facts.problem or "")
 
 
@@ -134,7 +135,7 @@ async def test_whatever_goes_wrong_on_one_node_the_others_answer() -> None:
     gone = NodeUnreachable("ultra did not answer", why="no answer on port 22", todo="is it on?")
     fault = RuntimeError("a fault of our own\nwith more")
     nodes = [NodeConfig(name=name, ssh=name, python="/p", workdir="/") for name in "abc"]
-    async with fleet_of(a=FakeNode(gone), b=FakeNode(report(python="3.12.1")), c=FakeNode(fault)) as fleet:
+    async with FakeFleet(a=FakeNode(gone), b=FakeNode(report(python="3.12.1")), c=FakeNode(fault)) as fleet:
         a, b, c = await probe_all(config(*nodes), fleet)
     assert (a.problem, a.fix) == ("ultra did not answer: no answer on port 22", "is it on?")
     assert (b.problem, b.python) == (None, "3.12.1")
@@ -146,7 +147,7 @@ async def test_nodes_come_as_they_answer_and_ranks_of_one_machine_are_asked_once
     slow = scripted("sleep 600")
     ultra = FakeNode(report())
     nodes = [NodeConfig(name=name, ssh="ultra", python="/p", workdir="/") for name in ("r0", "r1")]
-    async with fleet_of(ultra=ultra) as fleet:
+    async with FakeFleet(ultra=ultra) as fleet:
         answers = probe_as_completed(config(slow, *nodes), fleet)
         assert [(await anext(answers)).node for _ in nodes] == ["r0", "r1"]
         assert [(request.probe, request.arguments) for request in ultra.probes] == [("facts", ["/"])]

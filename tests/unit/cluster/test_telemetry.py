@@ -18,10 +18,15 @@ from engine.cluster.telemetry import TelemetryParser, telemetry
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
-from tests.unit.cluster.fake_agent import fleet_of
+from tests.unit.cluster.fake_agent import FakeFleet
 
 AT = datetime(2026, 11, 21, tzinfo=UTC)
 PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cluster.telemetry.RETRY_S", (0.02, 0.02))
 
 
 def cluster(*nodes: tuple[str, str], ssh: str = "127.0.0.1") -> Config:
@@ -43,11 +48,8 @@ def probes() -> list[int]:
 
 @contextlib.asynccontextmanager
 async def watching(config: Config, interval_s: float) -> AsyncIterator[AsyncIterator[NodeTelemetry]]:
-    async def at_once(seconds: float) -> None:
-        await asyncio.sleep(0.02)
-
-    async with asyncio.timeout(PATIENCE_S), fleet_of() as fleet:
-        values = telemetry(config, fleet, lambda: AT, interval_s=interval_s, pause=at_once)
+    async with asyncio.timeout(PATIENCE_S), FakeFleet() as fleet:
+        values = telemetry(config, fleet, lambda: AT, interval_s=interval_s)
         try:
             yield values
         finally:

@@ -27,7 +27,7 @@ PLAIN_HOST_KEY_ALGORITHMS = (
 
 
 class NamedHostKeyUnknown(HostKeyUnknown):
-    """A key that nobody has accepted, and `name`, under which known_hosts would hold it."""
+    """`name` is the one under which known_hosts would hold the key."""
 
     name: str
 
