@@ -417,8 +417,6 @@ class NodeTelemetry(FrozenModel):
     gpu_temperature_c: float | None = None
     thermal: str | None = None
     ranks: tuple[RankUse, ...] = ()
-    slow_at: datetime | None = None
-    """When `ranks` (and on a Mac `thermal`) were measured, which happens less often because it is slower."""
     source: str | None = None
     """ "macmon", or the replacement for it."""
     problem: str | None = None

@@ -19,13 +19,14 @@ from pydantic import Field
 
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases
-from engine.cluster.probe_results import Count, ProbeResult, ShortText
+from engine.cluster.probe_results import Count, ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
 from engine.measurements import CalibrationProgress, MemoryProbe, NodeMeasure
+from engine.models import FrozenModel
 from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
@@ -37,7 +38,7 @@ Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Batch = Annotated[int, Field(ge=1)]
 
 
-class ProgressResult(ProbeResult):
+class ProgressResult(FrozenModel):
     """engine.protocol.attempt.MeasureProgress"""
 
     phase: ShortText
@@ -46,7 +47,7 @@ class ProgressResult(ProbeResult):
     examples_per_s: Figure | None = None
 
 
-class MeasureResult(ProbeResult):
+class MeasureResult(FrozenModel):
     """engine.protocol.attempt.MeasureResult"""
 
     examples_per_s: Figure | None = None
@@ -65,7 +66,7 @@ class MeasureResult(ProbeResult):
     problem: ShortText | None = None
 
 
-class MeasureOutput(ProbeResult):
+class MeasureOutput(FrozenModel):
     """One line of its output."""
 
     progress: ProgressResult | None = None

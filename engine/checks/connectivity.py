@@ -6,13 +6,11 @@ Checks that depend on this one do not run when it fails.
 
 from __future__ import annotations
 
-import asyncio
-
 from engine.checks.check import THIS_MACHINE, Check, Findings, plural
 from engine.checks.context import CheckContext
 from engine.checks.fixes import FLIGHTDECK
 from engine.config.models import Config, NodeConfig
-from engine.errors import HostKeyUnknown, LaunchError, NodeUnreachable
+from engine.errors import HostKeyUnknown, LaunchError
 from engine.models import CheckResult
 
 NAME = "ssh_connectivity"
@@ -20,8 +18,6 @@ TRUST_COMMAND = f"{FLIGHTDECK}nodes --trust"
 """Shows the host keys that are not known yet, and accepts them after a confirmation."""
 _LIMIT_S = 75.0
 """Above the limits of a connection, of an agent's start and of one answer together."""
-_ANSWER_S = 10.0
-"""As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
 
 
 def _all_local(config: Config) -> str | None:
@@ -39,24 +35,15 @@ async def run(context: CheckContext) -> CheckResult:
     return found.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
 
 
-async def round_trip_s(context: CheckContext, node: NodeConfig) -> float | None:
-    """Seconds of one exchange with a node now; None for this machine. Raises NodeUnreachable."""
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            return await context.transport(node).round_trip_s()
-    except TimeoutError:
-        why = f"no answer within {_ANSWER_S:g} s"
-        raise NodeUnreachable("does not answer", where=node.ssh, why=why, todo="is it on and awake?") from None
-
-
 async def _reach(context: CheckContext, node: NodeConfig) -> str:
-    taken = await round_trip_s(context, node)
     try:
         await context.layout_of(node)
+        taken = await context.agent(node).round_trip_s()
     except LaunchError:
         # A missing interpreter is reported by versions_match, which has a fix for it.
         if (await context.interpreters())[node.name].python is not None:
             raise
+        taken = None
     if node.local:
         return THIS_MACHINE
     return "answers" if taken is None else f"answers in {taken * 1e3:.1f} ms"

@@ -12,20 +12,18 @@ from typing import Any, Generic, TypeVar
 from engine.checks.interpreter import Interpreter, probe_interpreter
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.facts import probe_all
-from engine.cluster.probe_results import ProbeResult
 from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
-from engine.cluster.transport.base import Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.config.formats import on_node
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.measurements import Calibration, Division
-from engine.models import NodeFacts, NoValue, Topology
+from engine.models import FrozenModel, NodeFacts, NoValue, Topology
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")
-Result = TypeVar("Result", bound=ProbeResult)
+Result = TypeVar("Result", bound=FrozenModel)
 
 
 class _Once(Generic[T]):
@@ -85,9 +83,6 @@ class CheckContext:
     def remote(self) -> bool:
         """Some node is reached by ssh."""
         return not all(node.local for node in self.config.nodes)
-
-    def transport(self, node: NodeConfig) -> Transport:
-        return self.fleet.to(node)
 
     def agent(self, node: NodeConfig) -> AgentClient:
         return self.fleet.agent(node)

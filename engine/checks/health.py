@@ -40,7 +40,7 @@ LoadResult = SystemLoad | FlightDeckError
 
 async def run(context: CheckContext) -> CheckResult:
     async def heartbeat(node: NodeConfig) -> tuple[float | None, float]:
-        return await connectivity.round_trip_s(context, node), time.monotonic()
+        return await context.agent(node).round_trip_s(), time.monotonic()
 
     loads, facts = await asyncio.gather(
         context.on_all_nodes(

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import WriteReport
 from engine.cluster.replies import parse_output
-from engine.cluster.transport.base import Channel, Completed, Transport, in_home
+from engine.cluster.transport.base import Channel, Completed, Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
@@ -40,7 +40,7 @@ from engine.protocol.messages import (
 )
 from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import make_private, path_fault
-from engine.security.sanitise import plain
+from engine.security.sanitise import count_or_none, plain
 from engine.store.layout import node_root
 
 SILENCE_LIMIT_S = 20.0
@@ -49,6 +49,8 @@ _CLOSE_LIMIT_S = 2.0
 _READ_BYTES = 256 * 1024
 _CANCEL_LIMIT_S = 5.0
 _FILES_LIMIT_S = 30.0
+_ANSWER_S = 10.0
+"""As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
 _LINE_LIMIT = 1 << 17
 """For what a login shell prints before the bootstrap's first line, and that line."""
 _OUTPUT_LIMIT = 1 << 25
@@ -96,29 +98,20 @@ class AgentHome:
     free_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class StartedAgent:
-    """An agent after the exchange with its bootstrap."""
-
-    home: AgentHome
-    hello: Hello
-    received: bytes
-    """Bytes that came behind the Hello."""
-
-
 class AgentSession:
     """One connection to an agent, from its start to its end. Close with `aclose()`."""
 
     def __init__(
         self,
         channel: Channel,
-        started: StartedAgent,
+        started: tuple[AgentHome, bytes],
         where: str,
         limits: SessionLimits,
         on_message: Callable[[Message], None],
     ) -> None:
-        """`on_message` receives what is no reply to a request, and first the agent's Hello."""
-        self.home = started.home
+        """`started` is the agent's home and what it has sent so far, from its Hello on. `on_message` receives what is
+        no reply to a request, and first the Hello."""
+        self.home, received = started
         self.sent_at: dict[int, float] = {}
         """Heartbeat under way -> when it was sent (wall clock)."""
         self.received_at = time.monotonic()
@@ -133,12 +126,12 @@ class AgentSession:
         self._decoder = Decoder()
         self._outgoing = bytearray()
         self._to_write = asyncio.Event()
+        self._acknowledged = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: dict[int, AgentRequest] = {}
         self._heartbeat = self._answered = 0
         self._idle_since = time.monotonic()
-        on_message(started.hello)
-        self._take(started.received)
+        self._take(received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
 
     def send(self, message: Message) -> None:
@@ -162,6 +155,16 @@ class AgentSession:
         """Raises AgentLost when the connection has ended."""
         if self.why_ended is not None:
             raise AgentLost("its agent has ended", where=self._where, why=self.why_ended)
+
+    async def round_trip_s(self) -> float:
+        """Seconds of one heartbeat and its acknowledgement. Raises AgentLost."""
+        began = time.perf_counter()
+        number = self._send_heartbeat()
+        while number in self.sent_at:
+            self.check()
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
+        return time.perf_counter() - began
 
     def forget(self, request: AgentRequest) -> None:
         known = self._pending.pop(request.number, None)
@@ -197,11 +200,10 @@ class AgentSession:
     async def _close(self, why: str) -> None:
         if self.why_ended is None:
             self.why_ended = why
+            self._acknowledged.set()
             for request in self._pending.values():
                 request.changed.set()
-            with contextlib.suppress(FlightDeckError, OSError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_LIMIT_S):
-                    await self._channel.close()
+            await _close_quietly(self._channel)
 
     async def _receive(self) -> str:
         while data := await self._channel.read(_READ_BYTES):
@@ -218,6 +220,7 @@ class AgentSession:
                 self._on_message(message)
             if isinstance(message, HeartbeatAck):
                 self.sent_at.pop(message.number, None)
+                self._acknowledged.set()
             # Whatever it was: on a slow line the acknowledgements come late, behind a megabyte of somebody's log.
             self.received_at = time.monotonic()
             self._answered = self._heartbeat
@@ -252,11 +255,15 @@ class AgentSession:
                 # At once: a request that comes while it is being closed is another agent's.
                 self.ending = True
                 return "it was idle"
-            self._heartbeat += 1
-            self.sent_at[self._heartbeat] = time.time()
-            self.send(Heartbeat(self._heartbeat, self._answered))
+            self._send_heartbeat()
             await asyncio.sleep(self._limits.heartbeat_interval_s)
         return f"no answer for {SILENCE_LIMIT_S:.0f} s"
+
+    def _send_heartbeat(self) -> int:
+        self._heartbeat += 1
+        self.sent_at[self._heartbeat] = time.time()
+        self.send(Heartbeat(self._heartbeat, self._answered))
+        return self._heartbeat
 
 
 class AgentRequest:
@@ -349,6 +356,19 @@ class AgentClient:
             # Not cancelled with it when it is closed.
             await asyncio.wait({asyncio.ensure_future(session.ended())})
 
+    async def round_trip_s(self) -> float | None:
+        """Seconds of one exchange with the agent now; None for this machine. Raises LaunchError when no agent can be
+        started there, NodeUnreachable."""
+        if self.node.local:
+            return None
+        session = await self.session()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await session.round_trip_s()
+        except TimeoutError:
+            why = f"no answer within {_ANSWER_S:g} s"
+            raise NodeUnreachable("does not answer", where=self.node.ssh, why=why, todo="is it on and awake?") from None
+
     async def probe(self, name: str, *arguments: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """Run a probe of engine.node.probes; arguments may begin with `~/`. Raises LaunchError when no agent
         can be started there, NodeUnreachable."""
@@ -429,21 +449,11 @@ class TransportProvider(Protocol):
     def agent(self, node: NodeConfig) -> AgentClient: ...
 
 
-def expanded(argument: str, home: str) -> str:
-    """`~` and `~/…` as a path below `home`, anything else as it is."""
-    inside = in_home(argument)
-    return argument if inside is None else f"{home}/{inside}".rstrip("/")
-
-
-def _ignore(message: Message) -> None:
-    """Where only replies are of interest."""
-
-
 async def open_session(
     node: NodeConfig,
     transport: Transport,
     limits: SessionLimits = SessionLimits(),
-    on_message: Callable[[Message], None] = _ignore,
+    on_message: Callable[[Message], None] = lambda message: None,
 ) -> AgentSession:
     """Start an agent on the node's host, its bundle staged first when it is not there. Raises InterpreterMissing,
     LaunchError when no agent can be started there, NodeUnreachable."""
@@ -462,14 +472,13 @@ async def open_session(
             async with asyncio.timeout(limit_s):
                 started = await _Start(node, channel).run()
             return AgentSession(channel, started, node.name, limits, on_message)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except BaseException as error:
             await _close_quietly(channel)
-            raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
-        except BaseException:
-            await _close_quietly(channel)
+            if isinstance(error, ValueError | KeyError | TypeError | OverflowError):
+                raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
             raise
     except FileNotFoundError as error:
-        raise _no_python(node, error.strerror or str(error)) from error
+        raise _cannot_run(node, error.strerror or str(error), InterpreterMissing) from error
     except TimeoutError:
         raise NodeUnreachable(f"no answer from {node.python}", where=node.name, why=f"{limit_s:g} s are over") from None
     except OSError as error:
@@ -490,7 +499,8 @@ class _Start:
         self._channel = channel
         self._received = b""
 
-    async def run(self) -> StartedAgent:
+    async def run(self) -> tuple[AgentHome, bytes]:
+        """The agent's home, and what it has sent so far, from its Hello on."""
         report = await self._bootstrap_line()
         home = report.get("home")
         if not isinstance(home, str) or path_fault(home) or not home.startswith("/") or ".." in home.split("/"):
@@ -501,15 +511,10 @@ class _Start:
             await self._channel.write(await asyncio.to_thread(lambda: node_bundle().packed))
             staged = await self._bootstrap_line()
             if staged.get("staged") is not True:
-                problem = report if "problem" in report else staged
-                free_bytes = problem.get("free_bytes")
-                agent_home = AgentHome(
-                    home,
-                    plain(problem.get("problem"), 200),
-                    plain(problem.get("path"), 300),
-                    free_bytes if isinstance(free_bytes, int) else None,
-                )
-        return StartedAgent(agent_home, await self._hello(), self._received)
+                problem, path = plain(staged.get("problem"), 200), plain(staged.get("path"), 300)
+                agent_home = AgentHome(home, problem, path, count_or_none(staged.get("free_bytes")))
+        await self._check_hello()
+        return agent_home, self._received
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:
@@ -522,15 +527,13 @@ class _Start:
             if isinstance(report, dict) and report.get("kind") == "bootstrap":
                 return report
 
-    async def _hello(self) -> Hello:
-        line = await self._line()
-        try:
-            message = next(Decoder().feed(line + b"\n"), None)
-        except ValueError as error:
-            raise LaunchError("no agent answers", where=self._node.name, why=str(error)) from error
+    async def _check_hello(self) -> None:
+        """It stays among what was received. Raises ValueError for anything else."""
+        line = await self._line() + b"\n"
+        message = next(Decoder().feed(line), None)
         if not isinstance(message, Hello) or message.version != VERSION:
-            raise LaunchError("no agent answers", where=self._node.name, why=f"not {line[:80]!r}")
-        return message
+            raise ValueError(f"not {line[:80]!r}")
+        self._received = line + self._received
 
     async def _line(self) -> bytes:
         while b"\n" not in self._received:
@@ -547,16 +550,12 @@ class _Start:
         code = await self._channel.close()
         output = plain(self._channel.exit_output, 200)
         if code == _COMMAND_NOT_FOUND:
-            return _no_python(self._node, output)
+            return _cannot_run(self._node, output, InterpreterMissing)
         if code == _CANNOT_RUN:
             return _cannot_run(self._node, output)
         why = f"it ended with {code}" + (f": {output}" if output else "")
         return LaunchError(f"{self._node.python} gave no answer", where=self._node.name, why=why)
 
 
-def _no_python(node: NodeConfig, why: str) -> InterpreterMissing:
-    return InterpreterMissing(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)
-
-
-def _cannot_run(node: NodeConfig, why: str) -> LaunchError:
-    return LaunchError(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)
+def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+    return kind(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)

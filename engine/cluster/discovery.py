@@ -22,7 +22,6 @@ from engine.config.draft import checked_host
 from engine.config.faults import Faults
 from engine.config.formats import host_form
 from engine.config.hostfile import read_hostfile
-from engine.config.models import NodeConfig
 from engine.errors import ConfigError, HostKeyUnknown, InputError, NodeUnreachable
 from engine.models import HostKeyOffer
 from engine.security.identifiers import LOCAL, SshTarget
@@ -103,18 +102,19 @@ async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bon
     """This machine, then what ssh's configuration names, then what answers by Bonjour within `timeout_s`; each host
     once. Names that no ssh may be given are left out."""
     # The head as a node, without ssh.
-    found = [FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))]
-    known: dict[str, str] = {}
+    found = {LOCAL: FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))}
+    aliases: dict[str, str] = {}
     if ssh_config:
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
             if not _own_alias(entry):
-                found.append(_of_alias(entry))
-                known.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
-    if bonjour:
-        for host in await _bonjour(timeout_s):
-            alias = known.get(SshTarget.parse(host.ssh).host.lower())
-            _merge(found, replace(host, ssh=alias) if alias is not None else host)
-    return found
+                found[entry.alias.lower()] = _of_alias(entry)
+                aliases.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
+    for host in await _bonjour(timeout_s) if bonjour else []:
+        ssh = aliases.get(SshTarget.parse(host.ssh).host.lower(), host.ssh)
+        known = found.setdefault(ssh.lower(), replace(host, ssh=ssh))
+        sources = tuple(dict.fromkeys(known.sources + host.sources))
+        found[ssh.lower()] = replace(known, sources=sources, about=known.about or host.about)
+    return list(found.values())
 
 
 def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
@@ -123,15 +123,6 @@ def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
     for entry in entries:
         seen.setdefault(((entry.hostname or entry.alias).lower(), entry.user, entry.port), entry)
     return [entry for entry in seen.values() if not host_form(entry.alias)]
-
-
-def _merge(found: list[FoundHost], host: FoundHost) -> None:
-    for number, known in enumerate(found):
-        if known.ssh.lower() == host.ssh.lower():
-            sources = tuple(dict.fromkeys(known.sources + host.sources))
-            found[number] = replace(known, sources=sources, about=known.about or host.about)
-            return
-    found.append(host)
 
 
 def _of_alias(host: SshHost) -> FoundHost:
@@ -226,9 +217,7 @@ def _of_service(service: AsyncServiceInfo) -> FoundHost | None:
         return None
     own = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
     about = plain(service.name.removesuffix(f".{BONJOUR_SERVICE}"), _SHOWN)
-    if own and not port:
-        return FoundHost(_name(target), LOCAL, ("Bonjour",), about)
-    return FoundHost(_name(target), str(target), ("Bonjour",), about)
+    return FoundHost(_name(target), LOCAL if own and not port else str(target), ("Bonjour",), about)
 
 
 FIND_PYTHON_LIMIT_S = 30.0
@@ -286,47 +275,41 @@ class FoundPython:
     """The key to accept, when that is the problem."""
 
 
-async def find_python(transport: Transport, *, time_limit_s: float = FIND_PYTHON_LIMIT_S) -> FoundPython:
+async def find_python(transport: Transport) -> FoundPython:
     """Never raises for a host that cannot answer: `problem` then says why."""
     # On this machine the python that runs us has mlx, as a dependency.
     first = [sys.executable] if transport.target.local else []
     try:
-        done = await transport.run(["/bin/sh", "-c", _SCRIPT, "sh", _ASK, *first], timeout_s=time_limit_s)
-    except HostKeyUnknown as unknown:
-        offer = HostKeyOffer(target=unknown.target, key=unknown.key, fingerprint=unknown.fingerprint)
-        return FoundPython(problem=plain(unknown.what, _LINE), todo=plain(unknown.todo, _LINE), host_key=offer)
-    except NodeUnreachable as away:
-        problem = f"{away.what}: {away.why}" if away.why else away.what
-        return FoundPython(problem=plain(problem, _LINE), todo=plain(away.todo, _LINE))
-    except OSError as broken:
-        return FoundPython(problem=plain(broken.strerror or str(broken), _LINE))
+        done = await transport.run(["/bin/sh", "-c", _SCRIPT, "sh", _ASK, *first], timeout_s=FIND_PYTHON_LIMIT_S)
+    except NodeUnreachable as error:
+        problem = f"{error.what}: {error.why}" if error.why else error.what
+        offer = None
+        if isinstance(error, HostKeyUnknown):
+            offer = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
+        return FoundPython(problem=plain(problem, _LINE), todo=plain(error.todo, _LINE), host_key=offer)
+    except OSError as error:
+        return FoundPython(problem=plain(error.strerror or str(error), _LINE))
     if done.code is None:
-        return FoundPython(problem=f"no answer within {time_limit_s:g} s")
+        return FoundPython(problem=f"no answer within {FIND_PYTHON_LIMIT_S:g} s")
     return parse_find_python(done)
 
 
 async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
     """`find_python` on all of them at once, in their order. `home` is the state directory, with its known_hosts.
     Raises InputError for what is no host."""
-    nodes = tuple(
-        NodeConfig(name=f"node{number}", ssh=host, python="python3", workdir="~") for number, host in enumerate(hosts)
-    )
-    async with Fleet(nodes, home) as fleet, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(find_python(fleet.to(node))) for node in nodes]
-    return [task.result() for task in asked]
+    async with Fleet((), home) as fleet:
+        transports = [fleet.reach(host) for host in hosts]
+        return await asyncio.gather(*map(find_python, transports))
 
 
 def parse_find_python(done: Completed) -> FoundPython:
     """From the script's output, with whatever a shell's start files printed around it."""
     report: dict[str, str] = {}
-    without: list[str] = []
     for line in done.stdout.decode(errors="replace").splitlines():
         mark, _, rest = line.partition("\t")
         key, _, value = rest.partition("\t")
-        if mark == _MARK and key == "without":
-            without.append(value)
-        elif mark == _MARK:
-            report[key] = value
+        if mark == _MARK:
+            report.setdefault(key, value)
     hostname = report.get("hostname")
     python = _usable(report.get("python"), report.get("home"))
     if python is not None:
@@ -338,8 +321,8 @@ def parse_find_python(done: Completed) -> FoundPython:
         output = plain(done.exit_output, _LINE)
         return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
-    if without:
-        problem += f" ({plain(without[0], _LINE)} has none)"
+    if "without" in report:
+        problem += f" ({plain(report['without'], _LINE)} has none)"
     return FoundPython(hostname=hostname, problem=problem, todo="docs/quickstart.md, step 2, or set `python` yourself")
 
 

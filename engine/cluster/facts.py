@@ -5,11 +5,11 @@ reason in `problem` and what to do in `fix`; a command of the probe that ended w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from engine.cluster import hardware, network_interfaces, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
@@ -18,7 +18,7 @@ from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
-from engine.security.sanitise import count_or_none, finite_or_none, json_or_none, plain, text_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, json_object, json_or_none, plain, text_or_none
 
 Fields = dict[str, Any]
 _NAMES = 64
@@ -41,8 +41,9 @@ class FactsReport(FrozenModel):
 
 def read_facts(report: Mapping[str, Any]) -> Fields:
     """Fields of NodeFacts, each None or left out where the node did not tell."""
-    answers = report.get("answers")
-    answers = answers if isinstance(answers, dict) else {}
+    answers = json_object(report.get("answers"))
+    versions, disk = json_object(answers.get("versions")), answers.get("disk")
+    disk_free, disk_total = disk if isinstance(disk, list) and len(disk) == 2 else (None, None)
     unknown = _unknown(report.get("unknown"))
     fields: Fields = {
         "system": text_or_none(report.get("system"), 20),
@@ -51,9 +52,13 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
         "home": text_or_none(answers.get("home"), 255),
         "python": text_or_none(report.get("python"), 40),
         "cores": count_or_none(report.get("cores")),
+        "disk_free_bytes": count_or_none(disk_free),
+        "disk_total_bytes": count_or_none(disk_total),
+        "mlx": text_or_none(versions.get("mlx"), 40),
+        "mlx_lm": text_or_none(versions.get("mlx_lm"), 40),
     }
     fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
-    fields |= _disk(answers.get("disk")) | _versions(answers) | _mlx(unknown.get("mlx_import"), answers)
+    fields |= _mlx(unknown.get("mlx_import"), answers)
     if fields["system"] == "Darwin":
         fields |= _mac(answers, fields)
     elif fields["system"] == "Linux":
@@ -64,8 +69,9 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
 def _unknown(value: object) -> dict[str, Late | Failed]:
     """The probe's commands that ended without an answer, by name."""
     found: dict[str, Late | Failed] = {}
-    for name, entry in value.items() if isinstance(value, dict) else ():
-        if not isinstance(entry, dict) or (key := text_or_none(name, 40)) is None:
+    for name, given in json_object(value).items():
+        entry, key = json_object(given), text_or_none(name, 40)
+        if key is None:
             continue
         command, late_s, code = plain(entry.get("command", name), 120), entry.get("late_s"), entry.get("exit_code")
         if isinstance(late_s, int | float):
@@ -84,10 +90,9 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
         if fields.get("interfaces"):
             found.pop("ip", None)
         return found
-    cables = json_or_none(answers.get("thunderbolt"))
-    readable_cables = isinstance(cables, dict) and isinstance(cables.get(_THUNDERBOLT), list)
+    cables = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
     for name, command, readable in (
-        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", readable_cables),
+        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", isinstance(cables, list)),
         ("ifconfig", "ifconfig -a", any(port.ipv4 for port in fields["interfaces"])),
     ):
         if name in answers and name not in found and not readable:
@@ -114,52 +119,35 @@ def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
     return sensors.mac_thermal_warning(_text(answers, "pmset_therm")) or pressure
 
 
-def _disk(value: object) -> Fields:
-    if not isinstance(value, list) or len(value) != 2:
-        return {}
-    return {"disk_free_bytes": count_or_none(value[0]), "disk_total_bytes": count_or_none(value[1])}
-
-
-def _versions(answers: Mapping[str, Any]) -> Fields:
-    versions = answers.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    return {"mlx": text_or_none(versions.get("mlx"), 40), "mlx_lm": text_or_none(versions.get("mlx_lm"), 40)}
-
-
 def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     """The device and the backends; the limit is that of the GPU's recommended working set."""
-    imported = json_or_none(_text(answers, "mlx_import").strip())
-    if not isinstance(imported, dict):
-        if isinstance(why, Failed):
-            return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
-        return {"mlx_problem": None}
+    imported = json_object(json_or_none(_text(answers, "mlx_import").strip()))
+    if not imported and isinstance(why, Failed):
+        return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
     return {
         "gpu": text_or_none(imported.get("gpu"), 20),
         "backends": _texts(imported.get("backends"), 20),
         "gpu_limit_bytes": count_or_none(imported.get("working_set")),
-        "mlx_problem": None,
     }
 
 
 def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
-    sysctl, profile = hardware.parse_sysctl(_text(answers, "sysctl")), hardware.mac_profile(_text(answers, "profile"))
+    sysctl = hardware.parse_sysctl(_text(answers, "sysctl"))
     name, version, build = hardware.mac_os(_text(answers, "sw_vers"))
     ports = hardware_ports(_text(answers, "networksetup"))
     interfaces = mac_interfaces(_text(answers, "ifconfig"), ports)
     devices = network_interfaces.mac_rdma_devices(_text(answers, "ibv_devices"), _text(answers, "ibv_devinfo"))
     thunderbolt = thunderbolt_devices(ports, interfaces, [device.name for device in devices])
-    chip = text_or_none(sysctl.get("machdep.cpu.brand_string"), 60) or profile.chip
-    table = hardware.apple_chip(chip)
     gpu_limit = hardware.mac_gpu_limit(hardware.parse_sysctl(_text(answers, "sysctl_gpu")))
     return {
         "os": text_or_none(name),
         "os_version": version,
         "os_build": build,
-        "model": text_or_none(sysctl.get("hw.model"), 40) or profile.model,
-        "chip": chip,
-        "cores": count_or_none(sysctl.get("hw.ncpu")) or profile.cores or known["cores"],
+        "model": text_or_none(sysctl.get("hw.model"), 40),
+        "chip": text_or_none(sysctl.get("machdep.cpu.brand_string"), 60),
+        "cores": count_or_none(sysctl.get("hw.ncpu")) or known["cores"],
         "performance_cores": hardware.mac_performance_cores(sysctl),
-        "gpu_cores": profile.gpu_cores or (table.gpu_cores if table else None),
+        "gpu_cores": hardware.mac_gpu_cores(_text(answers, "profile")),
         "memory_total_bytes": count_or_none(sysctl.get("hw.memsize")),
         "memory_used_bytes": hardware.mac_memory_used(_text(answers, "vm_stat")),
         "gpu_limit_bytes": gpu_limit or known.get("gpu_limit_bytes"),
@@ -200,7 +188,6 @@ TIME_LIMIT_S = 12.0
 """For the probe, whose commands have shorter limits. On a node that is awake it takes 0.1 s."""
 _CONNECT_S = 3.0
 """Added for the connection; one that fails reports the reason within this time."""
-_SET_PYTHON = 'set python = "…" in its [[node]]'
 
 Clock = Callable[[], datetime]
 
@@ -225,51 +212,40 @@ async def probe_as_completed(
     alike: dict[tuple[str, str, str], list[NodeConfig]] = {}
     for node in config.nodes:
         alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)
-    probes = [asyncio.create_task(_probe_alike(nodes, fleet, clock)) for nodes in alike.values()]
+    probed_for = {nodes[0].name: nodes for nodes in alike.values()}
+    probes = [asyncio.create_task(probe(nodes[0], fleet.agent(nodes[0]), clock)) for nodes in alike.values()]
     try:
         for done in asyncio.as_completed(probes):
-            for facts in await done:
-                yield facts
+            facts = await done
+            for node in probed_for[facts.node]:
+                yield facts.model_copy(update={"node": node.name})
     finally:
         for task in probes:
             task.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
 
 
-async def _probe_alike(nodes: Sequence[NodeConfig], fleet: TransportProvider, clock: Clock) -> list[NodeFacts]:
-    facts = await probe(nodes[0], fleet.agent(nodes[0]), clock)
-    return [facts.model_copy(update={"node": node.name}) for node in nodes]
-
-
-async def probe(
-    node: NodeConfig, agent: AgentClient, clock: Clock = now, *, time_limit_s: float = TIME_LIMIT_S
-) -> NodeFacts:
+async def probe(node: NodeConfig, agent: AgentClient, clock: Clock = now) -> NodeFacts:
     """The facts of `node` now. Never raises for a node that cannot answer: `problem` then says why."""
     try:
-        async with asyncio.timeout(time_limit_s + _CONNECT_S):
-            fields = await _ask(node, agent, clock, time_limit_s)
+        async with asyncio.timeout(TIME_LIMIT_S + _CONNECT_S):
+            fields = await _ask(node, agent, clock)
+        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
     except TimeoutError:
-        problem = f"no answer within {time_limit_s + _CONNECT_S:g} s"
-        fields = {"problem": problem, "problem_kind": "unreachable"}
-    except InterpreterMissing:
-        problem = f"no such interpreter: {node.python}"
-        fields = {"problem": problem, "problem_kind": "no python", "fix": _SET_PYTHON}
+        fields = {"problem": f"no answer within {TIME_LIMIT_S + _CONNECT_S:g} s", "problem_kind": "unreachable"}
+    except InterpreterMissing as error:
+        fields = {"problem": f"no such interpreter: {node.python}", "problem_kind": "no python", "fix": error.todo}
     except FlightDeckError as error:
         fields = _refused(error, node)
     except Exception as error:
         # One node's fault, whatever it is, must not take the answers of the others with it.
         fields = {"problem": text_or_none(f"the probe failed: {type(error).__name__}: {error}", 200)}
-    try:
-        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
-    except ValidationError as odd:
-        first = odd.errors()[0]
-        problem = f"the probe's answer makes no sense: {first['loc'][0]}: {first['msg']}"
-        return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), problem=problem)
+    return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
 
 
-async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, time_limit_s: float) -> Fields:
-    round_trip_s = await agent.transport.round_trip_s()
-    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=time_limit_s)
+async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock) -> Fields:
+    round_trip_s = await agent.round_trip_s()
+    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=TIME_LIMIT_S)
     received = clock().timestamp()
     if isinstance(outcome, NoValue):
         return {"problem": str(outcome)}

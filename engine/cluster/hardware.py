@@ -1,6 +1,5 @@
 """Parsers for a node's hardware and operating system: sysctl, vm_stat, sw_vers and system_profiler of macOS; /proc,
-os-release and nvidia-smi of Linux; and a table of Apple's chips. What a machine reports takes precedence over the
-table.
+os-release and nvidia-smi of Linux; and what is known of Apple's chips and models.
 """
 
 from __future__ import annotations
@@ -8,54 +7,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from engine.security.sanitise import count_or_none, json_objects, json_or_none, text_or_none
-
-
-@dataclass(frozen=True)
-class Chip:
-    memory_gb_s: Mapping[int, float]
-    """Number of GPU cores → memory bandwidth, GB/s (10^9): one entry for each variant sold."""
-    thunderbolt: int
-    """Generation of the ports of Macs with it; RDMA needs 5."""
-
-    @property
-    def gpu_cores(self) -> int | None:
-        """None where the variants differ."""
-        return next(iter(self.memory_gb_s)) if len(self.memory_gb_s) == 1 else None
-
+from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, text_or_none
 
 # Apple's technical specifications of the Macs with each chip (support.apple.com, "Tech Specs"), as sold until mid-2026.
-# Thunderbolt: the M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
-CHIPS: Mapping[str, Chip] = {
-    "Apple M1": Chip({7: 68, 8: 68}, 3),
-    "Apple M1 Pro": Chip({14: 200, 16: 200}, 4),
-    "Apple M1 Max": Chip({24: 400, 32: 400}, 4),
-    "Apple M1 Ultra": Chip({48: 800, 64: 800}, 4),
-    "Apple M2": Chip({8: 100, 10: 100}, 4),
-    "Apple M2 Pro": Chip({16: 200, 19: 200}, 4),
-    "Apple M2 Max": Chip({30: 400, 38: 400}, 4),
-    "Apple M2 Ultra": Chip({60: 800, 76: 800}, 4),
-    "Apple M3": Chip({8: 100, 10: 100}, 4),
-    "Apple M3 Pro": Chip({14: 150, 18: 150}, 4),
-    "Apple M3 Max": Chip({30: 300, 40: 400}, 4),
-    "Apple M3 Ultra": Chip({60: 819, 80: 819}, 5),
-    "Apple M4": Chip({8: 120, 10: 120}, 4),
-    "Apple M4 Pro": Chip({16: 273, 20: 273}, 5),
-    "Apple M4 Max": Chip({32: 410, 40: 546}, 5),
-    "Apple M5": Chip({8: 153, 10: 153}, 4),
-    "Apple M5 Pro": Chip({16: 307, 20: 307}, 5),
-    "Apple M5 Max": Chip({32: 460, 40: 614}, 5),
-}
+# The M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
+THUNDERBOLT_GENERATIONS: Mapping[str, int] = {
+    "Apple M1": 3, "Apple M1 Pro": 4, "Apple M1 Max": 4, "Apple M1 Ultra": 4,
+    "Apple M2": 4, "Apple M2 Pro": 4, "Apple M2 Max": 4, "Apple M2 Ultra": 4,
+    "Apple M3": 4, "Apple M3 Pro": 4, "Apple M3 Max": 4, "Apple M3 Ultra": 5,
+    "Apple M4": 4, "Apple M4 Pro": 5, "Apple M4 Max": 5,
+    "Apple M5": 4, "Apple M5 Pro": 5, "Apple M5 Max": 5,
+}  # fmt: skip
+"""Generation of the ports of Macs with a chip, by sysctl's name of it; RDMA needs 5."""
 
 # The port next to Ethernet: https://github.com/exo-explore/exo/pull/1551. By model: M4 Max and M3 Ultra Mac Studio.
 _WITHOUT_RDMA = {"Mac16,9": "en2", "Mac15,14": "en2"}
-
-
-def apple_chip(name: str | None) -> Chip | None:
-    """`name` is sysctl's, for example "Apple M3 Ultra"."""
-    return CHIPS.get(name or "")
 
 
 def port_without_rdma(model: str | None) -> str | None:
@@ -66,7 +33,7 @@ def port_without_rdma(model: str | None) -> str | None:
 _PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes")
 _PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,18})\.?\s*$', re.MULTILINE)
 _USED = ("Anonymous pages", "Pages wired down", "Pages occupied by compressor")
-_EFFICIENCY = "efficiency"
+_EFFICIENCY = "Efficiency"
 _LEVELS = 4
 _MIB = 2**20
 
@@ -78,13 +45,8 @@ def parse_sysctl(text: str) -> dict[str, str]:
 
 def mac_performance_cores(sysctl: Mapping[str, str]) -> int | None:
     """The cores of every level but Efficiency: the M5 Max has only the levels Super and Performance."""
-    found = []
-    for level in range(_LEVELS):
-        name = sysctl.get(f"hw.perflevel{level}.name", "").lower()
-        count = count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu"))
-        if name and count is not None and name != _EFFICIENCY:
-            found.append(count)
-    return sum(found) if found else None
+    levels = [level for level in range(_LEVELS) if sysctl.get(f"hw.perflevel{level}.name", _EFFICIENCY) != _EFFICIENCY]
+    return sum(count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu")) or 0 for level in levels) or None
 
 
 def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:
@@ -93,30 +55,11 @@ def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:
     return megabytes * _MIB if megabytes else None
 
 
-@dataclass(frozen=True)
-class MacProfile:
-    """Values of `system_profiler SPHardwareDataType SPDisplaysDataType -json` that sysctl does not have."""
-
-    model: str | None = None
-    chip: str | None = None
-    cores: int | None = None
-    gpu_cores: int | None = None
-
-
-def mac_profile(system_profiler: str) -> MacProfile:
-    """`number_processors` is "proc TOTAL:…"; the order of what follows has changed, so only the total is used."""
-    report = json_or_none(system_profiler)
-    if not isinstance(report, dict):
-        return MacProfile()
-    hardware = next(iter(json_objects(report.get("SPHardwareDataType"))), {})
-    processors = str(hardware.get("number_processors", "")).removeprefix("proc ").partition(":")[0]
+def mac_gpu_cores(system_profiler: str) -> int | None:
+    """From `system_profiler SPDisplaysDataType -json`."""
+    report = json_object(json_or_none(system_profiler))
     counts = [count_or_none(gpu.get("sppci_cores")) for gpu in json_objects(report.get("SPDisplaysDataType"))]
-    return MacProfile(
-        model=text_or_none(hardware.get("machine_model"), 40),
-        chip=text_or_none(hardware.get("chip_type"), 60),
-        cores=count_or_none(processors),
-        gpu_cores=max((count for count in counts if count), default=None),
-    )
+    return max((count for count in counts if count), default=None)
 
 
 def mac_memory_used(vm_stat: str) -> int | None:

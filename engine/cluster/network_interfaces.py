@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.models import Interface, RdmaDevice
-from engine.security.sanitise import count_or_none, json_objects, text_or_none
+from engine.security.sanitise import json_objects, text_or_none
 
 INTERFACE_LIMIT = 96
 """Interfaces kept of one node."""
@@ -112,11 +112,8 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
 
 
 def _with_prefix(address: object, prefix: object) -> str | None:
-    length = count_or_none(prefix)
-    if not isinstance(address, str) or length not in range(33):
-        return None
     try:
-        return f"{ipaddress.IPv4Address(address)}/{length}"
+        return str(ipaddress.IPv4Interface(f"{address}/{prefix}"))
     except ValueError:
         return None
 
@@ -142,7 +139,6 @@ def thunderbolt_devices(
 
 
 RDMA_DEVICE_LIMIT = 64
-_NAME = re.compile(r"[A-Za-z][\w.-]{0,31}")
 _HCA = re.compile(r"^hca_id:\s*(\S{1,32})\s*$")
 _STATE = re.compile(r"^\s+state:\s*(PORT_[A-Z_]{1,24})\b")
 _GID = re.compile(r"^\s+GID\[\s*\d{1,4}\]:\s*([0-9a-fA-F:.]{2,45})")
@@ -156,9 +152,9 @@ def rdma_enabled(rdma_ctl: str | None) -> bool | None:
 
 def rdma_device_names(ibv_devices: str) -> tuple[str, ...]:
     """`ibv_devices` prints a table with two heading lines."""
-    words = (line.split() for line in ibv_devices.splitlines())
-    rows = (row for row in words if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1]) and _NAME.fullmatch(row[0]))
-    return tuple(sorted({row[0] for row in rows}))[:RDMA_DEVICE_LIMIT]
+    rows = (line.split() for line in ibv_devices.splitlines())
+    names = {row[0] for row in rows if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1])}
+    return tuple(sorted(filter(_DEVICE.fullmatch, names)))[:RDMA_DEVICE_LIMIT]
 
 
 def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ...]:
@@ -168,18 +164,14 @@ def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ..
     device = ""
     for line in ibv_devinfo.splitlines():
         if head := _HCA.match(line):
-            device = head[1] if _NAME.fullmatch(head[1]) else ""
+            device = head[1] if _DEVICE.fullmatch(head[1]) else ""
         elif state := _STATE.match(line):
             states.setdefault(device, state[1])
         elif gid := _GID.match(line):
             gids.setdefault(device, []).append(gid[1])
     known = sorted({*rdma_device_names(ibv_devices), *states, *gids} - {""})
     return tuple(
-        RdmaDevice(
-            name=name,
-            port_state=states.get(name),
-            ipv4_gid=any(is_ipv4_gid(gid) for gid in gids[name]) if name in gids else None,
-        )
+        RdmaDevice(name=name, port_state=states.get(name), ipv4_gid=_has_ipv4_gid(gids.get(name)))
         for name in known[:RDMA_DEVICE_LIMIT]
     )
 
@@ -188,18 +180,17 @@ def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
     """From the probe's list: name, state ("4: ACTIVE") and GIDs of each device's first port."""
     found = []
     for row in json_objects(infiniband, RDMA_DEVICE_LIMIT):
-        name, gids = text_or_none(row.get("name"), 32), row.get("gids")
-        if name is None or not _NAME.fullmatch(name):
+        name = text_or_none(row.get("name"), 32)
+        if name is None or not _DEVICE.fullmatch(name):
             continue
         state = _SYSFS_STATE.match(str(row.get("state")))
-        found.append(
-            RdmaDevice(
-                name=name,
-                port_state=f"PORT_{state[1]}" if state else None,
-                ipv4_gid=any(is_ipv4_gid(str(gid)) for gid in gids) if isinstance(gids, list) and gids else None,
-            )
-        )
+        port_state = f"PORT_{state[1]}" if state else None
+        found.append(RdmaDevice(name=name, port_state=port_state, ipv4_gid=_has_ipv4_gid(row.get("gids"))))
     return tuple(found)
+
+
+def _has_ipv4_gid(gids: object) -> bool | None:
+    return any(is_ipv4_gid(str(gid)) for gid in gids) if isinstance(gids, list) and gids else None
 
 
 def is_ipv4_gid(gid: str) -> bool:

@@ -1,5 +1,5 @@
-"""Validated results of the probes of engine.node.probes. A node is not trusted: no part of a report is used before it
-is bounded and safe to show.
+"""Validated results of the probes of engine.node.probes: the caller names both the probe and its result.
+A node is not trusted: no part of a report is used before it is bounded and safe to show.
 """
 
 from __future__ import annotations
@@ -11,24 +11,13 @@ from pydantic import AfterValidator, Field
 from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
-
-def _short(text: str) -> str:
-    return plain(text, 300)
-
-
-ShortText = Annotated[str, AfterValidator(_short)]
+ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
 PathText = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
 
-class ProbeResult(FrozenModel):
-    """One document of a probe."""
-
-
-class ModelFiles(ProbeResult):
-    """`model`."""
-
+class ModelFiles(FrozenModel):
     kind: ShortText
     """model_type of config.json."""
     bytes: Count
@@ -45,7 +34,7 @@ class ModelFiles(ProbeResult):
         return f"{self.kind}, {self.shards} shard{'s' * (self.shards != 1)}, {self.bytes / 1e6:,.1f} MB"
 
 
-class JsonlSummary(ProbeResult):
+class JsonlSummary(FrozenModel):
     """One file of `jsonl`."""
 
     lines: Count = 0
@@ -59,16 +48,12 @@ class JsonlSummary(ProbeResult):
     absent: bool = False
 
 
-class JsonlSummaries(ProbeResult):
-    """`jsonl`."""
-
+class JsonlSummaries(FrozenModel):
     files: Annotated[list[JsonlSummary], Field(max_length=10)]
     """In the order of the request."""
 
 
-class ProgramLocation(ProbeResult):
-    """`program`."""
-
+class ProgramLocation(FrozenModel):
     program: ShortText | None
     """The program that would run."""
     script: PathText | None = None
@@ -82,7 +67,7 @@ class ProgramLocation(ProbeResult):
     """A file that may not be executed."""
 
 
-class PortHolder(ProbeResult):
+class PortHolder(FrozenModel):
     """One port of `ports`."""
 
     holder: ShortText
@@ -91,28 +76,24 @@ class PortHolder(ProbeResult):
     """It belongs to a Flight Deck run."""
 
 
-class PortHolders(ProbeResult):
-    """`ports`."""
-
+class PortHolders(FrozenModel):
     ports: Annotated[list[PortHolder | None], Field(max_length=10_000)]
     """In the order of the request; None is free."""
 
 
-class AddressProblems(ProbeResult):
+class AddressProblems(FrozenModel):
     """`addresses` and `reach`."""
 
     problems: Annotated[list[ShortText | None], Field(max_length=10_000)]
     """In the order of the request; None where there is none."""
 
 
-class ListeningPorts(ProbeResult):
-    """`listen`."""
-
+class ListeningPorts(FrozenModel):
     listening: Annotated[list[Annotated[int, Field(gt=0, lt=65_536)]], Field(max_length=10_000)]
     """The port on each address, in the order of the request."""
 
 
-class StaleProcessGroup(ProbeResult):
+class StaleProcessGroup(FrozenModel):
     """Processes of one earlier attempt that nobody watches any more."""
 
     pids: Annotated[list[Pid], Field(min_length=1, max_length=10_000)]
@@ -120,28 +101,24 @@ class StaleProcessGroup(ProbeResult):
     """The first one's."""
 
 
-class StaleProcesses(ProbeResult):
-    """`stale`."""
-
+class StaleProcesses(FrozenModel):
     stale: Annotated[list[StaleProcessGroup], Field(max_length=1_000)]
 
 
-class LeaseHeld(ProbeResult):
+class LeaseHeld(FrozenModel):
     """The first document of `lease`."""
 
     held: Literal[True]
 
 
-class LeaseReleased(ProbeResult):
+class LeaseReleased(FrozenModel):
     """The second document of `lease`, when it is released."""
 
     left: Annotated[list[ShortText], Field(max_length=1_000)]
     """Commands of what outlived every KILL."""
 
 
-class WorkdirTree(ProbeResult):
-    """`tree`."""
-
+class WorkdirTree(FrozenModel):
     home: bool = False
     problem: ShortText | None = None
     absent: bool = False
@@ -156,28 +133,24 @@ class WorkdirTree(ProbeResult):
     """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""
 
 
-class FileHashes(ProbeResult):
-    """`hashes`."""
-
+class FileHashes(FrozenModel):
     hashes: Annotated[dict[ShortText, ShortText | None], Field(max_length=10_000)]
     """Name → SHA-256; None where there is no such file."""
 
 
-class ModelConfiguration(ProbeResult):
+class ModelConfiguration(FrozenModel):
     """`configuration`: its figures are used, its texts are never shown."""
 
     configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
     problem: ShortText | None = None
 
 
-class ExampleCount(ProbeResult):
-    """`examples`."""
-
+class ExampleCount(FrozenModel):
     examples: Count | None = None
     problem: ShortText | None = None
 
 
-class BusyProcess(ProbeResult):
+class BusyProcess(FrozenModel):
     """A process that keeps its node busy."""
 
     pid: Pid
@@ -189,7 +162,7 @@ class BusyProcess(ProbeResult):
     """It belongs to a Flight Deck run."""
 
 
-class SystemLoad(ProbeResult):
+class SystemLoad(FrozenModel):
     """`load`; the texts are the system's own."""
 
     processes: Annotated[list[BusyProcess], Field(max_length=100)]
@@ -201,7 +174,7 @@ class SystemLoad(ProbeResult):
     """None where there is no such thing."""
 
 
-class AdapterWeights(ProbeResult):
+class AdapterWeights(FrozenModel):
     """The kind of training that a file of trained weights continues."""
 
     kind: Literal["lora", "dora", "full"]
@@ -210,9 +183,7 @@ class AdapterWeights(ProbeResult):
     modules: list[ShortText] = Field(default_factory=list, max_length=10_000)
 
 
-class CheckpointStorage(ProbeResult):
-    """`storage`."""
-
+class CheckpointStorage(FrozenModel):
     directory: ShortText
     fault: ShortText | None
     make: PathText | None = None
@@ -228,27 +199,19 @@ class CheckpointStorage(ProbeResult):
     """(folder of an earlier run, bytes)."""
 
 
-class FreePorts(ProbeResult):
-    """`free_ports`."""
-
+class FreePorts(FrozenModel):
     free: list[int]
 
 
-class BundleReport(ProbeResult):
-    """`bundle`."""
-
+class BundleReport(FrozenModel):
     sha256: str
 
 
-class WriteReport(ProbeResult):
-    """`write`."""
-
+class WriteReport(FrozenModel):
     problem: ShortText | None
 
 
-class MlxReport(ProbeResult):
-    """`mlx`."""
-
+class MlxReport(FrozenModel):
     python: ShortText
     linux: bool
     venv: bool
@@ -257,8 +220,6 @@ class MlxReport(ProbeResult):
     backends: list[ShortText] = Field(default_factory=list, max_length=8)
 
 
-class MlxLmReport(ProbeResult):
-    """`mlx_lm`."""
-
+class MlxLmReport(FrozenModel):
     mlx_lm: ShortText | None = None
     mlx_lm_error: ShortText | None = None

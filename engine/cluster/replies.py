@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TypeVar
 
@@ -39,8 +38,8 @@ def last_json(output: bytes, value_type: type[Value]) -> Value | None:
 def parse_line(line: bytes, value_type: type[Value]) -> Value | None:
     """None for a line of anything else."""
     try:
-        return value_type.model_validate(json.loads(line))
-    except (ValueError, RecursionError, ValidationError):
+        return value_type.model_validate_json(line)
+    except ValidationError:
         return None
 
 

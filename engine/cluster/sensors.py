@@ -14,7 +14,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.security.sanitise import count_or_none, finite_or_none, json_objects, json_or_none, text_or_none
+from engine.security.sanitise import (
+    count_or_none,
+    finite_or_none,
+    json_object,
+    json_objects,
+    json_or_none,
+    text_or_none,
+)
 
 Readings = dict[str, float]
 """Fields of NodeTelemetry, without those that were not measured."""
@@ -22,19 +29,18 @@ Readings = dict[str, float]
 
 def parse_macmon(line: str) -> Readings:
     """Empty for a line that is not macmon's."""
-    sample = json_or_none(line)
-    if not isinstance(sample, dict):
-        return {}
-    megahertz, ratio = _pair(sample.get("gpu_usage"))
+    sample = json_object(json_or_none(line))
+    old = sample.get("gpu_usage")
+    megahertz, ratio = map(number, old) if isinstance(old, list) and len(old) == 2 else (None, None)
     gpu_use = _first(sample, "gpu_active_ratio", "gpu_usage_ratio", "gpu_scaled_ratio")
-    memory, temperatures = (_object(sample.get(name)) for name in ("memory", "temp"))
+    memory, temperatures = (json_object(sample.get(name)) for name in ("memory", "temp"))
     # Machines without a sensor report 0 for its power or temperature.
     return _measured(
         cpu_use=_share(_first(sample, "cpu_active_ratio", "cpu_usage_ratio", "cpu_usage_pct", "cpu_scaled_ratio")),
         gpu_use=_share(ratio if gpu_use is None else gpu_use),
         gpu_mhz=_first(sample, "gpu_freq_mhz") or megahertz,
-        memory_used_bytes=_whole(_first(memory, "ram_usage")),
-        swap_used_bytes=_whole(_first(memory, "swap_usage")),
+        memory_used_bytes=count_or_none(memory.get("ram_usage")),
+        swap_used_bytes=count_or_none(memory.get("swap_usage")),
         power_w=_first(sample, "sys_power") or _first(sample, "all_power") or None,
         gpu_power_w=_first(sample, "gpu_power"),
         cpu_temperature_c=_first(temperatures, "cpu_temp_avg") or None,
@@ -58,18 +64,6 @@ def _first(sample: Mapping[str, Any], *names: str) -> float | None:
 
 def _share(value: float | None) -> float | None:
     return min(value, 1.0) if value is not None and value <= 1.001 else None
-
-
-def _whole(value: float | None) -> int | None:
-    return int(value) if value is not None else None
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _pair(value: object) -> tuple[float | None, float | None]:
-    return (number(value[0]), number(value[1])) if isinstance(value, list) and len(value) == 2 else (None, None)
 
 
 _THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
@@ -153,8 +147,7 @@ def _number(text: str) -> float | None:
 
 _SOURCE = re.compile(r"Now drawing from '([^']{1,40})'")
 _CHARGE = re.compile(r"InternalBattery\S*.*?\b(\d{1,3})%")
-_LOW_POWER = re.compile(r"^\s*lowpowermode\s+([01])\b", re.MULTILINE)
-_POWER_MODE = re.compile(r"^\s*powermode\s+([0-2])\b", re.MULTILINE)
+_POWER_MODE = re.compile(r"^\s*(low)?powermode\s+([0-2])\b", re.MULTILINE)
 _SPEED_LIMIT = re.compile(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\b", re.MULTILINE)
 _WARNING_LEVEL = re.compile(
     r"^(?:Note: )?(Thermal|CPU Power|Performance) Warning Level\D{0,20}(\d{1,2})\b", re.I | re.MULTILINE
@@ -177,10 +170,9 @@ def mac_power_source(pmset_batt: str) -> str | None:
 
 def mac_low_power_mode(pmset: str) -> bool | None:
     """`pmset -g`: lowpowermode, or powermode 1 on Macs with a high power mode as well."""
-    if match := _LOW_POWER.search(pmset):
-        return match[1] == "1"
-    match = _POWER_MODE.search(pmset)
-    return match[1] == "1" if match else None
+    modes = dict(_POWER_MODE.findall(pmset))
+    mode = modes.get("low", modes.get(""))
+    return mode == "1" if mode else None
 
 
 def mac_thermal_warning(pmset_therm: str) -> str | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider, expanded, open_session
+from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider, open_session
 from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import BundleReport
+from engine.cluster.transport.base import expanded
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.models import NoValue
@@ -90,8 +91,7 @@ async def _prepare_host(fleet: TransportProvider, nodes: Sequence[NodeConfig], r
     # A node is not asked where on it we are to write.
     root = node_root() if node.local else PurePosixPath(home.home) / ROOT
     bundle = str(root / "bundles" / node_bundle().name)
-    layout = HostLayout(node.ssh, ranks, home.home, str(root), bundle, node.python)
-    return replace(layout, python=layout.expanded(node.python))
+    return HostLayout(node.ssh, ranks, home.home, str(root), bundle, expanded(node.python, home.home))
 
 
 async def _is_staged(agent: AgentClient) -> bool:

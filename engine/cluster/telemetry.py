@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -14,11 +14,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.cluster import hardware, sensors
 from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
+from engine.cluster.staging import hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused
 from engine.models import Late, NodeTelemetry, RankUse
 from engine.protocol.messages import RequestEnded
-from engine.security.identifiers import SshTarget
 from engine.security.sanitise import json_or_none, plain
 
 INTERVAL_S = 2.0
@@ -38,51 +38,36 @@ async def telemetry(
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     *,
     interval_s: float = INTERVAL_S,
-    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncIterator[NodeTelemetry]:
     """Every node's values as they come, without end: a sample of each host every `interval_s` seconds. Nodes on one
     host get the same values, the ranks of the whole host among them. A node that does not answer yields its `problem`,
     and is tried again. A slow reader gets the newest of each node. Closing the iterator ends the nodes' probes."""
-    hosts: dict[SshTarget, list[NodeConfig]] = {}
-    for node in config.nodes:
-        hosts.setdefault(SshTarget.parse(node.ssh), []).append(node)
-    board = _LatestValues()
-    streams = [_HostStream(fleet.agent(nodes[0]), nodes, board, clock, interval_s) for nodes in hosts.values()]
-    watches = [asyncio.create_task(stream.watch(pause)) for stream in streams]
+    newest: dict[str, NodeTelemetry] = {}
+    arrived = asyncio.Event()
+
+    def put(value: NodeTelemetry) -> None:
+        newest[value.node] = value
+        arrived.set()
+
+    hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
+    streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s) for nodes in hosts]
+    watches = [asyncio.create_task(stream.watch()) for stream in streams]
+    for watch in watches:
+        watch.add_done_callback(lambda _: arrived.set())
     try:
         while True:
-            for value in await board.take(watches):
-                yield value
+            await arrived.wait()
+            arrived.clear()
+            for watch in watches:
+                # Only a fault of ours ends one: it is raised here.
+                if watch.done():
+                    watch.result()
+            while newest:
+                yield newest.pop(next(iter(newest)))
     finally:
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-
-
-class _LatestValues:
-    """The newest value of each node that nobody has taken yet."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, NodeTelemetry] = {}
-        self._some = asyncio.Event()
-
-    def put(self, value: NodeTelemetry) -> None:
-        self._newest[value.node] = value
-        self._some.set()
-
-    async def take(self, watches: list[asyncio.Task[None]]) -> list[NodeTelemetry]:
-        """All there is, once there is any. Raises the exception that ended a watch."""
-        waiting = asyncio.create_task(self._some.wait())
-        try:
-            await asyncio.wait([waiting, *watches], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        for watch in watches:
-            if watch.done():
-                watch.result()
-        values, self._newest = list(self._newest.values()), {}
-        self._some.clear()
-        return values
 
 
 @dataclass
@@ -91,12 +76,12 @@ class _HostStream:
 
     agent: AgentClient
     nodes: list[NodeConfig]
-    board: _LatestValues
+    put: Callable[[NodeTelemetry], None]
     clock: Callable[[], datetime]
     interval_s: float
     failures: int = 0
 
-    async def watch(self, pause: Callable[[float], Awaitable[None]]) -> None:
+    async def watch(self) -> None:
         """Pass on samples; after each end report why, and start again."""
         while True:
             first, longest = RETRY_S
@@ -109,7 +94,7 @@ class _HostStream:
             except (FlightDeckError, OSError) as error:
                 problem = str(error)
             self._put(problem=plain(problem, 200) or "no answer")
-            await pause(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
+            await asyncio.sleep(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
             self.failures = min(self.failures + 1, 10)
 
     async def _stream(self) -> str:
@@ -124,7 +109,7 @@ class _HostStream:
                     return f"no values for {patience:g} s"
                 if isinstance(line, RequestEnded):
                     return f"telemetry ended with {line.exit_code}: {line.stderr}"
-                values = parser.read(line, self.clock())
+                values = parser.read(line)
                 if values is not None:
                     self.failures = 0
                     self._put(**values)
@@ -134,7 +119,7 @@ class _HostStream:
     def _put(self, **values: Any) -> None:
         for node in self.nodes:
             with contextlib.suppress(ValidationError):
-                self.board.put(NodeTelemetry(node=node.name, at=self.clock(), **values))
+                self.put(NodeTelemetry(node=node.name, at=self.clock(), **values))
 
 
 class TelemetryParser:
@@ -144,14 +129,14 @@ class TelemetryParser:
         self._ticks: tuple[int, int] | None = None
         self._slow: dict[str, Any] = {}
 
-    def read(self, line: bytes, at: datetime) -> dict[str, Any] | None:
+    def read(self, line: bytes) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""
         sample = json_or_none(line)
         if not isinstance(sample, dict) or sample.get("system") not in ("Linux", "Darwin"):
             return None
         values = self._mac(sample) if sample["system"] == "Darwin" else self._linux(sample)
         if "ranks" in sample:
-            self._slow |= {"ranks": _ranks(sample["ranks"]), "slow_at": at}
+            self._slow["ranks"] = _ranks(sample["ranks"])
         if "thermal" in sample:
             self._slow["thermal"] = sensors.mac_thermal_pressure(_text(sample["thermal"]))
         return values | self._slow

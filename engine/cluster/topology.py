@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.models import Cable, NodeFacts, ThunderboltPort, Topology
-from engine.security.sanitise import json_objects, json_or_none, text_or_none
+from engine.security.sanitise import json_object, json_objects, json_or_none, text_or_none
 
 _RECEPTACLE = re.compile(r"receptacle_\d{1,2}_tag")
 _DOMAIN = "domain_uuid_key"
@@ -23,10 +23,9 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
 
     A peer has a domain of its own, which displays, docks and disks do not. A hub nests it in `_items`.
     """
-    report = json_or_none(system_profiler)
-    buses = json_objects(report.get("SPThunderboltDataType")) if isinstance(report, dict) else []
+    report = json_object(json_or_none(system_profiler))
     found = []
-    for bus in buses[:PORT_LIMIT]:
+    for bus in json_objects(report.get("SPThunderboltDataType"), PORT_LIMIT):
         domain = text_or_none(bus.get(_DOMAIN), 64)
         if domain is None:
             continue
@@ -47,11 +46,8 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
 
 
 def _receptacle(bus: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in sorted(bus):
-        tag = bus[key]
-        if _RECEPTACLE.fullmatch(key) and isinstance(tag, dict):
-            return tag
-    return {}
+    tags = (json_object(bus[key]) for key in sorted(bus) if _RECEPTACLE.fullmatch(key))
+    return next(filter(None, tags), {})
 
 
 def _computers(item: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
@@ -107,13 +103,9 @@ def ring_order(topology: Topology) -> tuple[str, ...] | None:
     several the first in the configuration's order, as in MLX."""
     if len(topology.nodes) < 2:
         return None
-    rank = {node: number for number, node in enumerate(topology.nodes)}
-    neighbours: dict[str, set[str]] = {node: set() for node in topology.nodes}
-    for cable in topology.cables:
-        neighbours[cable.a].add(cable.b)
-        neighbours[cable.b].add(cable.a)
-    ordered = {node: sorted(others, key=rank.__getitem__) for node, others in neighbours.items()}
-    return _cycle(ordered, topology.nodes[0])
+    joined = {frozenset((cable.a, cable.b)) for cable in topology.cables}
+    neighbours = {a: [b for b in topology.nodes if frozenset((a, b)) in joined] for a in topology.nodes}
+    return _cycle(neighbours, topology.nodes[0])
 
 
 def _cycle(neighbours: Mapping[str, Sequence[str]], start: str) -> tuple[str, ...] | None:

@@ -110,7 +110,7 @@ def main(expected: str, root: Path) -> None:
     _report({"home": str(Path("~").expanduser()), **prepared})
     if prepared["missing"]:
         files = json.loads(zlib.decompress(_receive()))
-        problem = _stage(bundle, files) if "problem" not in prepared else {"problem": prepared["problem"]}
+        problem = prepared if "problem" in prepared else _stage(bundle, files)
         _report({"staged": not problem, **problem})
         if problem:
             sys.meta_path.insert(0, MemoryImporter(files))

@@ -171,9 +171,9 @@ def node_obstacles(fact: NodeFacts | None) -> list[str]:
         faults.append("its macOS version is not known")
     elif version < MIN_MACOS:
         faults.append(f"macOS {fact.os_version} is too old for RDMA: update to 26.2 or later")
-    chip = hardware.apple_chip(fact.chip)
-    if chip is not None and chip.thunderbolt < 5:
-        faults.append(f"{fact.chip} has Thunderbolt {chip.thunderbolt}: RDMA needs 5")
+    generation = hardware.THUNDERBOLT_GENERATIONS.get(fact.chip or "")
+    if generation is not None and generation < 5:
+        faults.append(f"{fact.chip} has Thunderbolt {generation}: RDMA needs 5")
     elif fact.rdma_enabled is False:
         faults.append(f"RDMA is disabled: {_ENABLE}")
     elif fact.rdma_enabled is None:

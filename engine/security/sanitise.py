@@ -152,5 +152,9 @@ def json_or_none(text: object) -> Any:
         return None
 
 
+def json_object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def json_objects(value: object, limit: int = 256) -> list[dict[str, Any]]:
     return [row for row in value[:limit] if isinstance(row, dict)] if isinstance(value, list) else []

@@ -83,7 +83,7 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
     seen: dict[str, NodeTelemetry] = {}
 
     async with asyncio.timeout(PATIENCE_S), Fleet(config.nodes, home) as fleet:
-        values = telemetry(config, fleet, interval_s=0.2191, pause=lambda seconds: asyncio.sleep(0.1))
+        values = telemetry(config, fleet, interval_s=0.2191)
 
         async def until(holds: Callable[[], bool]) -> None:
             async for value in values:
@@ -92,7 +92,7 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
                     return
 
         await until(lambda: names == seen.keys() and all(value.cpu_use is not None for value in seen.values()))
-        assert all(value.memory_used_bytes and value.slow_at for value in seen.values())
+        assert all(value.memory_used_bytes for value in seen.values())
         # An agent and its probe on each.
         assert len(agents_on(cluster)) == 2 * len(names)
         cluster["cyd"].reset_ssh()

@@ -30,11 +30,8 @@ class Completed:
     @property
     def exit_output(self) -> str:
         """The last line of its stderr, or else of its stdout: usually why it failed."""
-        for stream in (self.stderr, self.stdout):
-            lines = [line.strip() for line in stream.decode(errors="replace").splitlines() if line.strip()]
-            if lines:
-                return lines[-1]
-        return ""
+        lines = [line for stream in (self.stdout, self.stderr) for line in stream.decode(errors="replace").splitlines()]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class Channel(Protocol):
@@ -59,8 +56,8 @@ class Channel(Protocol):
 
 
 class Transport(Protocol):
-    """One way to one node. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such) when
-    the node cannot be reached, within the connect timeout; a connection that breaks is made anew by the next call."""
+    """How one node is reached. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such)
+    when the node cannot be reached, within the connect timeout."""
 
     @property
     def target(self) -> SshTarget: ...
@@ -75,10 +72,6 @@ class Transport(Protocol):
         """Start a program and leave it running; the caller closes the channel."""
         ...
 
-    async def round_trip_s(self) -> float | None:
-        """Seconds for one exchange over the open connection; None where there is none (this machine)."""
-        ...
-
     async def close(self) -> None: ...
 
 
@@ -88,6 +81,12 @@ def in_home(path: PurePath | str) -> str | None:
     if text == "~":
         return ""
     return text.removeprefix("~/") if text.startswith("~/") else None
+
+
+def expanded(argument: str, home: str) -> str:
+    """`~` and `~/…` as a path below `home`, anything else as it is."""
+    inside = in_home(argument)
+    return argument if inside is None else f"{home}/{inside}".rstrip("/")
 
 
 def quoted(argument: PurePath | str) -> str:

@@ -8,7 +8,6 @@ import asyncio
 import importlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from engine.cluster.agent_client import AgentClient
@@ -49,13 +48,9 @@ class Fleet:
         """The transport to `[user@]host[:port]`. Raises InputError for what is none."""
         if host not in self._transports:
             target = SshTarget.parse(host)
-            ssh = _LazySshTransport(target, self.home, self._limiter)
-            self._transports[host] = LocalTransport() if target.local else ssh
+            over_ssh = _LazySshTransport(target, self.home, self._limiter)
+            self._transports[host] = LocalTransport() if target.local else over_ssh
         return self._transports[host]
-
-    def replace(self, host: str, transport: Transport) -> None:
-        """Reach `host` over `transport` from now on, as tests do."""
-        self._transports[host] = transport
 
     async def accept(self, host: str, fingerprint: str) -> None:
         """Accept the host key of `[user@]host[:port]` that a person has compared. Raises HostKeyChanged when it shows
@@ -77,9 +72,7 @@ class Fleet:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -93,16 +86,12 @@ class _LazySshTransport:
         self._home = home
         self._limiter = limiter
         self._made: SshTransport | None = None
-        self._importing = asyncio.Lock()
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         return await (await self._ssh()).run(argv, timeout_s=timeout_s)
 
     async def open(self, argv: Sequence[str]) -> Channel:
         return await (await self._ssh()).open(argv)
-
-    async def round_trip_s(self) -> float | None:
-        return await (await self._ssh()).round_trip_s()
 
     async def close(self) -> None:
         if self._made is not None:
@@ -112,8 +101,7 @@ class _LazySshTransport:
         await (await self._ssh()).accept(fingerprint)
 
     async def _ssh(self) -> SshTransport:
-        async with self._importing:
-            if self._made is None:
-                module = await asyncio.to_thread(importlib.import_module, "engine.cluster.transport.ssh.transport")
-                self._made = module.SshTransport(self.target, self._home, self._limiter)
+        module = await asyncio.to_thread(importlib.import_module, "engine.cluster.transport.ssh.transport")
+        if self._made is None:
+            self._made = module.SshTransport(self.target, self._home, self._limiter)
         return self._made

@@ -8,10 +8,10 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Coroutine, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import IO
 
-from engine.cluster.transport.base import Channel, Completed, in_home
+from engine.cluster.transport.base import Channel, Completed, expanded
 from engine.errors import NodeUnreachable
 from engine.node.processes import kill_group
 from engine.security.identifiers import LOCAL, SshTarget
@@ -55,9 +55,6 @@ class LocalTransport:
             raise
         return LocalChannel(process, stderr)
 
-    async def round_trip_s(self) -> float | None:
-        return None
-
     async def close(self) -> None:
         return
 
@@ -66,29 +63,28 @@ class LocalChannel:
     """The Channel to a process of this machine."""
 
     def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
         self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
         self._stderr = stderr
         self._exit_output: str | None = None
 
     async def write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
+            self._stdin.write(data)
+            await self._stdin.drain()
         except (ConnectionError, RuntimeError) as gone:
             raise NodeUnreachable("the program has left", where=LOCAL, why=self.exit_output) from gone
 
     async def read(self, size: int) -> bytes:
-        assert self._process.stdout is not None
-        return await self._process.stdout.read(size)
+        return await self._stdout.read(size)
 
     async def close(self) -> int | None:
-        assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.close()
+            self._stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._emptied(), _LEAVES_S)
+                await asyncio.wait_for(_left(self._process), _LEAVES_S)
         finally:
             # Also when closing is given up: the program does not stay, and no file either.
             await asyncio.shield(self._gone(_end(self._process)))
@@ -100,13 +96,6 @@ class LocalChannel:
             self._exit_output = self.exit_output
             self._stderr.close()
 
-    async def _emptied(self) -> None:
-        """Returns when it has left: what it still says is for nobody."""
-        assert self._process.stdout is not None
-        while await self._process.stdout.read(1 << 20):
-            pass
-        await self._process.wait()
-
     @property
     def exit_output(self) -> str:
         if self._exit_output is not None:
@@ -117,15 +106,9 @@ class LocalChannel:
         return Completed(None, b"", output).exit_output
 
 
-def expanded(path: PurePath | str) -> Path:
-    """A node's path on this machine, where `~` is the home of whoever runs Flight Deck."""
-    inside = in_home(path)
-    return Path(path) if inside is None else Path.home() / inside
-
-
 async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(str(expanded(argument)) if in_home(argument) is not None else argument for argument in argv),
+        *(expanded(argument, str(Path.home())) for argument in argv),
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,

@@ -105,17 +105,7 @@ def ssh_hosts(paths: Sequence[Path] | None = None) -> list[SshHost]:
 
 def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], depth: int) -> None:
     """Adds the file's entries to `hosts`. `section` are those that its first lines belong to."""
-    try:
-        if path.stat().st_size > _SIZE_LIMIT:
-            return
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        keyword, words = match[1].lower(), _words(match[2])
+    for keyword, words in _settings(path):
         if keyword == "host":
             section = _section(words, hosts)
         elif keyword == "match":
@@ -129,6 +119,18 @@ def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], depth: 
                 # The first value counts, as in ssh.
                 if getattr(host, keyword) is None:
                     setattr(host, keyword, words[0])
+
+
+def _settings(path: Path) -> list[tuple[str, list[str]]]:
+    """(keyword, words) of each line of an ssh_config; none where it cannot be read."""
+    try:
+        if path.stat().st_size > _SIZE_LIMIT:
+            return []
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = (_LINE.match(line) for line in text.splitlines())
+    return [(match[1].lower(), _words(match[2])) for match in found if match is not None]
 
 
 def _section(words: list[str], hosts: dict[str, SshHost]) -> list[SshHost]:
@@ -151,13 +153,13 @@ def _words(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError:
-        return text.split()
+        # A torn quotation is ssh's to complain of.
+        return []
 
 
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S = 5
 KEEPALIVES = 3
-_KNOWN_HOSTS = re.compile(r"^[ \t]*UserKnownHostsFile(?:[ \t]*=[ \t]*|[ \t]+)(.+)$", re.IGNORECASE | re.MULTILINE)
 _GLOB = re.compile(r"[][*?\\]")
 _ESCAPED = r"\\\\\g<0>"
 """ssh reads the backslash of an Include twice: as that of a word, and as that of a pattern."""
@@ -172,8 +174,8 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     theirs = _config_files()
     own = str(own_known_hosts(home)).replace("%", "%%")
     known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
-    lines = ["# Written by Flight Deck: its own words first, then the user's configuration."]
-    lines += [
+    lines = [
+        "# Written by Flight Deck: its own words first, then the user's configuration.",
         "Match all",
         f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
         f"    ServerAliveInterval {KEEPALIVE_S}",
@@ -207,17 +209,9 @@ def shell_argv(target: SshTarget, config: Path) -> list[str]:
 
 def _known_hosts_of(configs: list[Path]) -> list[str]:
     """Every UserKnownHostsFile that these files name, for whatever host: ours would otherwise hide them."""
-    names = []
-    for file in configs:
-        try:
-            text = file.read_text(errors="replace")
-        except OSError:
-            continue
-        for value in _KNOWN_HOSTS.findall(text):
-            # A torn quotation is ssh's to complain of.
-            with contextlib.suppress(ValueError):
-                names += [name for name in shlex.split(value) if name.lower() != "none"]
-    return names
+    settings = (setting for file in configs for setting in _settings(file))
+    named = (words for keyword, words in settings if keyword == "userknownhostsfile")
+    return [name for words in named for name in words if name.lower() != "none"]
 
 
 def _config_word(name: str) -> str:

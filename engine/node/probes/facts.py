@@ -46,7 +46,7 @@ MAC_COMMANDS = {
     "sysctl_gpu": ["sysctl", "iogpu.wired_limit_mb"],
     "vm_stat": ["vm_stat"],
     "sw_vers": ["sw_vers"],
-    "profile": ["system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json"],
+    "profile": ["system_profiler", "SPDisplaysDataType", "-json"],
     "thunderbolt": ["system_profiler", "SPThunderboltDataType", "-json"],
     "networksetup": ["networksetup", "-listallhardwareports"],
     "ifconfig": ["ifconfig", "-a"],

@@ -13,12 +13,11 @@ from engine.checks.context import CheckContext
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.probe_results import AddressProblems
 from engine.cluster.transport.base import Channel
-from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.models import Failed, Late, NoValue, Unparsable
-from engine.security.paths import state_home
+from tests.unit.cluster.fake_agent import FakeFleet
 
 
 class Way(LocalTransport):
@@ -46,10 +45,7 @@ def on(config: Config, *hosts: str) -> Config:
 
 
 def scene_of(config: Config, ways: dict[str, Way]) -> CheckContext:
-    fleet = Fleet((), state_home())
-    for host, way in ways.items():
-        fleet.replace(host, way)
-    return CheckContext(config, fleet)
+    return CheckContext(config, FakeFleet(**ways))
 
 
 async def test_all_who_ask_share_one_answer(config: Config) -> None:

@@ -34,7 +34,7 @@ class FakeChannel(Channel):
     def __init__(self, answer: Answer, started: bytes, *, acknowledges: bool = True) -> None:
         self.received: list[Message] = []
         self._answer = answer
-        self._acknowledges = acknowledges
+        self.acknowledges = acknowledges
         self._decoder = Decoder()
         self._output: asyncio.Queue[bytes] = asyncio.Queue()
         self._output.put_nowait(started)
@@ -42,7 +42,7 @@ class FakeChannel(Channel):
     async def write(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
             self.received.append(message)
-            if isinstance(message, Heartbeat) and self._acknowledges:
+            if isinstance(message, Heartbeat) and self.acknowledges:
                 self.send(HeartbeatAck(message.number, time.time()))
             elif isinstance(message, ProbeRequest):
                 for reply in self._answer(message):
@@ -81,15 +81,8 @@ def reply(request: ProbeRequest, document: Any) -> list[Message]:
 class FakeNode(LocalTransport):
     """The transport to it. `document` is what every probe prints; an exception is raised at each connection."""
 
-    def __init__(
-        self,
-        document: Any = None,
-        *,
-        round_trip_s: float | None = 0.004,
-        banner: bytes = b"noise of a .bashrc\n\n",
-    ) -> None:
+    def __init__(self, document: Any = None, *, banner: bytes = b"noise of a .bashrc\n\n") -> None:
         self.document = document
-        self.round_trip = round_trip_s
         self.banner = banner
         self.home: object = "/home/ana"
         self.channels: list[FakeChannel] = []
@@ -108,13 +101,10 @@ class FakeNode(LocalTransport):
         self.channels.append(FakeChannel(lambda request: reply(request, self.document), started))
         return self.channels[-1]
 
-    async def round_trip_s(self) -> float | None:
-        return self.round_trip
 
-
-def fleet_of(**transports: LocalTransport) -> Fleet:
+class FakeFleet(Fleet):
     """Hosts by their names in `ssh`."""
-    fleet = Fleet((), Path("/nonexistent"))
-    for host, transport in transports.items():
-        fleet.replace(host, transport)
-    return fleet
+
+    def __init__(self, **transports: LocalTransport) -> None:
+        super().__init__((), Path("/nonexistent"))
+        self._transports.update(transports)

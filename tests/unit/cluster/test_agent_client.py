@@ -29,7 +29,7 @@ from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
-from engine.models import Failed, Late, Unparsable
+from engine.models import Failed, FrozenModel, Late, Unparsable
 from engine.node.processes import start_time
 from tests.unit.cluster.fake_agent import FakeNode
 from tests.waiting import wait_until
@@ -75,7 +75,7 @@ def test_a_pid_that_must_not_be_killed_is_refused(pid: object) -> None:
         (probe_results.ProgramLocation, {}),
     ],
 )
-def test_what_has_another_form_is_no_answer(kind: type[probe_results.ProbeResult], output: dict[str, Any]) -> None:
+def test_what_has_another_form_is_no_answer(kind: type[FrozenModel], output: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(output)
 
@@ -286,6 +286,32 @@ async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
     for _ in range(2):
         with pytest.raises(InterpreterMissing, match="/no/such/python cannot be run on here: No such file"):
             await own_address(agent)
+    await agent.aclose()
+
+
+async def test_a_round_trip_is_measured_over_the_open_connection_and_none_here() -> None:
+    elsewhere = AgentClient(HERE.model_copy(update={"ssh": "elsewhere"}), LocalTransport())
+    for _ in range(2):
+        taken = await elsewhere.round_trip_s()
+        assert taken is not None and 0 < taken < 1
+    await elsewhere.aclose()
+    assert await AgentClient(HERE, LocalTransport()).round_trip_s() is None
+
+
+async def test_a_round_trip_that_does_not_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = FakeNode()
+    agent = AgentClient(HERE.model_copy(update={"ssh": "elsewhere"}), node)
+    assert await agent.round_trip_s()
+    node.channels[0].acknowledges = False
+    monkeypatch.setattr(agent_client, "_ANSWER_S", 0.1)
+    with pytest.raises(NodeUnreachable, match=r"does not answer: no answer within 0\.1 s"):
+        await agent.round_trip_s()
+    monkeypatch.setattr(agent_client, "_ANSWER_S", 10.0)
+    waiting = asyncio.create_task(agent.round_trip_s())
+    await asyncio.sleep(0)
+    node.channels[0].end()
+    with pytest.raises(AgentLost):
+        await waiting
     await agent.aclose()
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,15 @@ from engine.cluster.telemetry import TelemetryParser, telemetry
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
-from tests.unit.cluster.fake_agent import fleet_of
+from tests.unit.cluster.fake_agent import FakeFleet
 
 AT = datetime(2026, 11, 21, tzinfo=UTC)
 PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cluster.telemetry.RETRY_S", (0.02, 0.02))
 
 
 def cluster(*nodes: tuple[str, str], ssh: str = "127.0.0.1") -> Config:
@@ -43,11 +48,8 @@ def probes() -> list[int]:
 
 @contextlib.asynccontextmanager
 async def watching(config: Config, interval_s: float) -> AsyncIterator[AsyncIterator[NodeTelemetry]]:
-    async def at_once(seconds: float) -> None:
-        await asyncio.sleep(0.02)
-
-    async with asyncio.timeout(PATIENCE_S), fleet_of() as fleet:
-        values = telemetry(config, fleet, lambda: AT, interval_s=interval_s, pause=at_once)
+    async with asyncio.timeout(PATIENCE_S), FakeFleet() as fleet:
+        values = telemetry(config, fleet, lambda: AT, interval_s=interval_s)
         try:
             yield values
         finally:
@@ -68,7 +70,7 @@ async def test_two_nodes_on_this_machine_and_nothing_is_left_at_the_end() -> Non
     assert agents() == [] and start_time(probe) is None
     left = seen["left"]
     assert left == seen["right"].model_copy(update={"node": "left"})
-    assert (left.at, left.slow_at, left.source, left.problem) == (AT, AT, "/proc", None)
+    assert (left.at, left.source, left.problem) == (AT, "/proc", None)
     assert 0 <= (left.cpu_use or 0) <= 1
     assert left.memory_used_bytes and left.memory_used_bytes > 10_000_000
     assert left.gpu_use is None or Path("/usr/bin/nvidia-smi").exists()
@@ -117,15 +119,15 @@ def line(**output: object) -> bytes:
     return json.dumps(output).encode()
 
 
-def test_slow_readings_stay_with_their_own_age() -> None:
+def test_slow_readings_stay() -> None:
     reader = TelemetryParser()
     ranks = [["r-1", 0, 100], ["../x", 1, 5], ["r-1", -1, 5], ["r-1", True, 5], "junk", ["r-1", 2, 2.5]]
-    first = reader.read(line(system="Darwin", thermal="com.apple.system.thermalpressurelevel 1", ranks=ranks), AT)
+    first = reader.read(line(system="Darwin", thermal="com.apple.system.thermalpressurelevel 1", ranks=ranks))
     assert first is not None
     assert first["ranks"] == (RankUse(run_id="r-1", rank=0, rss_bytes=100),)
-    later = reader.read(line(system="Darwin", macmon='{"gpu_active_ratio": 0.5}'), AT + timedelta(seconds=2))
+    later = reader.read(line(system="Darwin", macmon='{"gpu_active_ratio": 0.5}'))
     assert later is not None
-    assert (later["gpu_use"], later["thermal"], later["slow_at"], later["source"]) == (0.5, "moderate", AT, "macmon")
+    assert (later["gpu_use"], later["thermal"], later["source"]) == (0.5, "moderate", "macmon")
     assert later["ranks"] == first["ranks"]
 
 
@@ -136,8 +138,8 @@ def test_a_mac_without_macmon() -> None:
         "Pages occupied by compressor: 1.\nPages purgeable: 1.\n"
     )
     output = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25'}
-    reader.read(line(system="Darwin", ticks=[10, 10, 80, 0]), AT)
-    values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **output), AT)
+    reader.read(line(system="Darwin", ticks=[10, 10, 80, 0]))
+    values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **output))
     assert values == {
         "cpu_use": 0.2,
         "gpu_use": 0.25,
@@ -151,11 +153,11 @@ def test_a_mac_without_macmon() -> None:
     "junk", [b"", b"Welcome to ultra", b"[1]", b"{}", line(system="Plan9"), b"[" * 100_000, b"9" * 5000, b"\xff\x00"]
 )
 def test_lines_that_are_not_the_programs_are_passed_over(junk: bytes) -> None:
-    assert TelemetryParser().read(junk, AT) is None
+    assert TelemetryParser().read(junk) is None
 
 
 def test_values_of_the_wrong_kind_are_not_measured() -> None:
     output = line(system="Linux", cpu=5, meminfo=["x"], cpu_temperature_c="hot", nvidia=[1, None], ranks={"a": 1})
-    values = TelemetryParser().read(output, AT)
+    values = TelemetryParser().read(output)
     assert values is not None
     assert NodeTelemetry(node="a", at=AT, **values).memory_used_bytes is None

@@ -27,7 +27,7 @@ PLAIN_HOST_KEY_ALGORITHMS = (
 
 
 class NamedHostKeyUnknown(HostKeyUnknown):
-    """A key that nobody has accepted, and `name`, under which known_hosts would hold it."""
+    """`name` is the one under which known_hosts would hold the key."""
 
     name: str
 
@@ -89,47 +89,33 @@ def read_known_hosts(files: Iterable[Path]) -> asyncssh.SSHKnownHosts:
     return known
 
 
-def host_key_error(
-    where: str, target: str, witness: HostKeyRecorder, error: asyncssh.HostKeyNotVerifiable
-) -> NodeUnreachable:
-    """The error for a host key that was not accepted, by its cause."""
-    if witness.offered is None:
-        todo = "do not log in; ask its owner" if "revoked" in error.reason else ""
-        return NodeUnreachable("host key refused", where=where, why=error.reason, todo=todo)
-    found = witness.offered.get_fingerprint()
-    before = witness.accepted()
+def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: str = "") -> NodeUnreachable:
+    """The error for a host key that was not accepted; `reason` is asyncssh's, for one that it has not shown."""
+    if recorder.offered is None:
+        todo = "do not log in; ask its owner" if "revoked" in reason else ""
+        return NodeUnreachable("host key refused", where=where, why=reason, todo=todo)
+    found = recorder.offered.get_fingerprint()
+    before = recorder.accepted()
     if before:
         expected = before[0].get_fingerprint()
         return HostKeyChanged(
             "the host key has changed",
             where=where,
             why=f"accepted is {expected}, it shows {found}",
-            todo=f"find out why; only then `ssh-keygen -R '{witness.name}' -f` the known_hosts file and accept anew",
+            todo=f"find out why; only then `ssh-keygen -R '{recorder.name}' -f` the known_hosts file and accept anew",
             expected=expected,
             found=found,
         )
-    offered = NamedHostKeyUnknown(
+    unknown = NamedHostKeyUnknown(
         "the host key is not known",
         where=where,
         target=target,
-        key=" ".join(witness.offered.export_public_key().decode().split()[:2]),
+        key=" ".join(recorder.offered.export_public_key().decode().split()[:2]),
         fingerprint=found,
         todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {found}",
     )
-    offered.name = witness.name
-    return offered
-
-
-def host_key_mismatch(where: str, accepted: str, found: str) -> HostKeyChanged:
-    """A node shows another key than the one that a person has just compared."""
-    return HostKeyChanged(
-        "the host key is not the one that was accepted",
-        where=where,
-        why=f"accepted was {accepted}, it shows {found}",
-        todo="find out what stands between",
-        expected=accepted,
-        found=found,
-    )
+    unknown.name = recorder.name
+    return unknown
 
 
 _USUAL = ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
@@ -169,8 +155,7 @@ async def identities(named: Sequence[str] | None, agent: str, *, only_named: boo
             client = await asyncssh.connect_agent(agent)
             held = list(await client.get_keys())
     try:
-        publics = [key.public for key in found if key.public is not None]
-        first = [pair for public in publics for pair in held if pair.public_data == public]
+        first = [pair for key in found for pair in held if pair.public_data == key.public]
         others = [] if only_named else [pair for pair in held if pair not in first]
         theirs = {pair.public_data for pair in held}
         last = [pair for key in found if key.public not in theirs for pair in key.pairs]

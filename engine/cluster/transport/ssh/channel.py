@@ -1,4 +1,4 @@
-"""A program on a node, in a session of its own.
+"""A program on a node, over a connection of its own.
 
 Its output begins behind a marker that also carries its process group: output of the login shell's start-up files is
 skipped, and a call that is cancelled can kill the whole group. sshd makes the login shell the session leader; the
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import asyncssh
 
 from engine.cluster.transport.base import Completed, for_any_shell, quoted
-from engine.cluster.transport.ssh.connection import SharedConnection
+from engine.cluster.transport.ssh.connection import OpenConnection
 from engine.cluster.transport.ssh.errors import REASON_LIMIT, SSH_ERRORS, connection_lost, unreachable_error
 from engine.errors import NodeUnreachable
 from engine.security.sanitise import plain
@@ -49,19 +49,12 @@ class ShellCommand:
     def __init__(self, argv: Sequence[str]) -> None:
         """Raises InputError for what no argument can be, OSError when they are too long."""
         self.program = str(argv[0])
-        self.mark = f"flightdeck-{secrets.token_hex(8)}"
-        words = " ".join(quoted(argument) for argument in argv)
-        self.line = for_any_shell(f"flightdeck_mark={self.mark}\nset -- {words}\n{_BEGIN}")
+        mark = f"flightdeck-{secrets.token_hex(8)}"
+        self.begun = re.compile(rf"(?:^|\n){mark} (\w+)\n".encode())
+        self.begun_on_stderr = re.compile(rf"(?:^|\n){mark}\n".encode())
+        self.line = for_any_shell(f"flightdeck_mark={mark}\nset -- {' '.join(map(quoted, argv))}\n{_BEGIN}")
         if len(self.line) > _LINE_LIMIT:
             raise OSError(errno.E2BIG, "the arguments are too long", self.program)
-
-    @property
-    def begun(self) -> re.Pattern[bytes]:
-        return re.compile(rb"(?:^|\n)%s (\w+)\n" % self.mark.encode())
-
-    @property
-    def begun_on_stderr(self) -> re.Pattern[bytes]:
-        return re.compile(rb"(?:^|\n)%s\n" % self.mark.encode())
 
 
 class SshChannel:
@@ -70,16 +63,16 @@ class SshChannel:
     def __init__(
         self,
         process: asyncssh.SSHClientProcess[bytes],
-        line: SharedConnection,
+        connection: OpenConnection,
         command: ShellCommand,
         *,
         kill_group: Callable[[int], Awaitable[None]],
         on_closed: Callable[[], None],
     ) -> None:
         self._process = process
-        self._connection = line.dialled.connection
+        self._client = connection.client
+        self._where = connection.where
         self._command = command
-        self._where = line.where
         self._kill_group = kill_group
         self._on_closed = on_closed
         self._group: int | None = None
@@ -87,7 +80,7 @@ class SshChannel:
         self._stderr = b""
         self._noise_on_stderr = True
         self._listening = asyncio.create_task(self._listen(), name=f"stderr of {command.program}")
-        self._closed = False
+        self._closed = self._released = False
 
     async def begin(self) -> None:
         """Read up to the mark. Raises FileNotFoundError when there is no such program or directory there."""
@@ -123,12 +116,11 @@ class SshChannel:
             await self._process.wait_closed()
             await self._listening
         except SSH_ERRORS as error:
-            raise connection_lost(self._where, _reason(error)) from error
-        code = self._code
-        if code is None:
+            raise connection_lost(self._where, str(error)) from error
+        if self._code is None:
             raise connection_lost(self._where, "in the middle of a command")
         self._release()
-        return Completed(code, b"".join(blocks), self._stderr)
+        return Completed(self._code, b"".join(blocks), self._stderr)
 
     async def write(self, data: bytes) -> None:
         try:
@@ -148,20 +140,19 @@ class SshChannel:
         except SSH_ERRORS as error:
             raise await self._gone(error) from error
         if not data:
-            await self._heard_out()
-            if self._code is None and self._connection.is_closed():
+            await self._take_last_stderr()
+            if self._code is None and self._client.is_closed():
                 raise await self._gone()
         return data
-
-    @property
-    def connected(self) -> bool:
-        return not self._connection.is_closed()
 
     async def close(self) -> int | None:
         if not self._closed:
             self._closed = True
             try:
-                await self._leave()
+                self._end_input()
+                if not await self._closes_within(_LEAVES_S) and not self._client.is_closed():
+                    with contextlib.suppress(NodeUnreachable):
+                        await self.end()
             except BaseException:
                 await asyncio.shield(self.end())
                 raise
@@ -186,13 +177,6 @@ class SshChannel:
     def exit_output(self) -> str:
         return Completed(None, b"", self._stderr).exit_output
 
-    async def _leave(self) -> None:
-        """Close its stdin and await its end; end it when that takes long."""
-        self._end_input()
-        if not await self._closes_within(_LEAVES_S) and not self._connection.is_closed():
-            with contextlib.suppress(NodeUnreachable):
-                await self.end()
-
     async def _closes_within(self, limit_s: float) -> bool:
         """True if the node closes the session in time, whatever the program still prints."""
         # What is not taken keeps sshd from closing the session.
@@ -206,10 +190,11 @@ class SshChannel:
         return True
 
     def _release(self) -> None:
-        self._listening.cancel()
-        self._process.close()
-        self._on_closed()
-        self._on_closed = _nothing
+        if not self._released:
+            self._released = True
+            self._listening.cancel()
+            self._process.close()
+            self._on_closed()
 
     def _end_input(self) -> None:
         with contextlib.suppress(*SSH_ERRORS):
@@ -228,20 +213,20 @@ class SshChannel:
                     self._stderr, self._noise_on_stderr = self._stderr[found.end() :], False
                 self._stderr = self._stderr[-_STDERR_LIMIT:]
 
-    async def _heard_out(self) -> None:
+    async def _take_last_stderr(self) -> None:
         """Its last stderr has arrived by the time that its stdout ends, and only needs reading."""
         await asyncio.wait({self._listening}, timeout=_LEAVES_S)
 
     async def _gone(self, error: Exception | None = None) -> NodeUnreachable:
-        await self._heard_out()
-        if self._connection.is_closed():
-            return connection_lost(self._where, _reason(error))
+        await self._take_last_stderr()
+        if self._client.is_closed():
+            return connection_lost(self._where, str(error or ""))
         return NodeUnreachable("the program has left", where=self._where, why=plain(self.exit_output, REASON_LIMIT))
 
     async def _never_began(self) -> Exception:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait_closed(), _LEAVES_S)
-        if self._connection.is_closed() or self._code is None:
+        if self._client.is_closed() or self._code is None:
             return connection_lost(self._where, "before the command began")
         return NodeUnreachable(
             "no command can be run",
@@ -256,11 +241,3 @@ class SshChannel:
         if ended is not None:
             return -int(getattr(signal, f"SIG{ended[0]}", signal.SIGKILL))
         return self._process.exit_status
-
-
-def _reason(error: Exception | None) -> str:
-    return str(error) if error is not None and str(error) else "closed by the other side"
-
-
-def _nothing() -> None:
-    return

@@ -1,6 +1,4 @@
-"""One SSH connection: opened as ssh_config says, over its jump hosts, with its host key checked; and the sessions on
-it, of which an sshd allows a limited number (MaxSessions).
-"""
+"""One SSH connection: opened as ssh_config says, over its jump hosts, with its host key checked."""
 
 from __future__ import annotations
 
@@ -28,6 +26,7 @@ from engine.cluster.transport.ssh.errors import (
     CONNECTION_DROPS,
     REASON_LIMIT,
     SSH_ERRORS,
+    ConnectionDropped,
     connection_lost,
     unreachable_error,
 )
@@ -50,23 +49,36 @@ _JUMPS = 4
 class OpenConnection:
     """An open connection, and those to the jump hosts that it goes over, the first first."""
 
-    connection: asyncssh.SSHClientConnection
+    where: str
+    """The target, for messages."""
+    client: asyncssh.SSHClientConnection
     jumps: tuple[asyncssh.SSHClientConnection, ...] = ()
 
     @property
     def alive(self) -> bool:
-        return not any(one.is_closed() for one in (self.connection, *self.jumps))
+        return not any(each.is_closed() for each in (self.client, *self.jumps))
 
     def abort(self) -> None:
-        for one in (self.connection, *reversed(self.jumps)):
-            one.abort()
+        for each in (self.client, *reversed(self.jumps)):
+            each.abort()
 
     async def close(self, limit_s: float) -> None:
-        for one in (self.connection, *reversed(self.jumps)):
-            one.close()
-            with contextlib.suppress(TimeoutError, *SSH_ERRORS):
-                await asyncio.wait_for(one.wait_closed(), limit_s)
+        for each in (self.client, *reversed(self.jumps)):
+            each.close()
+            with contextlib.suppress(*SSH_ERRORS):
+                await asyncio.wait_for(each.wait_closed(), limit_s)
         self.abort()
+
+    async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:
+        """Start a login shell with this command line. Raises NodeUnreachable."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
+                return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
+        except SSH_ERRORS as error:
+            if self.client.is_closed():
+                raise connection_lost(self.where, str(error)) from error
+            raise unreachable_error(error, self.where) from error
 
 
 @dataclass(frozen=True)
@@ -97,35 +109,29 @@ class _Setup:
 
 
 async def dial(target: SshTarget, home: Path, limiter: ConnectionLimiter) -> OpenConnection:
-    """Connect, anew where an sshd drops strangers. Raises NodeUnreachable and what is below it, within the connect
+    """Connect, again where an sshd drops connections. Raises NodeUnreachable and what is below it, within the connect
     timeout once the limiter lets it."""
     ends = time.monotonic() + CONNECT_TIMEOUT_S
-    for attempt in range(_TRIES):
+    for attempt in range(_TRIES - 1):
         try:
             return await _dial(target, home, limiter)
-        except _Dropped as dropped:
+        except ConnectionDropped:
             pause = random.uniform(0.1, 0.4) * 2**attempt
-            if attempt == _TRIES - 1 or time.monotonic() + pause > ends:
-                raise dropped.error from dropped
+            if time.monotonic() + pause > ends:
+                raise
         await asyncio.sleep(pause)
-    raise AssertionError("unreachable")
-
-
-class _Dropped(Exception):
-    def __init__(self, error: NodeUnreachable) -> None:
-        super().__init__(str(error))
-        self.error = error
+    return await _dial(target, home, limiter)
 
 
 async def _dial(
     target: SshTarget,
     home: Path,
     limiter: ConnectionLimiter,
-    beyond: tuple[SshTarget, ...] = (),
-    way: OpenConnection | None = None,
+    destinations: tuple[SshTarget, ...] = (),
+    tunnel: OpenConnection | None = None,
 ) -> OpenConnection:
-    """One try. `beyond` are the targets that this one is a jump host of, `way` leads up to it."""
-    where = f"{target} (on the way to {beyond[0]})" if beyond else str(target)
+    """One try. `destinations` are the targets that this one is a jump host of, `tunnel` leads up to it."""
+    where = f"{target} (on the way to {destinations[0]})" if destinations else str(target)
     try:
         setup = await asyncio.to_thread(_set_up, target, home)
         hops = setup.jumps
@@ -133,18 +139,18 @@ async def _dial(
         raise NodeUnreachable("ProxyJump names no host", where=where, why=str(error)) from error
     except SSH_ERRORS as error:
         raise NodeUnreachable("ssh's configuration cannot be used", where=where, why=str(error)) from error
-    if way is not None or len(beyond) >= _JUMPS or (beyond and setup.over_itself):
+    if tunnel is not None or len(destinations) >= _JUMPS or (destinations and setup.over_itself):
         hops = []
     try:
         for hop in hops:
             # Of several only the first is reached as its own configuration says: the others lie behind it.
-            way = await _dial(hop, home, limiter, (*beyond, target), way)
-        connection = await _through(setup, way.connection if way is not None else None, where, str(target), limiter)
+            tunnel = await _dial(hop, home, limiter, (*destinations, target), tunnel)
+        client = await _log_in(setup, tunnel.client if tunnel is not None else None, where, str(target), limiter)
     except BaseException:
-        if way is not None:
-            way.abort()
+        if tunnel is not None:
+            tunnel.abort()
         raise
-    return OpenConnection(connection, (*way.jumps, way.connection) if way is not None else ())
+    return OpenConnection(where, client, (*tunnel.jumps, tunnel.client) if tunnel is not None else ())
 
 
 def _set_up(target: SshTarget, home: Path) -> _Setup:
@@ -157,162 +163,80 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
         client_keys=iter(()),
         known_hosts=None,
     )
-    config = options.config
-    files = known_hosts_files(
-        home,
-        cast("list[str] | None", config.get("UserKnownHostsFile")),
-        cast("list[str] | None", config.get("GlobalKnownHostsFile")),
-    )
-    return _Setup(options, read_known_hosts(files))
+    user, system = (_files(options, f"{owner}KnownHostsFile") for owner in ("User", "Global"))
+    return _Setup(options, read_known_hosts(known_hosts_files(home, user, system)))
 
 
-async def _through(
-    setup: _Setup, way: asyncssh.SSHClientConnection | None, where: str, target: str, limiter: ConnectionLimiter
+def _files(options: asyncssh.SSHClientConnectionOptions, name: str) -> list[str] | None:
+    return cast("list[str] | None", options.config.get(name))
+
+
+async def _log_in(
+    setup: _Setup, tunnel: asyncssh.SSHClientConnection | None, where: str, target: str, limiter: ConnectionLimiter
 ) -> asyncssh.SSHClientConnection:
-    """Connect to what `setup` says, over `way` if that is given."""
-    config = setup.options.config
-    named = cast("list[str] | None", config.get("IdentityFile"))
-    offered = identities(named, setup.agent, only_named=bool(config.get("IdentitiesOnly")))
+    """Connect to what `setup` says, through `tunnel` if that is given."""
+    only_named = bool(setup.options.config.get("IdentitiesOnly"))
+    offered = identities(_files(setup.options, "IdentityFile"), setup.agent, only_named=only_named)
     async with limiter.at(setup.options.host, setup.options.port), offered as keys:
-        witness = HostKeyRecorder(setup.known, setup.options.host_key_alias)
+        recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return await _connect(setup, way, witness, keys)
+            return await _connect(setup, tunnel, recorder, keys)
         except asyncssh.HostKeyNotVerifiable as error:
-            if witness.offered is None and "revoked" not in error.reason:
+            if recorder.offered is None and "revoked" not in error.reason:
                 # A certificate of a CA that nobody trusts: as for ssh, the key below it decides.
-                witness = await _shown(setup, way) or witness
-            raise host_key_error(where, target, witness, error) from error
+                recorder = await _record_plain_key(setup, tunnel) or recorder
+            raise host_key_error(where, target, recorder, error.reason) from error
         except asyncssh.ChannelOpenError as error:
+            why = plain(error.reason, REASON_LIMIT)
             raise NodeUnreachable(
-                "cannot be reached from its jump host",
-                where=where,
-                why=plain(error.reason, REASON_LIMIT),
-                todo="see ProxyJump",
+                "cannot be reached from its jump host", where=where, why=why, todo="see ProxyJump"
             ) from error
-        except (asyncssh.KeyExchangeFailed, *CONNECTION_DROPS) as error:
-            if witness.greeted and (shown := await _shown(setup, way)) is not None and shown.strange:
-                # Only the accepted kinds of key were asked for, and it has others by now.
-                raise host_key_error(
-                    where, target, shown, asyncssh.HostKeyNotVerifiable("Host key is not trusted")
-                ) from error
-            if isinstance(error, CONNECTION_DROPS):
-                raise _Dropped(unreachable_error(error, where)) from error
-            raise unreachable_error(error, where) from error
         except SSH_ERRORS as error:
+            # Only the accepted kinds of key were asked for: where the exchange fails, it may have others by now.
+            failed = isinstance(error, (asyncssh.KeyExchangeFailed, *CONNECTION_DROPS)) and recorder.greeted
+            if failed and (shown := await _record_plain_key(setup, tunnel)) is not None and shown.strange:
+                raise host_key_error(where, target, shown) from error
             raise unreachable_error(error, where, tried=keys.words) from error
 
 
-async def _shown(setup: _Setup, way: asyncssh.SSHClientConnection | None) -> HostKeyRecorder | None:
-    """Knock once more, only to see the plain host key; None when that is not to be had."""
-    witness = HostKeyRecorder(setup.known, setup.options.host_key_alias)
+async def _record_plain_key(setup: _Setup, tunnel: asyncssh.SSHClientConnection | None) -> HostKeyRecorder | None:
+    """Connect once more, only to see the plain host key; None when that is not to be had."""
+    recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
     with contextlib.suppress(*SSH_ERRORS):
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            connection = await _connect(setup, way, witness, Identities((), ""), learning=True)
-            connection.abort()
-    return witness if witness.offered is not None else None
+        connection = await _connect(setup, tunnel, recorder, Identities((), ""), learning=True)
+        connection.abort()
+    return recorder if recorder.offered is not None else None
 
 
 async def _connect(
     setup: _Setup,
-    way: asyncssh.SSHClientConnection | None,
-    witness: HostKeyRecorder,
+    tunnel: asyncssh.SSHClientConnection | None,
+    recorder: HostKeyRecorder,
     keys: Identities,
     *,
     learning: bool = False,
 ) -> asyncssh.SSHClientConnection:
-    return await asyncssh.connect(
-        setup.options.orig_host,
-        setup.options.port,
-        options=setup.options,
-        # What the options were made from counts, and no ~/.ssh/config besides.
-        config=None,
-        tunnel=way,
-        known_hosts=asyncssh.import_known_hosts("") if learning else setup.known,
-        client_factory=lambda: witness,
-        # asyncssh takes an empty list for "the usual files", which have been looked at already.
-        client_keys=list(keys.pairs) or iter(()),
-        agent_path="",
-        agent_identities=None,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        login_timeout=CONNECT_TIMEOUT_S,
-        keepalive_interval=KEEPALIVE_S,
-        keepalive_count_max=KEEPALIVES,
-        # Nobody is there to be asked.
-        password_auth=False,
-        kbdint_auth=False,
-        agent_forwarding=False,
-        **({"server_host_key_algs": PLAIN_HOST_KEY_ALGORITHMS} if learning else {}),
-    )
-
-
-SESSIONS = 9
-"""On one connection: OpenSSH's MaxSessions is 10, and one is kept for ending what the others do."""
-_LIMIT_BELIEVED_S = 10.0
-"""After that, a limit learned by a refusal is tried again: a session that has ended may still have been counted."""
-
-
-class SessionRefused(Exception):
-    """The node gives no further session on this connection."""
-
-
-class LostBeforeStart(Exception):
-    """The connection was lost before the node had opened the session: nothing was started there."""
-
-
-@dataclass
-class SharedConnection:
-    """A connection, and who uses it."""
-
-    dialled: OpenConnection
-    where: str
-    used: int = 0
-    lasting: int = 0
-    """Those of `used` that do not end by themselves."""
-    _limit: int = SESSIONS
-    _limit_until: float = 0.0
-
-    @property
-    def alive(self) -> bool:
-        return self.dialled.alive
-
-    @property
-    def limit(self) -> int:
-        return self._limit if time.monotonic() < self._limit_until else SESSIONS
-
-    def take(self, *, lasting: bool) -> None:
-        self.used += 1
-        self.lasting += lasting
-
-    def give(self, *, lasting: bool) -> None:
-        self.used -= 1
-        self.lasting -= lasting
-
-    async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:
-        """Start a login shell with this line. Raises SessionRefused, LostBeforeStart, NodeUnreachable."""
-        opened = False
-
-        def session() -> asyncssh.SSHClientProcess[bytes]:
-            nonlocal opened
-            opened = True
-            return asyncssh.SSHClientProcess[bytes]()
-
-        connection = self.dialled.connection
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
-                _, process = await connection.create_session(
-                    session, command, encoding=None, request_pty=False, x11_forwarding=False
-                )
-        except TimeoutError as error:
-            self.dialled.abort()
-            raise unreachable_error(error, self.where) from error
-        except SSH_ERRORS as error:
-            if not connection.is_closed() and isinstance(error, asyncssh.ChannelOpenError):
-                self._limit, self._limit_until = max(1, self.used - 1), time.monotonic() + _LIMIT_BELIEVED_S
-                raise SessionRefused(error.reason) from error
-            self.dialled.abort()
-            if opened:
-                raise connection_lost(self.where, str(error)) from error
-            raise LostBeforeStart(str(error)) from error
-        return cast("asyncssh.SSHClientProcess[bytes]", process)
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        return await asyncssh.connect(
+            setup.options.orig_host,
+            setup.options.port,
+            options=setup.options,
+            # What the options were made from counts, and no ~/.ssh/config besides.
+            config=None,
+            tunnel=tunnel,
+            known_hosts=asyncssh.import_known_hosts("") if learning else setup.known,
+            client_factory=lambda: recorder,
+            # asyncssh takes an empty list for "the usual files", which have been looked at already.
+            client_keys=list(keys.pairs) or iter(()),
+            agent_path="",
+            agent_identities=None,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            login_timeout=CONNECT_TIMEOUT_S,
+            keepalive_interval=KEEPALIVE_S,
+            keepalive_count_max=KEEPALIVES,
+            # Nobody is there to be asked.
+            password_auth=False,
+            kbdint_auth=False,
+            agent_forwarding=False,
+            **({"server_host_key_algs": PLAIN_HOST_KEY_ALGORITHMS} if learning else {}),
+        )

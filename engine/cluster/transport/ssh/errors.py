@@ -18,36 +18,36 @@ from engine.security.sanitise import plain
 SSH_ERRORS = (asyncssh.Error, OSError, ValueError)
 """Whatever asyncssh raises when something outside is wrong; TimeoutError is an OSError."""
 CONNECTION_DROPS = (ConnectionResetError, BrokenPipeError, asyncssh.ConnectionLost)
-"""How an sshd looks that has too many strangers at its door (MaxStartups)."""
+"""How an sshd looks that has too many connections before their login (MaxStartups)."""
 REASON_LIMIT = 200
 """Characters that the other side is let say of why: whoever answers there says it before it has shown who it is."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
+class ConnectionDropped(NodeUnreachable):
+    """The connection was closed before the login: a later try may be taken in."""
+
+
 def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeUnreachable:
     """One of ours for one of theirs. `tried` are the keys that were offered, in words."""
-    if isinstance(error, NodeUnreachable):
-        return error
     if "authentication failures" in str(error):
         todo = "name the right one: IdentityFile and IdentitiesOnly yes"
         return LoginRefused("login refused", where=where, why=f"too many keys were offered: {tried}", todo=todo)
     if isinstance(error, asyncssh.PermissionDenied):
-        return _login_refused(where, tried)
-    why, todo = _why_and_fix(error)
-    return NodeUnreachable("cannot be reached", where=where, why=plain(why, REASON_LIMIT), todo=todo)
-
-
-def _login_refused(where: str, tried: str) -> LoginRefused:
-    if tried:
+        if not tried:
+            todo = "make one by ssh-keygen and put it there by ssh-copy-id"
+            return LoginRefused("login refused", where=where, why="there is no key to offer", todo=todo)
         why, todo = f"none of our keys is accepted there: {tried}", "is the user right? Else ssh-copy-id puts a key"
-    else:
-        why, todo = "there is no key to offer", "make one by ssh-keygen and put it there by ssh-copy-id"
-    return LoginRefused("login refused", where=where, why=why, todo=todo)
+        return LoginRefused("login refused", where=where, why=why, todo=todo)
+    why, todo = _why_and_fix(error)
+    kind = ConnectionDropped if isinstance(error, CONNECTION_DROPS) else NodeUnreachable
+    return kind("cannot be reached", where=where, why=plain(why, REASON_LIMIT), todo=todo)
 
 
 def connection_lost(where: str, why: str) -> NodeUnreachable:
     """An open connection that is there no more."""
-    return NodeUnreachable("connection lost", where=where, why=plain(why, REASON_LIMIT))
+    why = plain(why, REASON_LIMIT) or "closed by the other side"
+    return NodeUnreachable("connection lost", where=where, why=why)
 
 
 _CAUSES: tuple[tuple[type[Exception], str, str], ...] = (
