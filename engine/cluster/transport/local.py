@@ -7,7 +7,8 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Coroutine, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,8 @@ from engine.security.identifiers import LOCAL, SshTarget
 
 _LEAVES_S = 1.0
 """For a channel's program to end by itself, once nobody writes to it any more."""
+_REAP_LIMIT_S = 5.0
+"""For a killed program to go: one that waits for a stalled disk may never."""
 _EXIT_OUTPUT_BYTES = 4096
 
 
@@ -43,7 +46,7 @@ class LocalTransport:
             return Completed(None, b"", b"")
         finally:
             # Also after a good end: what it has left behind in its group goes too.
-            await asyncio.shield(_end(process))
+            await _end(process)
         return Completed(process.returncode, stdout, stderr)
 
     async def open(self, argv: Sequence[str]) -> Channel:
@@ -87,14 +90,13 @@ class LocalChannel:
                 await asyncio.wait_for(_left(self._process), _LEAVES_S)
         finally:
             # Also when closing is given up: the program does not stay, and no file either.
-            await asyncio.shield(self._gone(_end(self._process)))
+            try:
+                await _end(self._process)
+            finally:
+                if self._exit_output is None:
+                    self._exit_output = self.exit_output
+                    self._stderr.close()
         return self._process.returncode
-
-    async def _gone(self, leaving: Awaitable[None]) -> None:
-        await leaving
-        if self._exit_output is None:
-            self._exit_output = self.exit_output
-            self._stderr.close()
 
     @property
     def exit_output(self) -> str:
@@ -117,12 +119,21 @@ async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.sub
     )
 
 
-def _end(process: asyncio.subprocess.Process) -> Coroutine[None, None, None]:
-    """Kill the process's whole group, at once; what comes back is awaited until it has left. Nobody in it runs on; that
-    the children's zombies go is left to init."""
-    # Not in the coroutine: as a task that is cancelled before its first step, it would kill nobody.
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill the process's whole group, and wait until it has left, also when that is cancelled meanwhile: nobody else
+    reaps it. Nobody in it runs on; that the children's zombies go is left to init."""
     kill_group(process.pid, signal.SIGKILL)
-    return _left(process)
+    cancelled: asyncio.CancelledError | None = None
+    ends = time.monotonic() + _REAP_LIMIT_S
+    while True:
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_left(process), ends - time.monotonic())
+            break
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _left(process: asyncio.subprocess.Process) -> None:

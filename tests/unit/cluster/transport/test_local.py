@@ -92,5 +92,48 @@ async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Tran
     assert channel.exit_output == ""
 
 
+LEAVES_LATE = "setsid sleep {seconds} & echo up; exec sleep 1000"
+"""A program that asyncio sees leave only some time after it is killed: its output is kept open."""
+
+
+async def test_a_closing_that_is_given_up_ends_when_the_killed_program_has_left(local: Transport, nonce: str) -> None:
+    script = LEAVES_LATE.format(seconds=2)
+    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", script, WATCHED])
+    assert await channel.read(100) == b"up\n"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.2):
+            await channel.close()
+    assert not with_nonce(nonce)
+    assert await channel.close() == -9
+
+
+async def test_a_command_that_is_cancelled_twice_ends_when_it_has_left(local: Transport, nonce: str) -> None:
+    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", LEAVES_LATE.format(seconds=1), WATCHED]
+    running = asyncio.create_task(local.run(argv, timeout_s=600))
+    while len(with_nonce(nonce)) < 2:
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        running.cancel()
+        await asyncio.sleep(0.05)
+    assert not running.done()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not with_nonce(nonce)
+
+
+async def test_a_killed_program_that_does_not_leave_is_not_waited_for_without_end(
+    local: Transport, nonce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = LEAVES_LATE.format(seconds=1.5)
+    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", script, WATCHED])
+    assert await channel.read(100) == b"up\n"
+    with monkeypatch.context() as soon, pytest.raises(TimeoutError):
+        soon.setattr("engine.cluster.transport.local._REAP_LIMIT_S", 0.2)
+        async with asyncio.timeout(0.2):
+            await channel.close()
+    assert with_nonce(nonce)
+    assert await channel.close() == -9
+
+
 async def test_a_command_has_no_input() -> None:
     assert (await LocalTransport().run(["cat"], timeout_s=20)).code == 0
