@@ -112,6 +112,10 @@ class Sshd:
         for pid in self._own(listener=True):
             os.kill(pid, signal.SIGSTOP)
 
+    def thaw(self) -> None:
+        for pid in self._own(listener=True):
+            os.kill(pid, signal.SIGCONT)
+
     def connections(self) -> int:
         assert self._process is not None
         return len(_children(self._process.pid))

@@ -186,13 +186,29 @@ async def test_opening_that_is_cancelled_leaves_nothing(bench: Bench, sshd: Sshd
     await until(lambda: not sshd.processes(FLIGHTDECK_NONCE=nonce))
 
 
-async def test_each_program_has_a_connection_of_its_own_which_ends_with_it(bench: Bench, sshd: Sshd) -> None:
+async def test_all_programs_share_one_connection_which_is_closed_with_the_transport(bench: Bench, sshd: Sshd) -> None:
     transport = bench.to(sshd)
-    first, second = [await transport.open(["cat"]) for _ in range(2)]
-    assert sshd.connections() == 2
+    first, second = await asyncio.gather(transport.open(["cat"]), transport.open(["cat"]))
     assert await first.close() == 0
-    await until(lambda: sshd.connections() == 1)
     await second.write(b"x")
     assert await second.read(1) == b"x"
     assert await second.close() == 0
+    assert sshd.connections() == 1
+    await transport.close()
     await until(lambda: not sshd.connections())
+
+
+async def test_a_session_that_is_not_opened_in_time_is_not_left_behind(
+    bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = bench.to(sshd)
+    await transport.run(["true"], timeout_s=10)
+    sshd.freeze()
+    with monkeypatch.context() as soon, pytest.raises(NodeUnreachable, match="no answer within"):
+        soon.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
+        await transport.run(["touch", "~/late"], timeout_s=10)
+    sshd.thaw()
+    await until(lambda: not sshd.connections())
+    assert (await transport.run(["true"], timeout_s=10)).code == 0
+    assert not (sshd.home / "late").exists()
+    assert sshd.connections() == 1

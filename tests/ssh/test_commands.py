@@ -155,10 +155,10 @@ async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench:
         with pytest.raises(asyncio.CancelledError):
             await running
     await gone(sshd, nonce)
-    await until(lambda: not sshd.connections())
+    assert sshd.connections() == 1
 
 
-async def test_a_call_cancelled_while_it_connects_leaves_no_connection(bench: Bench) -> None:
+async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_be_used(bench: Bench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     for number in range(8):
@@ -168,6 +168,29 @@ async def test_a_call_cancelled_while_it_connects_leaves_no_connection(bench: Be
         with pytest.raises(asyncio.CancelledError):
             await running
     assert (await transport.run(["true"], timeout_s=10)).code == 0
+    assert sshd.connections() == 1
+
+
+async def test_a_call_cancelled_while_it_connects_does_not_concern_who_waits_with_it(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    first, second = [asyncio.create_task(transport.run(["true"], timeout_s=10)) for _ in range(2)]
+    await asyncio.sleep(0.004)
+    first.cancel()
+    assert (await second).code == 0
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert sshd.connections() == 1
+
+
+async def test_a_transport_that_closes_while_it_connects_tells_who_waits(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    running = asyncio.create_task(transport.run(["true"], timeout_s=10))
+    await asyncio.sleep(0)
+    await transport.close()
+    with pytest.raises(NodeUnreachable, match="closed here"):
+        await running
     await until(lambda: not sshd.connections())
 
 
@@ -184,10 +207,20 @@ async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_many_commands_at_once(bench: Bench) -> None:
-    transport = bench.to(bench.sshd())
+async def test_many_commands_over_one_connection(bench: Bench) -> None:
+    sshd = bench.sshd(MaxSessions=40)
+    transport = bench.to(sshd)
     done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(40)))
     assert [int(one.stdout) for one in done] == list(range(40))
+    assert sshd.connections() == 1
+
+
+async def test_more_commands_at_once_than_a_connection_has_sessions(bench: Bench) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(30)))
+    assert [int(one.stdout) for one in done] == list(range(30))
+    await until(lambda: sshd.connections() == 1)
 
 
 async def test_commands_and_programs_that_stay_over_an_sshd_that_gives_one_session(bench: Bench) -> None:
@@ -195,10 +228,12 @@ async def test_commands_and_programs_that_stay_over_an_sshd_that_gives_one_sessi
     transport = bench.to(sshd)
     (sshd.home / "file").write_bytes(b"there")
     channels = [await transport.open(["cat"]) for _ in range(2)]
+    assert sshd.connections() == 2
     assert (await transport.run(["cat", "~/file"], timeout_s=10)).stdout == b"there"
     assert (await transport.run(["sleep", "60"], timeout_s=0.2)).code is None
     for channel in channels:
         assert await channel.close() == 0
+    await until(lambda: sshd.connections() == 1)
 
 
 async def test_an_sshd_that_gives_no_session_at_all(bench: Bench) -> None:
@@ -228,11 +263,12 @@ async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench:
     assert (await transport.run(["cat", "~/started"], timeout_s=10)).stdout == b"x\n"
 
 
-async def test_a_connection_that_broke_concerns_no_later_call(bench: Bench) -> None:
+async def test_a_connection_that_broke_is_opened_anew_by_the_next_call(bench: Bench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     for _ in range(3):
         channel = await transport.open(["cat"])
         sshd.drop_connections()
-        assert (await transport.run(["true"], timeout_s=10)).code == 0
+        done = await asyncio.gather(*(transport.run(["true"], timeout_s=10) for _ in range(5)))
+        assert [one.code for one in done] == [0] * 5
         assert await channel.close() is None

@@ -81,8 +81,11 @@ async def test_jump_hosts_are_gone_over_with_host_keys_checked_on_the_way(bench:
     transport = bench.to("last")
     channel = await transport.open(["cat"])
     assert [sshd.connections() for sshd in (first, second, last)] == [1, 1, 1]
+    last.drop_connections()
+    assert await channel.close() is None
     assert await reached(transport) == last.home
-    await channel.close()
+    await until(lambda: [sshd.connections() for sshd in (first, second, last)] == [1, 1, 1])
+    await transport.close()
     await until(lambda: not any(sshd.connections() for sshd in (first, second, last)))
 
 
@@ -240,15 +243,15 @@ async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> 
     assert str(error).isprintable()
 
 
-async def test_all_who_wait_for_one_node_are_told_at_the_same_time_why_it_is_not_there(
+async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
         transport = bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}")
         async with asyncio.timeout(2):
-            errors = await asyncio.gather(*(login_error(transport) for _ in range(8)))
-    assert len(errors) == 8
+            errors = await asyncio.gather(*(login_error(transport) for _ in range(12)))
+    assert len(errors) == 12
 
 
 async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: Bench) -> None:
@@ -259,6 +262,7 @@ async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: Benc
     async with Fleet((), bench.home) as fleet:
         done = await asyncio.gather(*(fleet.reach(name).run(["true"], timeout_s=20) for name in names))
         assert [one.code for one in done] == [0] * 50
+        assert sshd.connections() == 50
 
 
 async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: Bench) -> None:

@@ -57,7 +57,7 @@ class Channel(Protocol):
 
 class Transport(Protocol):
     """How one node is reached. Everything raises NodeUnreachable (or HostKeyUnknown, HostKeyChanged, which are such)
-    when the node cannot be reached, within the connect timeout."""
+    when the node cannot be reached, within the connect timeout; a lost connection is opened anew by the next call."""
 
     @property
     def target(self) -> SshTarget: ...

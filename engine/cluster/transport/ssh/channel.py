@@ -1,4 +1,4 @@
-"""A program on a node, over a connection of its own.
+"""A program on a node, in a session of its own.
 
 Its output begins behind a marker that also carries its process group: output of the login shell's start-up files is
 skipped, and a call that is cancelled can kill the whole group. sshd makes the login shell the session leader; the

@@ -27,6 +27,7 @@ from engine.cluster.transport.ssh.errors import (
     REASON_LIMIT,
     SSH_ERRORS,
     ConnectionDropped,
+    SessionRefused,
     connection_lost,
     unreachable_error,
 )
@@ -70,15 +71,20 @@ class OpenConnection:
         self.abort()
 
     async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:
-        """Start a login shell with this command line. Raises NodeUnreachable."""
+        """Start a login shell with this command line. Raises SessionRefused, NodeUnreachable."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
                 return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
         except SSH_ERRORS as error:
-            if self.client.is_closed():
-                raise connection_lost(self.where, str(error)) from error
-            raise unreachable_error(error, self.where) from error
+            closed = self.client.is_closed()
+            problem = connection_lost(self.where, str(error)) if closed else unreachable_error(error, self.where)
+            if isinstance(error, asyncssh.ChannelOpenError) and error.code != asyncssh.OPEN_REQUEST_SESSION_FAILED:
+                raise SessionRefused(problem.what, where=self.where, why=problem.why, todo=problem.todo) from error
+            if isinstance(error, TimeoutError):
+                # Else a session that is opened after all would stay, with what was started in it.
+                self.abort()
+            raise problem from error
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class ConnectionDropped(NodeUnreachable):
     """The connection was closed before the login: a later try may be taken in."""
 
 
+class SessionRefused(NodeUnreachable):
+    """The connection gives no session (MaxSessions), or was lost before it did: nothing was started there."""
+
+
 def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeUnreachable:
     """One of ours for one of theirs. `tried` are the keys that were offered, in words."""
     if "authentication failures" in str(error):

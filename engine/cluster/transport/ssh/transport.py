@@ -1,6 +1,7 @@
-"""SshTransport: each program on the node has a connection of its own, so that one that breaks concerns no other.
+"""SshTransport: one connection, opened at first use, on which each program on the node is a session.
 
-A host has few of them: nearly everything there is asked of its agent, which is one program.
+Only a program whose session the sshd refuses has a connection of its own. A host has few programs: nearly everything
+there is asked of its agent, which is one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncssh
 
@@ -19,7 +20,7 @@ from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.auth import NamedHostKeyUnknown
 from engine.cluster.transport.ssh.channel import ShellCommand, SshChannel
 from engine.cluster.transport.ssh.connection import OpenConnection, dial
-from engine.cluster.transport.ssh.errors import SSH_ERRORS, connection_lost, unreachable_error
+from engine.cluster.transport.ssh.errors import SSH_ERRORS, SessionRefused, connection_lost, unreachable_error
 from engine.cluster.transport.ssh_config import add_known_host
 from engine.errors import HostKeyChanged, NodeUnreachable
 from engine.security.identifiers import SshTarget
@@ -41,6 +42,8 @@ done"""
 """On the node: end a process group, and look that nothing of it is alive: a zombie is not. (The Mac's sh reads no case
 within `$( )` but with both brackets.)"""
 
+Result = TypeVar("Result")
+
 
 class SshTransport:
     """One node over SSH."""
@@ -51,8 +54,9 @@ class SshTransport:
         self.target = target
         self._home = home
         self._limiter = limiter
+        self._shared: asyncio.Task[OpenConnection] | None = None
         self._connections: set[OpenConnection] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         channel = await self.open(argv)
@@ -70,15 +74,11 @@ class SshTransport:
 
     async def open(self, argv: Sequence[str]) -> SshChannel:
         command = ShellCommand(argv)
-        connection = await dial(self.target, self._home, self._limiter)
-        self._connections.add(connection)
-        starting = asyncio.create_task(self._start(connection, command), name=f"{command.program} on {self.target}")
+        shared = await self._shared_connection()
         try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # It may be under way already: whatever comes of it is ended.
-            await self._end_soon(_end_started(starting))
-            raise
+            return await self._start(shared, command, own=False)
+        except SessionRefused:
+            return await self._start(await self._dial(), command, own=True)
 
     async def accept(self, fingerprint: str) -> None:
         """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.
@@ -103,6 +103,9 @@ class SshTransport:
             connection.abort()
 
     async def close(self) -> None:
+        if self._shared is not None:
+            self._shared.cancel()
+            self._shared = None
         # What is being ended on the node is, first, where the node still answers.
         if self._background:
             await asyncio.wait(set(self._background), timeout=_BACKGROUND_LIMIT_S)
@@ -110,11 +113,41 @@ class SshTransport:
             task.cancel()
         await asyncio.gather(*map(self._disconnect, list(self._connections)))
 
-    async def _start(self, connection: OpenConnection, command: ShellCommand) -> SshChannel:
-        """Takes the connection over, and closes it when the program has not begun."""
+    async def _shared_connection(self) -> OpenConnection:
+        """The one that all programs share: all who wait for it wait for the same task, and share why there is none."""
+        if self._shared is None or (self._shared.done() and not _is_alive(self._shared)):
+            self._shared = self._in_background(self._dial())
+        shared = self._shared
+        # Whoever gives up does not end it.
+        await asyncio.wait({shared})
+        if shared.cancelled():
+            raise connection_lost(str(self.target), "closed here")
+        return shared.result()
 
+    async def _dial(self) -> OpenConnection:
+        for lost in [each for each in self._connections if not each.alive]:
+            # Those to its jump hosts may still be open.
+            lost.abort()
+            self._connections.discard(lost)
+        connection = await dial(self.target, self._home, self._limiter)
+        self._connections.add(connection)
+        return connection
+
+    async def _start(self, connection: OpenConnection, command: ShellCommand, *, own: bool) -> SshChannel:
+        """`own`: the connection is the program's own, and closed with it."""
+        beginning = self._begin(connection, command, own)
+        starting = asyncio.create_task(beginning, name=f"{command.program} on {self.target}")
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # It may be under way already: whatever comes of it is ended.
+            await self._end_soon(_end_started(starting))
+            raise
+
+    async def _begin(self, connection: OpenConnection, command: ShellCommand, own: bool) -> SshChannel:
         def on_closed() -> None:
-            self._in_background(self._disconnect(connection))
+            if own:
+                self._in_background(self._disconnect(connection))
 
         try:
             process = await connection.start(command.line)
@@ -162,14 +195,14 @@ class SshTransport:
         finally:
             other.abort()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """A task that outlives the call that began it, and not the transport."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background_done)
         return task
 
-    def _background_done(self, task: asyncio.Task[None]) -> None:
+    def _background_done(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled():
             # Whoever still waits for it is told; nobody need.
@@ -178,6 +211,10 @@ class SshTransport:
     async def _end_soon(self, ending: Coroutine[Any, Any, None]) -> None:
         """Before a call that has failed returns, and in the background when that takes long: the node may be gone."""
         await asyncio.wait({self._in_background(ending)}, timeout=_GIVEN_UP_S)
+
+
+def _is_alive(opened: asyncio.Task[OpenConnection]) -> bool:
+    return not opened.cancelled() and opened.exception() is None and opened.result().alive
 
 
 async def _end_started(starting: asyncio.Task[SshChannel]) -> None:
