@@ -207,6 +207,20 @@ async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
+async def test_a_transport_that_closes_while_programs_start_leaves_no_connection(bench: Bench) -> None:
+    sshd = bench.sshd()
+    for turns in range(1, 8):
+        transport = bench.to(sshd)
+        await transport.run(["true"], timeout_s=10)
+        running = asyncio.create_task(transport.run(["true"], timeout_s=10))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await transport.close()
+        with pytest.raises(NodeUnreachable):
+            await running
+    await until(lambda: not sshd.connections())
+
+
 async def test_many_commands_over_one_connection(bench: Bench) -> None:
     sshd = bench.sshd(MaxSessions=40)
     transport = bench.to(sshd)

@@ -76,7 +76,8 @@ class OpenConnection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
                 return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
-        except SSH_ERRORS as error:
+        except (AssertionError, *SSH_ERRORS) as error:
+            # asyncssh asserts that a connection is not closed in the very moment that it opens a session.
             closed = self.client.is_closed()
             problem = connection_lost(self.where, str(error)) if closed else unreachable_error(error, self.where)
             if isinstance(error, asyncssh.ChannelOpenError) and error.code != asyncssh.OPEN_REQUEST_SESSION_FAILED:

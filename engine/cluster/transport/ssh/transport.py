@@ -78,6 +78,9 @@ class SshTransport:
         try:
             return await self._start(shared, command, own=False)
         except SessionRefused:
+            if self._shared is None:
+                # Lost by close(): another one would have no owner.
+                raise
             return await self._start(await self._dial(), command, own=True)
 
     async def accept(self, fingerprint: str) -> None:
@@ -183,8 +186,8 @@ class SshTransport:
             raise NodeUnreachable("a command could not be ended", where=where, why=why)
 
     async def _exit_status(self, connection: OpenConnection, line: str) -> int | None:
-        """Of a short command, over the program's connection, or over another one where that is lost or gives no second
-        session."""
+        """The exit status of a short command, over the program's connection, or over another one where that is lost
+        or gives no second session."""
         run = partial(asyncssh.SSHClientConnection.run, encoding=None, request_pty=False, x11_forwarding=False)
         if connection.alive:
             with contextlib.suppress(asyncssh.ChannelOpenError):
