@@ -13,9 +13,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated
-
-from pydantic import Field
 
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases
@@ -25,7 +22,7 @@ from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
-from engine.measurements import CalibrationProgress, MemoryProbe, NodeMeasure
+from engine.measurements import CalibrationProgress, Figure, NodeMeasure
 from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
@@ -33,34 +30,20 @@ from engine.security.paths import make_private
 from engine.security.sanitise import plain
 from engine.store.layout import node_root
 
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Batch = Annotated[int, Field(ge=1)]
-
-
 class ProgressResult(ProbeResult):
-    """engine.protocol.attempt.MeasureProgress"""
+    """engine.protocol.measurements.MeasureProgress"""
 
     phase: ShortText
     elapsed_s: Figure = 0.0
-    steps: Count = 0
     examples_per_s: Figure | None = None
 
 
-class MeasureResult(ProbeResult):
-    """engine.protocol.attempt.MeasureResult"""
+class MeasureResult(NodeMeasure):
+    """engine.protocol.measurements.MeasureReport; a node does not say which one it is."""
 
-    examples_per_s: Figure | None = None
-    spread: Figure | None = None
-    windows: Count = 0
-    tokens_per_s: Figure | None = None
-    step_s: Figure | None = None
-    batch: Batch | None = None
-    overhead_s: Figure | None = None
-    steps: Count = 0
-    measured_s: Figure = 0.0
-    state_bytes: Count | None = None
+    node: str = ""
+    host: str = ""
     gradient_bytes: Count | None = None
-    probes: Annotated[tuple[tuple[Batch, Count], ...], Field(max_length=10)] = ()
     qos: ShortText | None = None
     problem: ShortText | None = None
 
@@ -167,8 +150,8 @@ class _Measurement:
         spec = self._folder(layout) / f"rank{rank}.json"
         argv = ["/usr/bin/env", f"{NONCE_ENV}={self.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
-        limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
+        limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         try:
             async with asyncio.timeout(limit_s):
                 while isinstance(line := await request.next_line(limit_s), bytes):
@@ -216,6 +199,4 @@ class _Measurement:
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:
-    known = figures.model_dump(exclude={"probes", "gradient_bytes"})
-    probes = tuple(MemoryProbe(batch=batch, peak_bytes=peak) for batch, peak in figures.probes)
-    return NodeMeasure(node=node.name, host=node.ssh, probes=probes, **known)
+    return NodeMeasure.model_validate(figures.model_dump() | {"node": node.name, "host": node.ssh})

@@ -21,6 +21,7 @@ from engine.security.sanitise import plain
 
 START_LIMIT_S = 45.0
 """Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
+START_FAILED = 255
 _LOG_BYTES = 65_536
 _NO_SUCH_RANK = 126
 _NO_FILE = 125
@@ -113,8 +114,8 @@ class StartFailure:
     """A rank that did not start."""
 
     rank: int
-    code: int | None
-    """Its start.sh's exit code, negative for a signal; None when that is not known."""
+    code: int
+    """Its start.sh's exit code, negative for a signal; START_FAILED when that is not known."""
     message: str
     """The last line of output about it; "" when there is none."""
 
@@ -143,11 +144,11 @@ async def _start_rank(agent: AgentClient, rank: RankStart) -> StartFailure | Non
     try:
         completed = await run_start_script(agent, rank.files.start, rank.environment, START_LIMIT_S)
     except FlightDeckError as error:
-        return StartFailure(rank.rank, None, str(error))
+        return StartFailure(rank.rank, START_FAILED, str(error))
     if completed.code == 0:
         return None
     if completed.code is None:
-        return StartFailure(rank.rank, None, f"its keeper has not started it within {START_LIMIT_S:g} s")
+        return StartFailure(rank.rank, START_FAILED, f"its keeper has not started it within {START_LIMIT_S:g} s")
     output = await _keeper_output(agent, rank) or completed.exit_output
     return StartFailure(rank.rank, completed.code, plain(output, 300))
 

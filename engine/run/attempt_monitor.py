@@ -17,6 +17,7 @@ from typing import Final, Literal, ParamSpec, TypeVar
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
+from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import Continue, RankState, RunningAttempt, Trigger, decide
 from engine.run.events import (
@@ -32,7 +33,7 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
-from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
+from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
 from engine.run.progress import EventIntake, Watchdog
@@ -77,7 +78,7 @@ class AttemptMonitor:
         self._health = NodeHealth(
             context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
         )
-        self._start_failures = [(rank, code) for rank, (code, _) in origin.start_failures.items()]
+        self._start_failures = [(failed.rank, failed.code) for failed in origin.start_failures]
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
         nodes = {rank.rank: rank.node for rank in context.plan.ranks}

@@ -23,6 +23,4 @@ async def fleet(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async with Fleet((), tmp_path / "home") as fleet:
         yield fleet
     while LAUNCHERS:
-        launcher = LAUNCHERS.pop()
-        kill_group(launcher.pid, signal.SIGKILL)
-        launcher.process.wait(10)
+        LAUNCHERS.pop().kill()

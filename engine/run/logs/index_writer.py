@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, OFFSET_MASK, RECORD, read_header
 
 RECORD_TYPE: Final = np.dtype([("place", "<u8"), ("at", "<u4")])
@@ -23,7 +24,7 @@ Records = npt.NDArray[Any]
 """A vector of RECORD_TYPE."""
 
 
-class IndexFile:
+class IndexFile(DescriptorOwner):
     """One index file, appended to. A full disk is no error: what could not be written waits for the next `flush`."""
 
     def __init__(self, path: Path, began_at: float) -> None:
@@ -60,14 +61,6 @@ class IndexFile:
         while self.waiting:
             written = os.write(self._descriptor, self.waiting)
             del self.waiting[:written]
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
 
 
 class SourceIndex:

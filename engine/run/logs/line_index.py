@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from engine.run.json_lines import DescriptorOwner
+
 MAGIC: Final = b"FDLX1\0\0\0"
 HEADER: Final = struct.Struct("<8sd")
 RECORD: Final = struct.Struct("<QI")
@@ -35,12 +37,11 @@ class IndexEntry(NamedTuple):
     centiseconds: int
 
 
-class GrowingFile:
+class GrowingFile(DescriptorOwner):
     """A file that another process appends to, read by offset; empty while it is not there or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = -1
         self.refresh()
 
     def refresh(self) -> bool:
@@ -67,14 +68,6 @@ class GrowingFile:
             return os.pread(self._descriptor, size, offset)
         except OSError:
             return b""
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class LogIndex:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from engine.cluster.host_connection import HostConnection, NodeFile
+from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
 from engine.run.ranks import AttemptContext
@@ -50,14 +51,13 @@ class Gap:
     over: bool = False
 
 
-class FileMirror:
+class FileMirror(DescriptorOwner):
     """One file of one attempt: the head's copy from `base` on is the node's file from 0 on."""
 
     def __init__(self, path: Path, node: NodeFile, base: int) -> None:
         self.path = path
         self._node = node
         self._base = base
-        self._descriptor = -1
         self._verified: int | None = None
         """The node file's generation when the tail was last compared."""
         self.size = 0
@@ -83,14 +83,6 @@ class FileMirror:
                 raise
         self.size += stored
         return data[:stored]
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -214,16 +206,14 @@ class Mirror:
             else:
                 time.sleep(_POLL_S)
 
-    def close(self) -> bool:
-        """`settle`, and follow nothing any more: the next attempt writes the same files. True when nothing is
-        missing."""
-        complete = not self.settle() and not self._problems
+    def close(self) -> None:
+        """`settle`, and follow nothing any more: the next attempt writes the same files."""
+        self.settle()
         for file in self._files():
             file.close()
         self._logs.clear()
         self._events.clear()
         self._close_indices()
-        return complete
 
     def _files(self) -> list[FileMirror]:
         return [file for file in (*self._logs.values(), *self._events.values()) if file is not None]
