@@ -105,9 +105,8 @@ def make(directory: Path) -> None:
             "the demo's model could not be created", why=f"not finished after {MAKE_LIMIT_S:.0f} s"
         ) from late
     if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise LaunchError(
             "the demo's model could not be created",
-            why=lines[-1] if lines else f"exit code {done.returncode}",
+            why=last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}",
             todo="run `flightdeck doctor` to see what this machine lacks",
         )

@@ -16,7 +16,6 @@ from pydantic import Field
 
 from engine.models import FrozenModel
 
-
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Batch = Annotated[int, Field(ge=1)]

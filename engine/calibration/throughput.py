@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
+from engine.checks.leases import Leases, leased
 from engine.cluster.probe_results import Count, ProbeResult, ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
@@ -23,12 +21,11 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
 from engine.measurements import CalibrationProgress, Figure, NodeMeasure
-from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
-from engine.security.paths import make_private
 from engine.security.sanitise import plain
-from engine.store.layout import node_root
+
 
 class ProgressResult(ProbeResult):
     """engine.protocol.measurements.MeasureProgress"""
@@ -86,23 +83,16 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnProgress) -> SingleNodeResults:
     """Measure every node for `seconds`; one that cannot be measured has a problem instead. Cancelled, it first ends
     what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
-    check = _Measurement.new(context, seconds, on_progress)
-    make_private(node_root())
-    leases = Leases(context, check.nonce)
-    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
-        try:
-            await leases.acquire(check.check_id, Path(here))
-            await gather_all(check.put(layout) for layout in await context.layouts())
-            hosts = hosts_of(context.config.nodes).values()
-            measured = [
-                found for host in await gather_all(check.host(ranks) for ranks in hosts) for found in host.items()
-            ]
-        finally:
-            leftovers = await asyncio.shield(leases.release())
-    figures: Mapping[int, tuple[NodeMeasure, int | None]] = dict(measured)
+    async with leased(context) as leases:
+        measurement = _Measurement(context, seconds, on_progress, leases)
+        await leases.acquire()
+        await gather_all(measurement.put(layout) for layout in await context.layouts())
+        hosts = hosts_of(context.config.nodes).values()
+        measured = await gather_all(measurement.host(ranks) for ranks in hosts)
+    figures = {rank: found for host in measured for rank, found in host.items()}
     sizes = {size for _, size in figures.values() if size is not None}
     nodes = tuple(figures[rank][0] for rank in sorted(figures))
-    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leftovers)
+    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers)
 
 
 @dataclass(frozen=True)
@@ -112,14 +102,7 @@ class _Measurement:
     context: CheckContext
     seconds: float
     on_progress: OnProgress
-    nonce: str
-    check_id: str
-    """Names its folders on the nodes; the prefix is what a lease removes."""
-
-    @classmethod
-    def new(cls, context: CheckContext, seconds: float, on_progress: OnProgress) -> _Measurement:
-        nonce = secrets.token_hex(16)
-        return cls(context, seconds, on_progress, nonce, f"{CHECK_PREFIX}{nonce[:12]}")
+    leases: Leases
 
     async def put(self, layout: HostLayout) -> None:
         """Write the spec of each rank of the host."""
@@ -148,7 +131,7 @@ class _Measurement:
     async def _measured(self, rank: int, node: NodeConfig) -> MeasureResult:
         layout = await self.context.layout_of(node)
         spec = self._folder(layout) / f"rank{rank}.json"
-        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.nonce}", layout.expanded(node.python)]
+        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.leases.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
         request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
         limit_s = _LOAD_LIMIT_S + 5 * self.seconds
@@ -195,7 +178,7 @@ class _Measurement:
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.check_id / "calibration"
+        return PurePosixPath(layout.root) / "runs" / self.leases.check_id / "calibration"
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:

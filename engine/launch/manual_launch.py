@@ -7,6 +7,7 @@ interpreters and paths differ.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,17 +143,9 @@ def _command(config: Config, rank: int, node: NodeConfig) -> str:
 
 def _expand(word: str, placeholders: Mapping[str, str]) -> str:
     """One word of the command, quoted for the shell, with its placeholders replaced."""
-    for name, value in placeholders.items():
-        before, found, after = word.partition(name)
-        if found:
-            parts = [
-                _expand(before, placeholders) if before else "",
-                value,
-                _expand(after, placeholders) if after else "",
-            ]
-            return "".join(parts) or "''"
-    return shlex.quote(word)
+    parts = re.split(f"({'|'.join(map(re.escape, placeholders))})", word)
+    return "".join(placeholders[part] if part in placeholders else shlex.quote(part) for part in parts if part) or "''"
 
 
 def _node_path(config: Config, node: NodeConfig, path: str) -> str:
-    return on_node(path, node, config.file.parent if config.file is not None else Path("/"))
+    return on_node(path, node, config.folder)

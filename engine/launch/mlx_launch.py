@@ -88,8 +88,9 @@ def start(
             os.close(fifo)
     except OSError as error:
         raise LaunchError("mlx.launch could not be started", where=argv[0], why=error.strerror or str(error)) from error
-    begun = processes.start_time(process.pid) or ""
-    return Launcher(process.pid, begun, stdin, output, offset, process)
+    launcher = Launcher(process.pid, processes.start_time(process.pid) or "", stdin, output, offset)
+    launcher.process = process
+    return launcher
 
 
 def rank_ends(output: str) -> list[tuple[int, int]]:
@@ -108,14 +109,14 @@ class Launcher:
     """mlx.launch's process, leader of its own session and group: our own child, or one that an earlier supervisor
     started."""
 
-    def __init__(
-        self, pid: int, start: str, stdin: Path, log: Path, offset: int, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
-        """`offset` is where the attempt's output begins in `log`; `process` is None for a child of another."""
+    process: subprocess.Popen[bytes] | None = None
+    """None for a child of another supervisor."""
+
+    def __init__(self, pid: int, start: str, stdin: Path, log: Path, offset: int) -> None:
+        """`offset` is where the attempt's output begins in `log`."""
         self.pid = pid
         self.start = start
         self.stdin = stdin
-        self.process = process
         self._log = log
         self._begin = self._offset = offset
         self._torn = b""

@@ -17,7 +17,7 @@ from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
-from engine.security.sanitise import plain
+from engine.security.sanitise import last_line, plain
 
 START_LIMIT_S = 45.0
 """Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
@@ -166,5 +166,4 @@ async def _keeper_output(agent: AgentClient, rank: RankStart) -> str:
         log = await agent.read_end(rank.files.keeper_log(rank.rank), _LOG_BYTES)
     except FlightDeckError:
         return ""
-    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return last_line(log.decode(errors="replace"))

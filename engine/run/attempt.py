@@ -102,8 +102,8 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
     Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
-    runs then. A rank that does not start is no error here: it is in `start_failures`, or mlx.launch reports it. Cancelled, it
-    leaves no mlx.launch behind, but perhaps ranks.
+    runs then. A rank that does not start is no error here: it is in `start_failures`, or mlx.launch reports it.
+    Cancelled, it leaves no mlx.launch behind, but perhaps ranks.
     """
     layers = await asyncio.to_thread(planned_layers, run_dir, plan)
     spec = attempt_spec(plan, attempt, os.environ, layer_split=layers)
@@ -250,11 +250,10 @@ def attempt_spec(
 
 
 def _rank_spec(config: Config, rank: PlannedRank, node: NodeConfig, layout: HostLayout) -> RankSpec:
-    base = config.file.parent if config.file is not None else Path("/")
     destination = config.checkpoint.destination
 
     def there(path: str | None) -> str | None:
-        return layout.expanded(on_node(path, node, base)) if path is not None else None
+        return layout.expanded(on_node(path, node, config.folder)) if path is not None else None
 
     return RankSpec(
         rank=rank.rank,

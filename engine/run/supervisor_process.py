@@ -122,8 +122,7 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    lines = run_dir.supervisor_log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    return last_line(run_dir.supervisor_log.read_text(errors="replace")) or "it printed nothing"
 
 
 def resume_run(run_dir: RunDir) -> None:

@@ -21,7 +21,7 @@ from engine.run.failure_cause import CAUSE_CHARACTERS, Finding, findings, first_
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import SignatureKind
 from engine.security.redact import redact
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import last_line, plain, sanitise
 from engine.store.layout import RunDir
 
 
@@ -46,11 +46,6 @@ class Fault:
     """By the head's wall clock, s; -inf where it is not known."""
     evidence: RankEvidence
 
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """The fault that explains the end sorts first."""
-        return self.weight.value, self.at, self.evidence.rank
-
 
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
@@ -59,7 +54,7 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
-    faults = sorted(_faults_of(evidence), key=lambda fault: fault.order)
+    faults = sorted(_faults_of(evidence), key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
     if not evidence.trainer and not any(fault.weight is Weight.CONSEQUENCE for fault in faults):
         # A command that ends with 0 has done its part, unless another rank was lost because of it.
         faults = [fault for fault in faults if fault.weight is not Weight.EARLY]
@@ -373,6 +368,4 @@ def _known_failures(text: str) -> list[Finding]:
 
 
 def _last_line(text: str) -> str:
-    """The last line that is not blank, sanitised; "" without one."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return sanitise(lines[-1].strip().encode(errors="replace"), CAUSE_CHARACTERS) if lines else ""
+    return plain(last_line(text), CAUSE_CHARACTERS)

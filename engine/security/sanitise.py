@@ -108,6 +108,11 @@ def plain(text: object, limit: int = 500) -> str:
     return sanitise(str(text).encode(errors="replace"), limit)
 
 
+def last_line(text: str) -> str:
+    """The last line that is not blank, without the blanks around it; "" without one."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 TEXT_LIMIT = 120
 _LARGEST = 2**63
 

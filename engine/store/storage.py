@@ -120,13 +120,12 @@ def _checksum(schema: int, body: bytes) -> bytes:
 class AtomicStorage(Storage):
     """TinyDB's storage on that file. Reading changes nothing and needs no lock; whoever writes holds the lock."""
 
-    def __init__(self, path: Path, notify: Callable[[str], object], clock: Callable[[], datetime]) -> None:
+    def __init__(self, path: Path, notify: Callable[[str], object]) -> None:
         """`notify` gets one line about each damage found and what was done about it."""
         self._path = path
         self._copy = path.with_name(f"{path.name}.previous")
         """The state before the last change."""
         self._notify = notify
-        self._clock = clock
         self._damaged: list[Path] = []
         self._verified = False
 
@@ -183,7 +182,7 @@ class AtomicStorage(Storage):
             raise StateError("the state cannot be read", where=str(path), why=error.strerror or str(error)) from error
 
     def _set_aside(self, path: Path) -> None:
-        stem = f"{path.name}.corrupt-{self._clock().astimezone(UTC):%Y%m%dT%H%M%SZ}"
+        stem = f"{path.name}.corrupt-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         aside, number = path.with_name(stem), 1
         while aside.exists():
             number += 1

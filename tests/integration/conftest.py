@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import pytest_asyncio
 
 from engine.cluster.transport.fleet import Fleet
-from engine.node.processes import kill_group
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import LAUNCHERS
 

@@ -53,9 +53,6 @@ class IndexFile(DescriptorOwner):
         """Drop all records after the first `count`. Raises OSError."""
         os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
 
-    def append(self, records: bytes) -> None:
-        self.waiting += records
-
     def flush(self) -> None:
         """Write what waits. Raises OSError; what was not written goes on waiting."""
         while self.waiting:
@@ -99,7 +96,7 @@ class SourceIndex:
         if starts.size:
             self.last_at = at
         added = records.tobytes()
-        self.file.append(added)
+        self.file.waiting += added
         return added
 
     def scan_log(self, at: int, limit: int | None = None) -> bytes:
@@ -130,14 +127,11 @@ class SourceIndex:
                 # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
                 self.scanned = int(offsets[count - 1]) + 1
                 self.last_at = int(records["at"][count - 1])
-                self._line_begins = self._byte_before(self.scanned) == b"\n"
+                with self._log.open("rb", buffering=0) as log:
+                    log.seek(self.scanned - 1)
+                    self._line_begins = log.read(1) == b"\n"
             if count < records.size:
                 self.file.keep(count)
-
-    def _byte_before(self, offset: int) -> bytes:
-        with self._log.open("rb", buffering=0) as log:
-            log.seek(offset - 1)
-            return log.read(1)
 
 
 def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
@@ -159,7 +153,7 @@ def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
     if missing.size and added.size and missing["at"][0] < added["at"][-1]:
         sound = False
     if sound and kept == added.size:
-        merged.append(missing.tobytes())
+        merged.waiting += missing.tobytes()
         merged.flush()
         return merged
     return _rebuilt(merged, _by_arrival(parts))

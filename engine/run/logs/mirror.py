@@ -236,7 +236,7 @@ class Mirror:
         else:
             added = index.scan_log(at)
         if added and self._merged is not None:
-            self._merged.append(added)
+            self._merged.waiting += added
         return index.scanned - before
 
     def _take_events(self, events: FileMirror) -> int:

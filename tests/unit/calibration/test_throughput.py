@@ -23,9 +23,7 @@ def output(document: Mapping[str, Any]) -> MeasureOutput | None:
 
 def test_what_the_worker_writes_is_what_the_head_reads() -> None:
     probes = [{"batch": 1, "peak_bytes": 5}, {"batch": 2, "peak_bytes": 9}]
-    written = MeasureReport(
-        8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, probes, "not on macOS"
-    )
+    written = MeasureReport(8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, probes, "not on macOS")
     found = output({"measured": asdict(written)})
     assert found is not None and found.measured is not None
     measure = _measure(config(["a"]).nodes[0], found.measured)
