@@ -19,6 +19,7 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.security.paths import make_home
+from engine.security.sanitise import last_line
 
 BATCH_SIZE = 8
 MAX_RANKS = 8

@@ -23,8 +23,6 @@ from engine.security.paths import make_home
 
 
 class CalibrationsApi:
-    """The throughput of a configuration's nodes and links with its own job."""
-
     def __init__(self, session: Session, nodes: NodesApi, runs: RunsApi) -> None:
         self._session = session
         self._nodes = nodes

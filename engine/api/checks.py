@@ -20,8 +20,6 @@ from engine.security.audit import audit_log
 
 
 class ChecksApi:
-    """Checks of the nodes and of this machine before a launch."""
-
     def __init__(self, session: Session, calibrations: CalibrationsApi) -> None:
         self._session = session
         self._calibrations = calibrations

@@ -25,7 +25,6 @@ class Engine:
 
     @property
     def home(self) -> Path:
-        """The state directory."""
         return self.session.home
 
     @property

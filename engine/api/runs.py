@@ -32,8 +32,6 @@ _SUPERVISOR_STARTS = 3
 
 
 class RunsApi:
-    """Every run of the state directory."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watches: dict[str, RunWatch] = {}
@@ -143,7 +141,6 @@ class RunsApi:
         return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
 
     def directory(self, run: str) -> RunDir:
-        """The directory of the run with this id."""
         return RunDir(self._session.home / "runs" / run)
 
     def _live(self, record: RunRecord) -> RunRecord:

@@ -14,13 +14,13 @@ from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases, leased
-from engine.cluster.probe_results import Count, ProbeResult, ShortText
+from engine.cluster.probe_results import ProbeResult, ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
-from engine.measurements import CalibrationProgress, Figure, NodeMeasure
+from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
@@ -97,22 +97,19 @@ async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnPr
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One measurement while it runs."""
-
     context: CheckContext
     seconds: float
     on_progress: OnProgress
     leases: Leases
 
     async def put(self, layout: HostLayout) -> None:
-        """Write the spec of each rank of the host."""
         files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
         node = self.context.config.nodes[layout.ranks[0]]
         try:
             await self.context.agent(node).write(self._folder(layout), files)
         except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{self._folder(layout)}"
-            raise LaunchError("the calibration's files could not be written", where=where, why=why) from error
+            where = f"{node.name}:{self._folder(layout)}"
+            raise LaunchError("the calibration's files could not be written", where=where, why=error) from error
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
         """The measures of a machine's ranks, one after another, and the bytes of their gradients."""

@@ -139,8 +139,8 @@ class _AllSum:
         try:
             await self.context.agent(node).write(folder, files)
         except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{folder}"
-            raise LaunchError("the check's files could not be written", where=where, why=why) from error
+            where = f"{node.name}:{folder}"
+            raise LaunchError("the check's files could not be written", where=where, why=error) from error
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
         config, folder = self.context.config, self._folder(layout)

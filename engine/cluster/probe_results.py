@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from engine.measurements import Count
 from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
@@ -18,7 +19,6 @@ def _short(text: str) -> str:
 
 ShortText = Annotated[str, AfterValidator(_short)]
 PathText = Annotated[str, Field(max_length=4096)]
-Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
 

@@ -7,6 +7,7 @@ a closed stdin. So its exit code is ignored, and its output is only evidence.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -87,7 +88,7 @@ def start(
         finally:
             os.close(fifo)
     except OSError as error:
-        raise LaunchError("mlx.launch could not be started", where=argv[0], why=error.strerror or str(error)) from error
+        raise LaunchError("mlx.launch could not be started", where=argv[0], why=error) from error
     launcher = Launcher(process.pid, processes.start_time(process.pid) or "", stdin, output, offset)
     launcher.process = process
     return launcher
@@ -133,16 +134,12 @@ class Launcher:
     def drop_pipes(self) -> None:
         """Send a newline, at which the launcher drops the pipes that its ranks have left. Does nothing when the FIFO
         is gone or full."""
-        try:
+        with contextlib.suppress(OSError):
             fifo = os.open(self.stdin, os.O_RDWR | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            os.write(fifo, b"\n")
-        except BlockingIOError:
-            return
-        finally:
-            os.close(fifo)
+            try:
+                os.write(fifo, b"\n")
+            finally:
+                os.close(fifo)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the launcher's process group, unless its number has been reused."""

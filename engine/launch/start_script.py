@@ -111,8 +111,6 @@ def _check(backend: str) -> str:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """A rank that did not start."""
-
     rank: int
     code: int
     """Its start.sh's exit code, negative for a signal; START_FAILED when that is not known."""

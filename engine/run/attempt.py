@@ -204,8 +204,7 @@ async def _put_files(
 
 def _not_written(node: str, where: str, error: OSError) -> LaunchError:
     todo = "make room or fix the permissions there"
-    why = error.strerror or str(error)
-    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=why, todo=todo)
+    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=error, todo=todo)
 
 
 def attempt_spec(

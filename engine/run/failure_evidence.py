@@ -78,7 +78,6 @@ class RankEvidence:
 
     @property
     def error_type(self) -> str | None:
-        """The type of the exception that its trainer reported."""
         return self.failure.get("error_type") if self.failure is not None else None
 
     @property

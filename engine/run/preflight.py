@@ -121,8 +121,7 @@ def replan(run_dir: RunDir, plan: RunPlan, excluded: Mapping[str, str]) -> RunPl
             write_plan(run_dir.whole_plan, plan)
         write_plan(run_dir.plan, made)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise StateError("the plan could not be made again", where=str(run_dir.plan), why=why) from error
+        raise StateError("the plan could not be made again", where=str(run_dir.plan), why=error) from error
     _no_training_plan(run_dir, f"it is made again without {', '.join(excluded)}")
     details = {"run": plan.run_id, "excluded": list(excluded), "ranks": len(made.ranks), "why": [*excluded.values()]}
     audit_log("replan", "excluded", details, home=run_dir.home)

@@ -29,6 +29,7 @@ from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, St
 from engine.run.history import fold
 from engine.run.journal import read_journal, read_journal_end
 from engine.run.watch import supervisor_alive
+from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
 
 _LOCK_NAME = "supervisor.lock"

@@ -36,8 +36,7 @@ def write_lock(path: Path, wait_s: float = WAIT_S, sleep: Callable[[float], obje
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise StateError("the state cannot be locked", where=str(path), why=why) from error
+        raise StateError("the state cannot be locked", where=str(path), why=error) from error
     try:
         _acquire(descriptor, path, wait_s, sleep)
         # A full disk has no room for the pid, which is no reason to refuse the lock.
@@ -179,7 +178,7 @@ class AtomicStorage(Storage):
         except StateError as error:
             raise StateError(error.what, where=str(path), why=error.why, todo=error.todo) from None
         except OSError as error:
-            raise StateError("the state cannot be read", where=str(path), why=error.strerror or str(error)) from error
+            raise StateError("the state cannot be read", where=str(path), why=error) from error
 
     def _set_aside(self, path: Path) -> None:
         stem = f"{path.name}.corrupt-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
@@ -195,13 +194,10 @@ def _write_new(path: Path, content: bytes) -> None:
     # A fixed name, so that the next writer removes what a killed one has left.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
         _sync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _keep(path: Path, copy: Path) -> None:

@@ -148,8 +148,7 @@ class Store:
                 self._transaction(kind.table, put)
             except OSError as error:
                 todo = "make room on its disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-                why = error.strerror or str(error)
-                raise StateError("the state cannot be written", where=str(self._path), why=why, todo=todo) from error
+                raise StateError("the state cannot be written", where=str(self._path), why=error, todo=todo) from error
         if self.notices[reported:]:
             audit_log("state", "damaged", {"notices": self.notices[reported:]}, home=self._home)
 

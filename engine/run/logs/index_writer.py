@@ -5,6 +5,8 @@ Only the supervisor imports this (and with it numpy); frontends read with engine
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,7 +45,6 @@ class IndexFile(DescriptorOwner):
             os.ftruncate(self._descriptor, size - torn)
 
     def records(self) -> Records:
-        """All records in the file."""
         count = max(0, (os.fstat(self._descriptor).st_size - HEADER.size) // RECORD.size)
         if not count:
             return np.empty(0, RECORD_TYPE)
@@ -99,20 +100,14 @@ class SourceIndex:
         self.file.waiting += added
         return added
 
-    def scan_log(self, at: int, limit: int | None = None) -> bytes:
+    def scan_log(self, at: int, limit: float = math.inf) -> bytes:
         """Enter what the log itself holds beyond `scanned`, at most `limit` bytes of it. Their records."""
         added = bytearray()
-        try:
-            with self._log.open("rb", buffering=0) as log:
-                log.seek(self.scanned)
-                while limit is None or limit > 0:
-                    data = log.read(_SCAN_BYTES if limit is None else min(limit, _SCAN_BYTES))
-                    if not data:
-                        break
-                    added += self.feed(data, at)
-                    limit = None if limit is None else limit - len(data)
-        except FileNotFoundError:
-            pass
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as log:
+            log.seek(self.scanned)
+            while limit > 0 and (data := log.read(int(min(limit, _SCAN_BYTES)))):
+                added += self.feed(data, at)
+                limit -= len(data)
         return bytes(added)
 
     def _mend(self, log_size: int) -> None:

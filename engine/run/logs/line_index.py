@@ -113,17 +113,14 @@ class LogIndex:
     def position(self, entry: IndexEntry) -> int | None:
         """In a merged index: the line number of an entry, None while it is not there."""
         wanted = RECORD.pack(entry.source << OFFSET_BITS | entry.offset, entry.centiseconds)
-        start = self.first_since(entry.centiseconds)
-        while start < self.count:
-            block = self._read(start, min(start + _BLOCK_RECORDS, self.count))
+        stop = self.first_since(entry.centiseconds + 1)
+        for begin in range(self.first_since(entry.centiseconds), stop, _BLOCK_RECORDS):
+            block = self._read(begin, min(begin + _BLOCK_RECORDS, stop))
             found = block.find(wanted)
             while found >= 0 and found % RECORD.size:
                 found = block.find(wanted, found + 1)
             if found >= 0:
-                return start + found // RECORD.size
-            if not block or RECORD.unpack_from(block, len(block) - RECORD.size)[1] > entry.centiseconds:
-                return None
-            start += len(block) // RECORD.size
+                return begin + found // RECORD.size
         return None
 
     def count_of(self, source: int, start: int, stop: int) -> int:

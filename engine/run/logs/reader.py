@@ -140,14 +140,12 @@ class LogReader:
         entries: list[IndexEntry] | None = None
         for source in self._sources_within():
             first, end = self._range_of(source, start, stop)
-            offsets: list[int] = []
-            own: list[int] = []
-            for position in self._positions(source, first, end, pattern):
-                if not offsets:
-                    entries = entries or self._index.entries(start, stop)
-                    own = [start + place for place, entry in enumerate(entries) if entry.source == source]
-                    offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
-                numbers.append(own[bisect_right(offsets, position) - 1])
+            positions = list(self._positions(source, first, end, pattern))
+            if positions:
+                entries = entries or self._index.entries(start, stop)
+                own = [number for number, entry in enumerate(entries, start) if entry.source == source]
+                offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
+                numbers += [own[bisect_right(offsets, position) - 1] for position in positions]
         return sorted(numbers)
 
     def _find_within(
@@ -306,10 +304,8 @@ class LogFilter:
         if stop > self.scanned:
             matching = self._reader.matching(self.pattern, self.scanned, stop)
             if self.inverted:
-                left_out = set(matching)
-                self.numbers.extend(number for number in range(self.scanned, stop) if number not in left_out)
-            else:
-                self.numbers.extend(matching)
+                matching = sorted(set(range(self.scanned, stop)).difference(matching))
+            self.numbers.extend(matching)
             self.scanned = stop
         if stop == self._reader.line_count:
             self._growing = self._reader.growing()
