@@ -74,7 +74,12 @@ def ranks_script(
     lines = ["#!/bin/sh"]
     for name, value in (environment or {}).items():
         lines.append(f"unset {name}" if value is None else f"{name}={shlex.quote(value)}; export {name}")
-    lines += _restore_environment()
+    # Undone: what the ssh shim has set for mlx.launch.
+    lines += [
+        f'if [ -n "${{{KEPT_TMPDIR_ENV}-}}" ]; then TMPDIR=${KEPT_TMPDIR_ENV}; export TMPDIR',
+        f'elif [ -n "${{{KEPT_TMPDIR_ENV}+x}}" ]; then unset TMPDIR; fi',
+        f"unset {KEPT_TMPDIR_ENV} {NODE_ROOT_ENV}",
+    ]
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
     if world_size == 1:
         # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
@@ -88,16 +93,6 @@ def ranks_script(
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
     lines.append(f"exit {_NO_SUCH_RANK}")
     return "\n".join(lines) + "\n"
-
-
-def _restore_environment() -> list[str]:
-    """Undo what the ssh shim has set for mlx.launch."""
-    kept = KEPT_TMPDIR_ENV
-    return [
-        f'if [ -n "${{{kept}-}}" ]; then TMPDIR=${kept}; export TMPDIR',
-        f'elif [ -n "${{{kept}+x}}" ]; then unset TMPDIR; fi',
-        f"unset {kept} {NODE_ROOT_ENV}",
-    ]
 
 
 def _check(backend: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -17,7 +17,7 @@ from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
-from engine.run.failure_cause import CAUSE_CHARACTERS, Finding, findings, first_cause
+from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import SignatureKind
 from engine.security.redact import redact
@@ -81,14 +81,12 @@ def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
     return fault.weight in (Weight.OWN, Weight.EARLY)
 
 
-def _faults_of(evidence: FailureEvidence) -> list[Fault]:
-    faults = []
+def _faults_of(evidence: FailureEvidence) -> Iterator[Fault]:
     for rank in evidence.ranks:
         weight = _weight(rank, evidence.trainer, evidence.rebooted)
         if weight is not None:
             at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
-            faults.append(Fault(weight, at, rank))
-    return faults
+            yield Fault(weight, at, rank)
 
 
 def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
@@ -145,7 +143,7 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
     """The rank ended because a connection to another rank was gone."""
     if rank.left_for_peers or rank.error_type == "PeerLost":
         return True
-    known = _known_failures(rank.final_lines if rank.failure is None else str(rank.failure.get("message", "")))
+    known = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
     # After its own failures too MLX reports that a connection is gone; whether other failures mattered is not known.
     own = any(
         found.kind is SignatureKind.CAUSE and found.signature is not None and found.signature.id.startswith(_OF_MLX)
@@ -209,7 +207,7 @@ def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> t
     if record.code == 0:
         return Reason.RANK_FAILED, _left_early(rank, trainer)
     ended = _how_ended(record)
-    known = _known_failures(f"{rank.final_lines}\n{rank.exception}")
+    known = findings(_lines(rank.final_lines, rank.exception))
     reasons = {found.signature.reason for found in known if found.signature is not None}
     if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
@@ -361,10 +359,6 @@ def with_cause(
 
 def _lines(*texts: str) -> list[str]:
     return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]
-
-
-def _known_failures(text: str) -> list[Finding]:
-    return findings(_lines(text))
 
 
 def _last_line(text: str) -> str:

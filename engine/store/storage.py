@@ -194,10 +194,13 @@ def _write_new(path: Path, content: bytes) -> None:
     # A fixed name, so that the next writer removes what a killed one has left.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
         _sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _keep(path: Path, copy: Path) -> None:

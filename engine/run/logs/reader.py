@@ -121,11 +121,9 @@ class LogReader:
     ) -> int | None:
         """The first line from `from_line` on, itself included, that matches, None when none does or `stop` returned
         True (called several times a second)."""
-        last = self.line_count - 1
-        if last < 0:
-            return None
-        from_line = min(max(from_line, 0), last)
-        low, high = (from_line, last + 1) if forward else (0, from_line + 1)
+        count = self.line_count
+        from_line = max(0, min(from_line, count - 1))
+        low, high = (from_line, count) if forward else (0, min(from_line + 1, count))
         for begin, end in _windows(low, high, forward):
             if stop():
                 return None
