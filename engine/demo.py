@@ -19,6 +19,7 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.security.paths import make_home
+from engine.security.sanitise import last_line
 
 BATCH_SIZE = 8
 MAX_RANKS = 8
@@ -105,9 +106,8 @@ def make(directory: Path) -> None:
             "the demo's model could not be created", why=f"not finished after {MAKE_LIMIT_S:.0f} s"
         ) from late
     if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise LaunchError(
             "the demo's model could not be created",
-            why=lines[-1] if lines else f"exit code {done.returncode}",
+            why=last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}",
             todo="run `flightdeck doctor` to see what this machine lacks",
         )

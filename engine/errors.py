@@ -22,11 +22,11 @@ from dataclasses import dataclass
 class FlightDeckError(Exception):
     """A problem, where and why it occurred, and what to do (`todo`), printed as one line."""
 
-    def __init__(self, what: str, *, where: str = "", why: str = "", todo: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", why: str | OSError = "", todo: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.why = why
+        self.why = why if isinstance(why, str) else why.strerror or str(why)
         self.todo = todo
 
     def __str__(self) -> str:

@@ -10,18 +10,23 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Annotated
 
 from pydantic import Field
 
 from engine.models import FrozenModel
 
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Batch = Annotated[int, Field(ge=1)]
+
 
 class MemoryProbe(FrozenModel):
     """Peak memory of one training step at one batch size."""
 
-    batch: int = Field(ge=1)
+    batch: Batch
     """Sequences of this rank, each of full length."""
-    peak_bytes: int = Field(ge=0)
+    peak_bytes: Count
 
 
 class NodeMeasure(FrozenModel):
@@ -29,23 +34,23 @@ class NodeMeasure(FrozenModel):
 
     node: str
     host: str
-    examples_per_s: float | None = Field(default=None, ge=0)
+    examples_per_s: Figure | None = None
     """0: the node completed no step and counts as offline. None: not measured, see `problem`."""
-    spread: float | None = None
+    spread: Figure | None = None
     """Spread of the throughput over the measurement windows."""
-    windows: int = 0
-    tokens_per_s: float | None = None
-    step_s: float | None = None
+    windows: Count = 0
+    tokens_per_s: Figure | None = None
+    step_s: Figure | None = None
     """Median duration of a step."""
-    batch: int | None = None
+    batch: Batch | None = None
     """Sequences per step."""
-    overhead_s: float | None = Field(default=None, ge=0)
+    overhead_s: Figure | None = None
     """Part of a step that does not depend on the batch, measured with a second, smaller batch."""
-    steps: int = 0
-    measured_s: float = 0.0
-    state_bytes: int | None = None
+    steps: Count = 0
+    measured_s: Figure = 0.0
+    state_bytes: Count | None = None
     """Weights, gradients and moments, as reported by MLX."""
-    probes: tuple[MemoryProbe, ...] = ()
+    probes: tuple[MemoryProbe, ...] = Field(default=(), max_length=10)
     """At batch 1 and 2, since the peak is affine in the batch."""
     qos: str | None = None
     """Description of the trainer's priority."""

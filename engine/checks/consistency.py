@@ -242,7 +242,7 @@ def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str
 def _source(config: Config, compared: Agreement) -> NodeConfig | None:
     """Who has the reference: this machine, else the first that agrees; None where nobody has all of it."""
     if compared.source == "head":
-        return next((node for node in config.nodes if node.local), None) or this_machine(str(_base(config)))
+        return next((node for node in config.nodes if node.local), None) or this_machine(str(config.folder))
     return next((node for node in config.nodes if node.name in compared.agreeing), None)
 
 
@@ -258,19 +258,15 @@ async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) ->
 
 async def _head_hashes(config: Config) -> dict[str, str | None]:
     """This machine's hashes where it is no node."""
-    request = hashes_request(config, this_machine(str(_base(config))), _head_model(config))
+    request = hashes_request(config, this_machine(str(config.folder)), _head_model(config))
     outcome = await probe_here("hashes", json.dumps(request), result_type=FileHashes, timeout_s=_LIMIT_S)
     if isinstance(outcome, NoValue):
         raise LaunchError("this machine's own files could not be read", where=THIS_MACHINE, why=str(outcome))
     return outcome.hashes
 
 
-def _base(config: Config) -> Path:
-    return config.file.parent if config.file is not None else Path("/")
-
-
 def _head_model(config: Config) -> str | None:
-    return str(_base(config) / Path(config.job.model).expanduser()) if config.job.model else None
+    return str(config.folder / Path(config.job.model).expanduser()) if config.job.model else None
 
 
 def _model(context: CheckContext, node: NodeConfig) -> str | None:

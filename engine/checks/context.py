@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from engine.checks.interpreter import Interpreter, probe_interpreter
@@ -93,8 +92,7 @@ class CheckContext:
 
     def path(self, node: NodeConfig, text: str) -> str:
         """A path of [job] as `node` has it, the same as for its rank; it may begin with `~/`."""
-        base = self.config.file.parent if self.config.file is not None else Path("/")
-        return on_node(text, node, base)
+        return on_node(text, node, self.config.folder)
 
     async def shared(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, shared by all checks that ask by this name: the first one's `work` is run."""

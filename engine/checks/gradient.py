@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
 import shlex
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.checks import connectivity, hostfile, sync, versions
 from engine.checks.check import Check, ranks_of, verdict
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
+from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
@@ -45,11 +43,9 @@ from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankProgram, ranks_script, run_start_script
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import AllSumResult
-from engine.security.paths import make_private
-from engine.security.sanitise import plain
-from engine.store.layout import node_root
+from engine.security.sanitise import last_line, plain
 
 START_ALLOWANCE_S = 55.0
 """For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
@@ -76,21 +72,13 @@ class AllSumOutcome:
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
     not be started."""
-    nonce = secrets.token_hex(16)
-    # A folder like an attempt's, so that what starts an attempt's ranks starts these.
-    check_id = f"{CHECK_PREFIX}{nonce[:12]}"
-    make_private(node_root())
-    leases = Leases(context, nonce)
-    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
-        try:
-            network, layouts = await context.network_plan(), await context.layouts()
-            all_sum = _AllSum(context, check_id, nonce, Path(here), network, layouts)
-            starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire(check_id, Path(here))])
-            assert starting_port is not None
-            codes, ssh_output = await all_sum.run(starting_port)
-            found = await context.on_all_nodes(all_sum.read)
-        finally:
-            leftovers = await asyncio.shield(leases.release())
+    async with leased(context) as leases:
+        network, layouts = await context.network_plan(), await context.layouts()
+        all_sum = _AllSum(context, leases, network, layouts)
+        starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire()])
+        assert starting_port is not None
+        codes, ssh_output = await all_sum.run(starting_port)
+        found = await context.on_all_nodes(all_sum.read)
     results: dict[int, AllSumResult | None] = {}
     messages: dict[int, str] = {}
     for rank, node in ranks_of(context.config):
@@ -99,7 +87,7 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
             results[rank], messages[rank] = None, str(answer)
         else:
             results[rank], messages[rank] = answer[rank][0], answer[rank][1] or ssh_output.get(rank, "")
-    return AllSumOutcome(results, messages, codes, leftovers)
+    return AllSumOutcome(results, messages, codes, leases.leftovers)
 
 
 @dataclass(frozen=True)
@@ -107,10 +95,7 @@ class _AllSum:
     """One run of the ranks."""
 
     context: CheckContext
-    check_id: str
-    nonce: str
-    here: Path
-    """A folder on this machine."""
+    leases: Leases
     network: NetworkPlan
     layouts: tuple[HostLayout, ...]
 
@@ -154,8 +139,8 @@ class _AllSum:
         try:
             await self.context.agent(node).write(folder, files)
         except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{folder}"
-            raise LaunchError("the check's files could not be written", where=where, why=why) from error
+            where = f"{node.name}:{folder}"
+            raise LaunchError("the check's files could not be written", where=where, why=error) from error
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
         config, folder = self.context.config, self._folder(layout)
@@ -165,23 +150,23 @@ class _AllSum:
         return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
-        write_hostfile(self.here / "hostfile.json", self.network)
+        write_hostfile(self.leases.here / "hostfile.json", self.network)
         argv = arguments(
-            hostfile=self.here / "hostfile.json",
+            hostfile=self.leases.here / "hostfile.json",
             starting_port=starting_port,
-            program=ssh_shim.program(self.check_id, _ATTEMPT),
-            environment={NONCE_ENV: self.nonce},
+            program=ssh_shim.program(self.leases.check_id, _ATTEMPT),
+            environment={NONCE_ENV: self.leases.nonce},
             backend=self.network.backend,
             ranks_per_host=ranks_per_host(self.network),
         )
         home, nodes = self.context.fleet.home, self.context.config.nodes
         launcher_variables = launcher_environment(
-            self.here, nodes, self.layouts, home=home, run_id=self.check_id, attempt=_ATTEMPT
+            self.leases.here, nodes, self.layouts, home=home, run_id=self.leases.check_id, attempt=_ATTEMPT
         )
-        environment = {NONCE_ENV: self.nonce, **launcher_variables}
+        environment = {NONCE_ENV: self.leases.nonce, **launcher_variables}
         finished = await LocalProgram(argv, environment=environment, newlines=True).run(self._limit_s)
         last = _last_line(finished.stderr.encode())
-        messages = {rank: _ssh_output(self.here, rank) or last for rank, _ in ranks_of(self.context.config)}
+        messages = {rank: _ssh_output(self.leases.here, rank) or last for rank, _ in ranks_of(self.context.config)}
         return dict(rank_ends(finished.stderr + finished.stdout)), messages
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
@@ -194,7 +179,7 @@ class _AllSum:
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
         folder = self._folder(layout)
-        variables = {NONCE_ENV: self.nonce, **rank_variables(environment, self.network, rank)}
+        variables = {NONCE_ENV: self.leases.nonce, **rank_variables(environment, self.network, rank)}
         variables |= {name: str(folder / file_name(name)) for name in environment.files}
         try:
             return await run_start_script(self._agent(layout), folder / "start.sh", variables, self._limit_s)
@@ -210,7 +195,7 @@ class _AllSum:
         return START_ALLOWANCE_S + 5 * self.context.config.preflight.all_sum_s
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.check_id / "attempts" / str(_ATTEMPT)
+        return PurePosixPath(layout.root) / "runs" / self.leases.check_id / "attempts" / str(_ATTEMPT)
 
 
 def parse_result(content: bytes) -> AllSumResult | None:
@@ -222,7 +207,7 @@ def parse_result(content: bytes) -> AllSumResult | None:
 
 
 def _last_line(output: bytes) -> str:
-    return plain(Completed(None, output[-_OUTPUT_BYTES:], b"").exit_output)
+    return plain(last_line(output[-_OUTPUT_BYTES:].decode(errors="replace")))
 
 
 def _ssh_output(here: Path, rank: int) -> str:

@@ -51,10 +51,9 @@ def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
     named = config.job.data_quality_report
     if named is None:
         return None, None
-    base = config.file.parent if config.file is not None else Path("/")
     try:
-        roots = (*default_roots(), base, *(Path(root) for root in config.preflight.roots))
-        return read_data_report(validate_path(resolved(named, base), "data_quality_report", roots=roots)), None
+        roots = (*default_roots(), config.folder, *(Path(root) for root in config.preflight.roots))
+        return read_data_report(validate_path(resolved(named, config.folder), "data_quality_report", roots=roots)), None
     except InputError as error:
         return None, str(error)
 

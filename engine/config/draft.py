@@ -128,7 +128,7 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     except FileExistsError as there:
         raise already_there(path) from there
     except OSError as error:
-        raise StateError("cannot be written", where=str(path), why=error.strerror or str(error)) from error
+        raise StateError("cannot be written", where=str(path), why=error) from error
 
 
 def already_there(path: Path) -> InputError:

@@ -7,6 +7,7 @@ interpreters and paths differ.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,7 +104,7 @@ def _training(config: Config, node: NodeConfig, settings: Mapping[str, Any], hos
     }
     for option, path in paths.items():
         if path is not None:
-            words += [option, quoted(_node_path(config, node, path))]
+            words += [option, quoted(on_node(path, node, config.folder))]
     in_file = {}
     for key, value in settings.items():
         if key in _FILE_ONLY or key.endswith(_FEATURES):
@@ -130,8 +131,8 @@ def _command(config: Config, rank: int, node: NodeConfig) -> str:
     program, *rest = config.job.command or ()
     placeholders = {
         "{workdir}": quoted(node.workdir),
-        "{model}": quoted(_node_path(config, node, node.model)) if node.model else "",
-        "{data}": quoted(_node_path(config, node, node.data)) if node.data else "",
+        "{model}": quoted(on_node(node.model, node, config.folder)) if node.model else "",
+        "{data}": quoted(on_node(node.data, node, config.folder)) if node.data else "",
         "{python}": quoted(node.python),
         "{rank}": str(rank),
     }
@@ -142,17 +143,5 @@ def _command(config: Config, rank: int, node: NodeConfig) -> str:
 
 def _expand(word: str, placeholders: Mapping[str, str]) -> str:
     """One word of the command, quoted for the shell, with its placeholders replaced."""
-    for name, value in placeholders.items():
-        before, found, after = word.partition(name)
-        if found:
-            parts = [
-                _expand(before, placeholders) if before else "",
-                value,
-                _expand(after, placeholders) if after else "",
-            ]
-            return "".join(parts) or "''"
-    return shlex.quote(word)
-
-
-def _node_path(config: Config, node: NodeConfig, path: str) -> str:
-    return on_node(path, node, config.file.parent if config.file is not None else Path("/"))
+    parts = re.split(f"({'|'.join(map(re.escape, placeholders))})", word)
+    return "".join(placeholders[part] if part in placeholders else shlex.quote(part) for part in parts if part) or "''"

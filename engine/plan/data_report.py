@@ -56,7 +56,7 @@ def read_data_report(path: Path) -> DataReport:
         with path.open("rb") as file:
             content = file.read(_LIMIT_BYTES + 1)
     except OSError as error:
-        raise InputError("the data report cannot be read", where=str(path), why=error.strerror or str(error)) from error
+        raise InputError("the data report cannot be read", where=str(path), why=error) from error
     if len(content) > _LIMIT_BYTES:
         raise InputError("the data report is too large", where=str(path), why=f"more than {_LIMIT_BYTES >> 20} MiB")
     try:

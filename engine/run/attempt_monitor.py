@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
+from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
@@ -31,7 +32,7 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
-from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
+from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
 from engine.run.progress import EventIntake, Watchdog

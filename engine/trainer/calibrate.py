@@ -64,7 +64,7 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
         state, peak = training.probe(batch)
         # The smallest batch leaves the least besides the state.
         result.state_bytes = result.state_bytes or state
-        result.probes.append((batch, peak))
+        result.probes.append({"batch": batch, "peak_bytes": peak})
         watchdog.step_done()
     _print_progress(MeasureProgress("warming up"))
     for batch in (measurement.others.batch, *[spec.batch] * WARM_UP_STEPS):
@@ -72,8 +72,7 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
         watchdog.step_done()
 
     def report() -> None:
-        steps = measurement.steps
-        _print_progress(MeasureProgress("measuring", measurement.elapsed_s, len(steps.seconds), steps.examples_per_s))
+        _print_progress(MeasureProgress("measuring", measurement.elapsed_s, measurement.steps.examples_per_s))
 
     measurement.run(report)
     watchdog.end()

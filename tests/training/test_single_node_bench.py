@@ -142,7 +142,7 @@ def test_the_program_says_how_far_it_is_and_what_it_has_measured(tiny: Tiny, tmp
     assert found.problem is None and found.batch == 4 and found.steps > 0
     assert found.examples_per_s is not None and found.examples_per_s > 0
     assert found.tokens_per_s is not None and found.tokens_per_s > found.examples_per_s
-    assert [batch for batch, _ in found.probes] == list(PROBE_BATCHES)
+    assert [probe["batch"] for probe in found.probes] == list(PROBE_BATCHES)
     assert found.state_bytes is not None and found.gradient_bytes is not None
     assert found.qos == ("not on macOS" if sys.platform != "darwin" else found.qos)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]

@@ -374,12 +374,12 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    configs = nodes = plans = checks = calibrations = launches = runs = part
+    nodes = plans = checks = calibrations = launches = runs = part
 
-    def load(self, path: Path) -> Config:
+    def load_config(self, path: Path) -> Config:
         return configuration()
 
-    def demo(self, *, ranks: int = 2, iters: int = 60) -> Config:
+    def demo_config(self, *, ranks: int = 2, iters: int = 60) -> Config:
         return configuration()
 
     def all(self) -> list[RunRecord]:

@@ -20,7 +20,7 @@ _EVERY_S = 5.0
 
 def calibrate(options: argparse.Namespace, engine: Engine) -> int:
     """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     if options.show:
         taken = engine.calibrations.latest(config)
     else:
