@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated
 
 from pydantic import Field
@@ -26,12 +24,10 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
 from engine.measurements import CalibrationProgress, MemoryProbe, NodeMeasure
-from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
-from engine.security.paths import make_private
 from engine.security.sanitise import plain
-from engine.store.layout import node_root
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Batch = Annotated[int, Field(ge=1)]
@@ -103,23 +99,16 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnProgress) -> SingleNodeResults:
     """Measure every node for `seconds`; one that cannot be measured has a problem instead. Cancelled, it first ends
     what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
-    check = _Measurement.new(context, seconds, on_progress)
-    make_private(node_root())
-    leases = Leases(context, check.nonce)
-    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
-        try:
-            await leases.acquire(check.check_id, Path(here))
-            await gather_all(check.put(layout) for layout in await context.layouts())
-            hosts = hosts_of(context.config.nodes).values()
-            measured = [
-                found for host in await gather_all(check.host(ranks) for ranks in hosts) for found in host.items()
-            ]
-        finally:
-            leftovers = await asyncio.shield(leases.release())
+    async with Leases(context) as leases:
+        check = _Measurement(context, leases, seconds, on_progress)
+        await leases.acquire()
+        await gather_all(check.put(layout) for layout in await context.layouts())
+        hosts = hosts_of(context.config.nodes).values()
+        measured = [found for host in await gather_all(check.host(ranks) for ranks in hosts) for found in host.items()]
     figures: Mapping[int, tuple[NodeMeasure, int | None]] = dict(measured)
     sizes = {size for _, size in figures.values() if size is not None}
     nodes = tuple(figures[rank][0] for rank in sorted(figures))
-    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leftovers)
+    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers)
 
 
 @dataclass(frozen=True)
@@ -127,26 +116,14 @@ class _Measurement:
     """One measurement while it runs."""
 
     context: CheckContext
+    leases: Leases
     seconds: float
     on_progress: OnProgress
-    nonce: str
-    check_id: str
-    """Names its folders on the nodes; the prefix is what a lease removes."""
-
-    @classmethod
-    def new(cls, context: CheckContext, seconds: float, on_progress: OnProgress) -> _Measurement:
-        nonce = secrets.token_hex(16)
-        return cls(context, seconds, on_progress, nonce, f"{CHECK_PREFIX}{nonce[:12]}")
 
     async def put(self, layout: HostLayout) -> None:
         """Write the spec of each rank of the host."""
         files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
-        node = self.context.config.nodes[layout.ranks[0]]
-        try:
-            await self.context.agent(node).write(self._folder(layout), files)
-        except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{self._folder(layout)}"
-            raise LaunchError("the calibration's files could not be written", where=where, why=why) from error
+        await self.leases.write(layout, self._folder(layout), files)
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
         """The measures of a machine's ranks, one after another, and the bytes of their gradients."""
@@ -165,7 +142,7 @@ class _Measurement:
     async def _measured(self, rank: int, node: NodeConfig) -> MeasureResult:
         layout = await self.context.layout_of(node)
         spec = self._folder(layout) / f"rank{rank}.json"
-        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.nonce}", layout.expanded(node.python)]
+        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.leases.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
         limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
@@ -212,7 +189,7 @@ class _Measurement:
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.check_id / "calibration"
+        return self.leases.folder(layout) / "calibration"
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:

@@ -43,7 +43,7 @@ async def round_trip_s(context: CheckContext, node: NodeConfig) -> float | None:
     """Seconds of one exchange with a node now; None for this machine. Raises NodeUnreachable."""
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return await context.transport(node).round_trip_s()
+            return await context.fleet.to(node).round_trip_s()
     except TimeoutError:
         why = f"no answer within {_ANSWER_S:g} s"
         raise NodeUnreachable("does not answer", where=node.ssh, why=why, todo="is it on and awake?") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from engine.cluster.transport.base import in_home, quoted
@@ -29,10 +29,14 @@ def flightdeck_command(config: Config, command: str) -> str:
     return f"{FLIGHTDECK}{command} -c {shlex.quote(str(config.file))}"
 
 
+def chained(lines: Iterable[str | None]) -> str | None:
+    """The lines as one, each once; None where there is none."""
+    return " && ".join(dict.fromkeys(filter(None, lines))) or None
+
+
 def as_shell_line(config: Config, fixes: Mapping[str, str]) -> str | None:
     """All of `fixes` (node → command to be run there) as one line for this machine's shell, each host's once."""
-    lines = [_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes]
-    return " && ".join(dict.fromkeys(lines)) or None
+    return chained(_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes)
 
 
 def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
@@ -82,7 +86,7 @@ def _for_each(
     """`command` of each distinct path of `targets` other than the source's, chained."""
     distinct = {(node.ssh, paths[node.name]): node for node in targets}
     distinct.pop((source.ssh, paths[source.name]), None)
-    return " && ".join(command(node, path) for (_, path), node in distinct.items()) or None
+    return chained(command(node, path) for (_, path), node in distinct.items())
 
 
 def _unpack(node: NodeConfig, folder: str) -> str:

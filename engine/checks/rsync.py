@@ -7,7 +7,6 @@ Only flags that the rsync of macOS also has are used, and no file that exists on
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -19,27 +18,25 @@ from typing import Literal
 
 from engine.checks.check import THIS_MACHINE, this_machine
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LocalProgram
+from engine.checks.local_process import LocalProgram, last_lines
 from engine.checks.sync import (
     EXCLUDED,
-    READ_LIMIT_S,
     SyncScriptOutcome,
     TreeDifference,
     WorkdirComparison,
     compare_workdirs,
     distinct_workdirs,
     find_sync_script,
+    read_tree,
     run_script,
-    tree_request,
 )
 from engine.cluster.probe_results import WorkdirTree
-from engine.cluster.replies import probe_here
 from engine.cluster.transport.base import quoted
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.launch.ssh_shim import openssh_client, put_first
-from engine.models import NodeSync, NoValue, SyncReport
+from engine.models import NodeSync, SyncReport
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home, make_private
 
@@ -118,7 +115,7 @@ async def _copy(context: CheckContext, home: Path, source: NodeConfig, on_line: 
     """Copy to every other workdir, and once more, every file, to those that still differ. Node → why it failed."""
     if shutil.which("rsync") is None:
         raise LaunchError("there is no rsync", where=THIS_MACHINE, todo=_INSTALL)
-    copier = _Copier(home, source, (await _tree_here(context.config, source)).left, on_line)
+    copier = _Copier(home, source, (await _tree_here(context, source)).left, on_line)
     before = await _compare(context, source)
     problems = dict.fromkeys(
         before.homes, "its workdir is a bare home: set workdir in its [[node]] to the project's folder"
@@ -159,7 +156,7 @@ class _Copier:
         ended = await program.run(COPY_LIMIT_S, lambda line: self.on_line(f"{target.name}: {line}"))
         if ended.code == 0:
             return None
-        lines = ended.last_lines
+        lines = last_lines(ended)
         if any(_NO_RSYNC.search(line) for line in lines):
             return f"there is no rsync on {target.name} ({_INSTALL})"
         how = f"rsync ended with {ended.code}" if ended.code is not None else f"no end within {COPY_LIMIT_S:.0f} s"
@@ -192,17 +189,12 @@ async def _compare(context: CheckContext, source: NodeConfig | None) -> WorkdirC
     """Against what was copied, where this machine is no node; else as the check does it."""
     if source is None or source.name != THIS_MACHINE:
         return await compare_workdirs(context)
-    return await compare_workdirs(context, (source, await _tree_here(context.config, source)))
+    return await compare_workdirs(context, (source, await _tree_here(context, source)))
 
 
-async def _tree_here(config: Config, source: NodeConfig) -> WorkdirTree:
-    """The tree of a folder of this machine. Raises LaunchError when it cannot be read."""
-    adapters = config.job.mlx_lm.get("adapter_path")
-    excluded = [str(Path(source.workdir) / Path(str(adapters)).expanduser())] if adapters else []
-    request = json.dumps(tree_request(excluded))
-    tree = await probe_here("tree", source.workdir, request, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
-    if isinstance(tree, NoValue):
-        raise LaunchError("the source cannot be read", where=source.workdir, why=str(tree))
+async def _tree_here(context: CheckContext, source: NodeConfig) -> WorkdirTree:
+    """The tree of a workdir of this machine. Raises LaunchError when it cannot be read."""
+    tree = await read_tree(context, source)
     if tree.problem is not None:
         raise LaunchError(tree.problem, where=THIS_MACHINE)
     return tree

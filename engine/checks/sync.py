@@ -7,26 +7,25 @@ home directory is not read.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from engine.checks import connectivity
-from engine.checks.check import THIS_MACHINE, Check, Findings, verdict
+from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, plural, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import copy_tree
-from engine.checks.local_process import LocalProgram, ProcessResult
+from engine.checks.fixes import chained, copy_tree
+from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
-from engine.cluster.transport.base import quoted
+from engine.cluster.transport.base import Completed, quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, InputError
+from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
 from engine.plan.preflight import sync_not_applicable, sync_switched_off
 from engine.security.paths import state_home, validate_path
@@ -63,7 +62,6 @@ SCRIPT_LIMIT_S = 300.0
 READ_LIMIT_S = 60.0
 _PROGRESS_EVERY_S = 0.25
 """Each progress message is written to the disk of a run."""
-_NAMED = 4
 _SHELL = "/bin/sh"
 
 
@@ -121,11 +119,12 @@ class TreeDifference:
         """For example "ana is missing 3 files that ultra has: a.py, b.py, c.py"."""
         parts = []
         if self.missing:
-            parts.append(f"{node} is missing {_files(self.missing)} that {reference} has: {_first(self.missing)}")
+            files = plural(len(self.missing), "file")
+            parts.append(f"{node} is missing {files} that {reference} has: {first_of(self.missing)}")
         if self.different:
             verb = "differs" if len(self.different) == 1 else "differ"
-            subject = f"{_files(self.different)} on {node} {verb} from {reference}"
-            parts.append(f"{subject}: {_first(self.different)}")
+            subject = f"{plural(len(self.different), 'file')} on {node} {verb} from {reference}"
+            parts.append(f"{subject}: {first_of(self.different)}")
         return "; ".join(parts)
 
 
@@ -156,54 +155,32 @@ def distinct_workdirs(config: Config) -> dict[tuple[str, str], NodeConfig]:
     return found
 
 
-async def read_trees(context: CheckContext) -> dict[str, WorkdirTree | FlightDeckError]:
-    """Node name → its workdir's tree, or why it could not be read; each distinct workdir once."""
-    nodes = list(distinct_workdirs(context.config).values())
-    trees = await asyncio.gather(*(_read_tree(context, node) for node in nodes))
-    return {node.name: tree for node, tree in zip(nodes, trees, strict=True)}
-
-
-def tree_request(excluded_paths: Sequence[str]) -> dict[str, object]:
-    """The request of the `tree` probe; `excluded_paths` are absolute."""
-    return {
+async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
+    """The tree of the node's workdir. Raises LaunchError, NodeUnreachable."""
+    layout = await context.layout_of(node)
+    adapters = context.config.job.mlx_lm.get("adapter_path")
+    # A training writes its adapters on one node only.
+    excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
+    request = {
         "without": EXCLUDED,
-        "apart": list(excluded_paths),
+        "apart": [*excluded, layout.root],
         "files": MAX_FILES,
         "whole_bytes": MAX_HASHED_FILE_BYTES,
         "all_bytes": MAX_HASHED_BYTES,
     }
-
-
-async def _read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree | FlightDeckError:
-    adapters = context.config.job.mlx_lm.get("adapter_path")
-    try:
-        layout = await context.layout_of(node)
-        # A training writes its adapters on one node only.
-        excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
-        request = json.dumps(tree_request([*excluded, layout.root]))
-        workdir = context.path(node, node.workdir)
-        return await context.probe(node, "tree", workdir, request, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
-    except FlightDeckError as error:
-        return error
+    arguments = context.path(node, node.workdir), json.dumps(request)
+    return await context.probe(node, "tree", *arguments, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
 
 
 def describe_tree(tree: WorkdirTree) -> str:
     sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
-    description = _files(tree.entries)
+    description = plural(len(tree.entries), "file")
     description += f", {sized:,} of them large: compared by size" if sized else ""
     return description + (f", no more than {MAX_FILES:,} compared" if tree.cut else "")
 
 
 def _same(here: tuple[int, str | None], there: tuple[int, str | None]) -> bool:
     return here[0] == there[0] and (here[1] == there[1] or None in (here[1], there[1]))
-
-
-def _files(paths: Sequence[str] | dict[str, tuple[int, str | None]]) -> str:
-    return f"{len(paths):,} file{'s' * (len(paths) != 1)}"
-
-
-def _first(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else "")
 
 
 def _order(path: str) -> tuple[bytes, ...]:
@@ -248,12 +225,12 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
         return SyncScriptOutcome("failed", f"[preflight] sync_script: {error}")
     if isinstance(script, SyncScriptOutcome):
         return script
-    directory = config.file.parent if config.file is not None else Path.home()
+    directory = config.folder if config.file is not None else Path.home()
     try:
         ended = await _run(script, directory, on_line)
     except OSError as error:
         return SyncScriptOutcome("failed", f"{script} cannot be run: {error.strerror or error}")
-    lines = ended.last_lines
+    lines = last_lines(ended)
     if ended.code == 0:
         return SyncScriptOutcome("success", f"{script.name}: success", lines)
     how = f"ended with {ended.code}" if ended.code is not None else f"did not end within {SCRIPT_LIMIT_S:.0f} s"
@@ -262,7 +239,7 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
     return SyncScriptOutcome("failed", f"{script.name} {how}{last}", lines, again, "run it by hand and fix it")
 
 
-async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> ProcessResult:
+async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> Completed:
     try:
         return await LocalProgram([str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
     except OSError as error:
@@ -277,7 +254,8 @@ async def compare_workdirs(
 ) -> WorkdirComparison:
     """Compare the workdirs of all nodes with the first of `distinct_workdirs` that can be read, or with `against`, a
     tree of this machine where it is no node."""
-    found = await read_trees(context)
+    nodes = distinct_workdirs(context.config).values()
+    found = await context.on_all_nodes(lambda node: read_tree(context, node), nodes)
     trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
     problems = {
         name: problem
@@ -285,7 +263,6 @@ async def compare_workdirs(
         if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
     }
     readable = {name: tree for name, tree in trees.items() if not tree.home and name not in problems}
-    nodes = distinct_workdirs(context.config).values()
     reference = next((node for node in nodes if node.name in readable), next(iter(nodes)))
     if against is not None:
         reference, readable[against[0].name] = against
@@ -349,8 +326,7 @@ def _evaluate_trees(
     copied = compared.trees.get(compared.reference.name)
     excluded = copied.left if copied is not None else ()
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
-    fix = " && ".join(filter(None, [found.verdict().fix_command, copy]))
-    return found.verdict(fix_command=fix or None, advice=scripted.message)
+    return found.verdict(fix_command=chained([found.verdict().fix_command, copy]), advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
@@ -369,7 +345,7 @@ def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDiff
     if difference is None:
         return describe_tree(tree)
     description = difference.describe(node, reference) or f"the same, {describe_tree(tree)}"
-    extra = f", {len(difference.extra):,} only there ({_first(difference.extra)})" if difference.extra else ""
+    extra = f", {len(difference.extra):,} only there ({first_of(difference.extra)})" if difference.extra else ""
     return description + extra
 
 

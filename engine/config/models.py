@@ -231,6 +231,11 @@ class Config(_Section):
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()
 
+    @property
+    def folder(self) -> Path:
+        """What relative paths of [job] lie below on this machine."""
+        return self.file.parent if self.file is not None else Path("/")
+
 
 def select_nodes(config: Config, names: Collection[str]) -> Config:
     """The configuration with only the nodes in `names`, in its own order. Ranks are renumbered; RDMA devices towards
