@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated
@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
+from engine.checks.leases import Leases, leased
 from engine.cluster.probe_results import Count, ProbeResult, ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
@@ -99,13 +99,13 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnProgress) -> SingleNodeResults:
     """Measure every node for `seconds`; one that cannot be measured has a problem instead. Cancelled, it first ends
     what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
-    async with Leases(context) as leases:
-        check = _Measurement(context, leases, seconds, on_progress)
+    async with leased(context) as leases:
+        measurement = _Measurement(context, seconds, on_progress, leases)
         await leases.acquire()
-        await gather_all(check.put(layout) for layout in await context.layouts())
+        await gather_all(measurement.put(layout) for layout in await context.layouts())
         hosts = hosts_of(context.config.nodes).values()
-        measured = [found for host in await gather_all(check.host(ranks) for ranks in hosts) for found in host.items()]
-    figures: Mapping[int, tuple[NodeMeasure, int | None]] = dict(measured)
+        measured = await gather_all(measurement.host(ranks) for ranks in hosts)
+    figures = {rank: found for host in measured for rank, found in host.items()}
     sizes = {size for _, size in figures.values() if size is not None}
     nodes = tuple(figures[rank][0] for rank in sorted(figures))
     return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers)
@@ -116,9 +116,9 @@ class _Measurement:
     """One measurement while it runs."""
 
     context: CheckContext
-    leases: Leases
     seconds: float
     on_progress: OnProgress
+    leases: Leases
 
     async def put(self, layout: HostLayout) -> None:
         """Write the spec of each rank of the host."""

@@ -163,7 +163,7 @@ class Findings:
             evidence={node: text for node, text in seen.items() if text},
             fix_command=chained(lines),
             fixes=fixes,
-            blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node in self.faulty), None),
+            blames=next(((self._config.nodes.index(node), node.name) for node in self.faulty), None),
         )
 
     def _summary(self, reported: Mapping[str, str]) -> str:
@@ -187,10 +187,6 @@ def skip_for_command(config: Config) -> str | None:
 def this_machine(folder: str) -> NodeConfig:
     """The head where it is no node, with a folder as its workdir."""
     return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=folder)
-
-
-def ranks_of(config: Config) -> list[tuple[int, NodeConfig]]:
-    return list(enumerate(config.nodes))
 
 
 def plural(count: int, noun: str) -> str:

@@ -32,21 +32,15 @@ _ADAPTER_BYTES = 4
 
 @dataclass(frozen=True)
 class SaveSize:
-    """The size of one save, and how often the job saves."""
+    """The size of one save, and of all that is kept."""
 
     saved_bytes: int | None
     """None when it is not known, for the reason in `unknown`."""
-    saves: int
-    layers: int | None
+    needed_bytes: int = 0
+    """All numbered adapters, and the states that are kept at a time."""
+    layers: int | None = None
     """The model's; None when it is not known."""
     unknown: str | None = None
-    states_bytes: int = 0
-    """All states that are kept at a time."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """All numbered adapters, which are kept, and the states."""
-        return (self.saved_bytes or 0) * (self.saves + 2) + self.states_bytes
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -116,13 +110,14 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
 async def save_size(context: CheckContext) -> SaveSize:
     """Estimated from what the plan knows of the model."""
     config, memory = context.config, (await shared_plan(context)).memory
-    saves = int(config.job.mlx_lm["iters"]) // int(config.job.mlx_lm["save_every"])
     if isinstance(memory, Disabled):
-        return SaveSize(None, saves, None, memory.reason)
+        return SaveSize(None, unknown=memory.reason)
     trained, size = memory.trainable_parameters, _ADAPTER_BYTES
     if config.job.fine_tune_type == "full":
         size = ModelShape.from_config((await shared_plan_inputs(context)).model or {}).dtype_bytes
-    return SaveSize(trained * size, saves, memory.layers, states_bytes=trained * _STATE_BYTES * state_count(config))
+    saves = int(config.job.mlx_lm["iters"]) // int(config.job.mlx_lm["save_every"]) + 2
+    states = _STATE_BYTES * state_count(config)
+    return SaveSize(trained * size, trained * (size * saves + states), memory.layers)
 
 
 def state_count(config: Config) -> int:

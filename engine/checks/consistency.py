@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from engine.checks import connectivity, sync
 from engine.checks.check import THIS_MACHINE, Check, Findings, differing_items, this_machine
@@ -80,9 +80,7 @@ def agreement(workers: Mapping[str, ItemHashes], head: ItemHashes) -> Agreement:
         if most is None:
             return Agreement(None, None, (), tuple(workers))
         reference |= dict(zip(unknown, most, strict=True))
-    agreeing = tuple(
-        name for name, hashes in workers.items() if all(hashes.get(item) == reference[item] for item in items)
-    )
+    agreeing = tuple(name for name, hashes in workers.items() if not differing_items(hashes, reference))
     divergent = tuple(name for name in workers if name not in agreeing)
     return Agreement(reference, "plurality" if unknown else "head", agreeing, divergent)
 
@@ -116,14 +114,6 @@ async def run(context: CheckContext) -> CheckResult:
     local = next((node.name for node in config.nodes if node.local), None)
     head = workers[local] if local is not None else await _hashes(context, here, models[here.name])
     return evaluate(config, workers, head_reference(head, workers), models)
-
-
-def hashes_request(config: Config, node: NodeConfig, model: str | None) -> dict[str, Any]:
-    """The request of the `hashes` probe."""
-    files = {word: _path(node, word) for word in command_files(config)}
-    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
-    job = None if config.job.command else {**config.job.mlx_lm, **own}
-    return {"files": files, "model": model, "job": job}
 
 
 def head_reference(head: ItemHashes, workers: Mapping[str, ItemHashes]) -> dict[str, str | None]:
@@ -238,7 +228,11 @@ def _source(config: Config, compared: Agreement) -> NodeConfig | None:
 
 async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) -> ItemHashes:
     """Nodes of one host with the same request are probed once."""
-    request = json.dumps(hashes_request(context.config, node, model))
+    config = context.config
+    files = {word: _path(node, word) for word in command_files(config)}
+    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
+    job = None if config.job.command else {**config.job.mlx_lm, **own}
+    request = json.dumps({"files": files, "model": model, "job": job})
     answer = await context.shared(
         f"hashes of {node.ssh}: {request}",
         lambda: context.probe(node, "hashes", request, result_type=FileHashes, timeout_s=_LIMIT_S),

@@ -59,11 +59,6 @@ class CheckContext:
         """Called with a check's name and one line about its progress."""
         self._shared: dict[str, asyncio.Task[Any]] = {}
 
-    @property
-    def remote(self) -> bool:
-        """Some node is reached by ssh."""
-        return not all(node.local for node in self.config.nodes)
-
     def agent(self, node: NodeConfig) -> AgentClient:
         return self.fleet.agent(node)
 

@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from engine.checks import connectivity, hostfile, sync, versions
-from engine.checks.check import Check, ranks_of, verdict
+from engine.checks.check import Check, verdict
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
+from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
@@ -72,7 +72,7 @@ class AllSumOutcome:
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
     not be started."""
-    async with Leases(context) as leases:
+    async with leased(context) as leases:
         network, layouts = await context.network_plan(), await context.layouts()
         all_sum = _AllSum(context, leases, network, layouts)
         starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire()])
@@ -81,12 +81,10 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
         found = await context.on_all_nodes(all_sum.read)
     results: dict[int, AllSumResult | None] = {}
     messages: dict[int, str] = {}
-    for rank, node in ranks_of(context.config):
+    for rank, node in enumerate(context.config.nodes):
         answer = found[node.name]
-        if isinstance(answer, FlightDeckError):
-            results[rank], messages[rank] = None, str(answer)
-        else:
-            results[rank], messages[rank] = answer[rank][0], answer[rank][1] or ssh_output.get(rank, "")
+        results[rank], output = (None, str(answer)) if isinstance(answer, FlightDeckError) else answer
+        messages[rank] = output or ssh_output.get(rank, "")
     return AllSumOutcome(results, messages, codes, leases.leftovers)
 
 
@@ -108,16 +106,16 @@ class _AllSum:
             return await self._run_direct(environment)
         return await self._with_launcher(starting_port)
 
-    async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
-        """Rank → its result and the last line of its output."""
-        layout = await self.context.layout_of(node)
-        agent, found = self._agent(layout), {}
-        for rank in layout.ranks:
-            if self.context.config.nodes[rank].name == node.name:
-                result = await agent.read_end(self._folder(layout) / f"rank{rank}.json", _RESULT_BYTES)
-                output = await agent.read_end(self._folder(layout) / f"rank{rank}.log", _OUTPUT_BYTES)
-                found[rank] = parse_result(result), _last_line(output)
-        return found
+    async def read(self, node: NodeConfig) -> tuple[AllSumResult | None, str]:
+        """The result of the node's rank, None where it wrote none; and the last line of its output."""
+        layout, rank = await self.context.layout_of(node), self.context.config.nodes.index(node)
+        agent, folder = self._agent(layout), self._folder(layout)
+        result = await agent.read_end(folder / f"rank{rank}.json", _RESULT_BYTES)
+        output = _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
+        try:
+            return _RESULT.validate_json(result), output
+        except ValidationError:
+            return None, output
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
         """Write start.sh, and without mlx.launch the files that it would have written."""
@@ -166,11 +164,10 @@ class _AllSum:
         return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), messages
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
-        ranks = ranks_of(self.context.config)
-        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in ranks))
-        codes = {rank: end.code for (rank, _), end in zip(ranks, ended, strict=True) if end.code}
-        messages = {rank: plain(end.exit_output) for (rank, _), end in zip(ranks, ended, strict=True)}
-        return codes, messages
+        nodes = self.context.config.nodes
+        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in enumerate(nodes)))
+        codes = {rank: end.code for rank, end in enumerate(ended) if end.code}
+        return codes, {rank: plain(end.exit_output) for rank, end in enumerate(ended)}
 
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
@@ -193,14 +190,6 @@ class _AllSum:
     def _folder(self, layout: HostLayout) -> PurePosixPath:
         # Like an attempt's, so that what starts an attempt's ranks starts these.
         return self.leases.folder(layout) / "attempts" / str(_ATTEMPT)
-
-
-def parse_result(content: bytes) -> AllSumResult | None:
-    """None when the rank wrote no result."""
-    try:
-        return _RESULT.validate_json(content)
-    except ValidationError:
-        return None
 
 
 def _last_line(output: bytes) -> str:
@@ -233,10 +222,10 @@ async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
     if unfit := versions.without_mlx(seen, backend):
-        first = next((rank, node.name) for rank, node in ranks_of(context.config) if node.name in unfit)
-        why = seen[first[1]].problem or f"no {backend} there"
+        why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
-        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=first)
+        first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])
+        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=(first, unfit[0]))
     return evaluate(context.config, await run_all_sum(context))
 
 
@@ -251,17 +240,16 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
 def _evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     world_size, results = len(config.nodes), found.results
     faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
-    evidence = {
-        node.name: f"rank {rank}: {faults[rank] or _describe(results[rank])}" for rank, node in ranks_of(config)
-    }
+    described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
+    evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     if failed:
         first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
         node = config.nodes[first].name
         advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
         summary = f"rank {first} on {node}: {failed[first]}" + (f"; {advice}" if advice else "")
-        result = verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence)
-        return result.model_copy(update={"blames": (first, node)})
+        failure = CheckStatus.FAIL
+        return CheckResult(name=NAME, status=failure, summary=summary, evidence=evidence, blames=(first, node))
     if world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
         return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)

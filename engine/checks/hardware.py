@@ -36,12 +36,8 @@ async def run(context: CheckContext) -> CheckResult:
 
 
 async def _held_ports(context: CheckContext) -> HeldPorts:
-    first = context.config.cluster.starting_port
-    if first is None:
-        # Each attempt takes ports that are free then.
-        return {}
     try:
-        return await ports.held_ports(context, await context.network_plan(), first)
+        return await ports.held_ports(context)
     except LaunchError:
         # There is no network plan, which hostfile_valid reports.
         return {}

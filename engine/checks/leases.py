@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Self
 
 from engine.checks.context import CheckContext, value_of
 from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
@@ -32,40 +32,56 @@ _RELEASE_LIMIT_S = 4.0
 """An abort waits for it."""
 
 
-class Leases:
-    """The leases of one check, on every host and on this machine: an async context, at whose end all is released."""
+@dataclass(frozen=True)
+class _Lease:
+    node: NodeConfig
+    request: AgentRequest
 
-    def __init__(self, context: CheckContext) -> None:
+
+@contextlib.asynccontextmanager
+async def leased(context: CheckContext) -> AsyncIterator[Leases]:
+    """The leases of one check, not acquired yet. Leaving the context ends what the check has started everywhere."""
+    make_private(node_root())
+    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
+        leases = Leases(context, Path(here))
+        try:
+            yield leases
+        finally:
+            await asyncio.shield(leases.release())
+
+
+class Leases:
+    """The leases of one check, on every host and on this machine."""
+
+    def __init__(self, context: CheckContext, here: Path) -> None:
+        self.here = here
+        """A folder on this machine."""
         self.nonce = secrets.token_hex(16)
         self.check_id = f"{CHECK_PREFIX}{self.nonce[:12]}"
-        """Names the check's folders, of which the prefix is what a lease removes."""
+        """Names the check's folders on the hosts, like an attempt's; the prefix is what a lease removes."""
         self.leftovers = ""
-        """Once released: processes that could not be ended, as a message; "" for none."""
-        make_private(node_root())
-        self._folder = tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True)
-        self.here = Path(self._folder.name)
-        """A folder on this machine."""
+        """After the release: processes that could not be ended, as a message; "" for none."""
         self._context = context
-        self._held: list[tuple[NodeConfig, AgentRequest]] = []
+        self._held: list[_Lease] = []
         self._heartbeats: asyncio.Task[None] | None = None
 
-    def folder(self, layout: HostLayout) -> PurePosixPath:
-        """The check's folder on a host."""
-        return PurePosixPath(layout.root) / "runs" / self.check_id
-
     async def acquire(self) -> None:
-        """From now on, everything with the nonce, the folder `here`, and the check's on each host live only as long as
-        heartbeats are sent. Raises LaunchError, NodeUnreachable."""
+        """From now on, everything with the nonce, the folder `here`, and the one of `check_id` on each host live only
+        as long as heartbeats are sent. Raises LaunchError, NodeUnreachable."""
         layouts = await self._context.layouts()
         wanted = [(self._context.config.nodes[layout.ranks[0]], [str(self.folder(layout))]) for layout in layouts]
         # mlx.launch and its ssh run on this machine also where no rank does.
-        local = next((folders for node, folders in wanted if node.local), None)
+        local = next((folder for node, folder in wanted if node.local), None)
         if local is None:
             wanted.append((THIS_MACHINE, [str(self.here)]))
         else:
             local.append(str(self.here))
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="leases")
-        await gather_all(self._acquire_on(node, folders) for node, folders in wanted)
+        await gather_all(self._acquire_on(node, folder) for node, folder in wanted)
+
+    def folder(self, layout: HostLayout) -> PurePosixPath:
+        """The check's folder on a host."""
+        return PurePosixPath(layout.root) / "runs" / self.check_id
 
     async def write(self, layout: HostLayout, folder: PurePath, files: Mapping[str, str]) -> None:
         """Put a folder with these files (name → text) in place on a host. Raises LaunchError, NodeUnreachable."""
@@ -76,44 +92,34 @@ class Leases:
             why, where = error.strerror or str(error), f"{node.name}:{folder}"
             raise LaunchError("the check's files could not be written", where=where, why=why) from error
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        try:
-            await asyncio.shield(self._release_all())
-        finally:
-            self._folder.cleanup()
-
-    async def _release_all(self) -> None:
+    async def release(self) -> None:
         """End what is left everywhere."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             await asyncio.gather(self._heartbeats, return_exceptions=True)
-        problems = await asyncio.gather(*(self._release(node, request) for node, request in self._held))
+        problems = await asyncio.gather(*(self._release(lease) for lease in self._held))
         self._held.clear()
         self.leftovers = "; ".join(filter(None, problems))
 
     async def _acquire_on(self, node: NodeConfig, folders: Sequence[str]) -> None:
         request = await self._context.agent(node).start_probe("lease", self.nonce, str(LEASE_S), *folders)
-        self._held.append((node, request))
+        self._held.append(_Lease(node, request))
         value_of(await request.next_result("lease", LeaseHeld, _ACQUIRE_LIMIT_S), node)
 
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            for _, request in self._held:
+            for lease in self._held:
                 # What is lost is reported when the check ends.
                 with contextlib.suppress(FlightDeckError):
-                    request.send(b"\n")
+                    lease.request.send(b"\n")
 
-    async def _release(self, node: NodeConfig, request: AgentRequest) -> str:
-        """A message about what could not be ended, or ""."""
+    async def _release(self, lease: _Lease) -> str:
         try:
-            request.send(b"end\n")
-            released = value_of(await request.next_result("lease", LeaseReleased, _RELEASE_LIMIT_S), node)
+            lease.request.send(b"end\n")
+            released = value_of(await lease.request.next_result("lease", LeaseReleased, _RELEASE_LIMIT_S), lease.node)
         except FlightDeckError as error:
-            return f"it is not known whether anything is left on {node.name}; its lease ends it: {error}"
+            return f"it is not known whether anything is left on {lease.node.name}; its lease ends it: {error}"
         finally:
-            request.close()
-        return f"still running on {node.name}: {released.left[0]}" if released.left else ""
+            lease.request.close()
+        return f"still running on {lease.node.name}: {released.left[0]}" if released.left else ""

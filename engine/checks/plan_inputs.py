@@ -301,7 +301,7 @@ async def memory_needs(context: CheckContext) -> dict[str, MemoryNeed]:
 
 
 def memory_share(need: MemoryNeed) -> float | None:
-    """What is needed over the limit; None when either is not known."""
+    """The share of the limit that is needed; None when either is not known."""
     if isinstance(need, str) or need.needed_bytes is None or not need.limit_bytes:
         return None
     return need.needed_bytes / need.limit_bytes

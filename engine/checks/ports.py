@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.checks import connectivity
-from engine.checks.check import Check, Findings, ranks_of, verdict
-from engine.checks.context import CheckContext
+from engine.checks.check import Check, Findings, verdict
+from engine.checks.context import CheckContext, once
 from engine.cluster.probe_results import PortHolder, PortHolders
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
@@ -34,7 +34,7 @@ async def run(context: CheckContext) -> CheckResult:
         fresh = await fresh_block(context, network)
         summary = f"each attempt takes fresh ones; {port_count(network)} from {fresh} are free now"
         return verdict(NAME, CheckStatus.PASS, summary)
-    ports = await held_ports(context, network, first)
+    ports = await held_ports(context)
     found = Findings(NAME, context.config)
     for node, held in found.answered(ports):
         if held:
@@ -53,9 +53,14 @@ async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:
     return await context.shared("fresh ports", lambda: fresh_ports(context.fleet, context.config.nodes, network))
 
 
-async def held_ports(context: CheckContext, network: NetworkPlan, first: int) -> HeldPorts:
-    """Probed once for all checks."""
-    endpoints = {node.name: _endpoints(rank, network, first) for rank, node in ranks_of(context.config)}
+@once
+async def held_ports(context: CheckContext) -> HeldPorts:
+    """Empty where each attempt takes ports that are free then. Raises LaunchError when there is no network plan."""
+    first = context.config.cluster.starting_port
+    if first is None:
+        return {}
+    network = await context.network_plan()
+    endpoints = {node.name: _endpoints(rank, network, first) for rank, node in enumerate(context.config.nodes)}
 
     async def probe(node: NodeConfig) -> dict[str, PortHolder]:
         wanted = endpoints[node.name]
@@ -64,7 +69,7 @@ async def held_ports(context: CheckContext, network: NetworkPlan, first: int) ->
         holders = await context.probe(node, "ports", *wanted, result_type=PortHolders, timeout_s=_LIMIT_S)
         return {endpoint: who for endpoint, who in zip(wanted, holders.ports, strict=True) if who is not None}
 
-    return await context.shared(NAME, lambda: context.on_all_nodes(probe))
+    return await context.on_all_nodes(probe)
 
 
 def held_fix(held: Mapping[str, PortHolder]) -> str | None:

@@ -74,11 +74,9 @@ def validate_skip(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> 
     """The names to skip, each once. Raises InputError for an unknown one."""
     names = list(dict.fromkeys(skip))
     for name in names:
-        if name in checks:
-            continue
-        raise InputError(
-            f"cannot skip {safe_repr(name)}", why="there is no such check", todo=f"checks: {', '.join(checks)}"
-        )
+        if name not in checks:
+            todo = f"checks: {', '.join(checks)}"
+            raise InputError(f"cannot skip {safe_repr(name)}", why="there is no such check", todo=todo)
     return names
 
 
@@ -157,13 +155,10 @@ def _audit_report(audit: Audit, report: PreflightReport, not_applicable: Collect
     for name in report.overridden:
         audit("preflight_override", OVERRIDDEN, {"check": name})
     for result in report.checks:
-        details: dict[str, object] = {"check": result.name, "summary": result.summary}
-        if result.status is CheckStatus.FAIL:
-            audit("preflight_failure", "fail", details)
-        elif result.status is CheckStatus.WARN:
-            audit("preflight_warning", "warn", details)
-        elif result.status is CheckStatus.SKIP and result.name not in (*report.overridden, *not_applicable):
-            audit("preflight_warning", "skip", details)
+        expected = result.status is CheckStatus.SKIP and result.name in (*report.overridden, *not_applicable)
+        if result.status is not CheckStatus.PASS and not expected:
+            event = "preflight_failure" if result.status is CheckStatus.FAIL else "preflight_warning"
+            audit(event, result.status.value, {"check": result.name, "summary": result.summary})
 
 
 async def make_training_plan(

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -146,13 +146,13 @@ def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
     )
 
 
-def distinct_workdirs(config: Config) -> dict[tuple[str, str], NodeConfig]:
-    """(host, workdir) → the first node that has it. The reference comes first: this machine where it is a node, else
-    the first node."""
+def distinct_workdirs(config: Config) -> list[NodeConfig]:
+    """The first node with each workdir. The reference comes first: this machine where it is a node, else the first
+    node."""
     found: dict[tuple[str, str], NodeConfig] = {}
     for node in sorted(config.nodes, key=lambda node: not node.local):
         found.setdefault((node.ssh, node.workdir), node)
-    return found
+    return list(found.values())
 
 
 async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
@@ -208,12 +208,19 @@ class WorkdirComparison:
 
 
 async def run(context: CheckContext) -> CheckResult:
-    report_line = _Throttled(lambda message: context.progress(NAME, message))
+    reported_at = float("-inf")
+
+    def report_line(message: str) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _PROGRESS_EVERY_S:
+            reported_at = time.monotonic()
+            context.progress(NAME, message)
+
     scripted = await run_script(context.config, report_line)
     compared = None
     if scripted.status != "failed":
         context.progress(NAME, f"{scripted.message}; comparing the trees")
-        compared = await compare_workdirs(context)
+        compared = await compare_workdirs(context, distinct_workdirs(context.config))
     return evaluate(context.config, scripted, compared)
 
 
@@ -249,12 +256,8 @@ async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) ->
         return await LocalProgram([_SHELL, str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
 
 
-async def compare_workdirs(
-    context: CheckContext, against: tuple[NodeConfig, WorkdirTree] | None = None
-) -> WorkdirComparison:
-    """Compare the workdirs of all nodes with the first of `distinct_workdirs` that can be read, or with `against`, a
-    tree of this machine where it is no node."""
-    nodes = distinct_workdirs(context.config).values()
+async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -> WorkdirComparison:
+    """Compare the workdirs of `nodes` with the first that can be read."""
     found = await context.on_all_nodes(lambda node: read_tree(context, node), nodes)
     trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
     problems = {
@@ -263,10 +266,7 @@ async def compare_workdirs(
         if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
     }
     readable = {name: tree for name, tree in trees.items() if not tree.home and name not in problems}
-    reference = next((node for node in nodes if node.name in readable), next(iter(nodes)))
-    if against is not None:
-        reference, readable[against[0].name] = against
-        trees[reference.name] = against[1]
+    reference = next((node for node in nodes if node.name in readable), nodes[0])
     differences = {
         name: compare_trees(readable[reference.name], tree) for name, tree in readable.items() if name != reference.name
     }
@@ -347,20 +347,6 @@ def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDiff
     description = difference.describe(node, reference) or f"the same, {describe_tree(tree)}"
     extra = f", {len(difference.extra):,} only there ({first_of(difference.extra)})" if difference.extra else ""
     return description + extra
-
-
-class _Throttled:
-    """Passes on a message at most every quarter of a second."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._reported_at = float("-inf")
-
-    def __call__(self, message: str) -> None:
-        now = time.monotonic()
-        if now - self._reported_at >= _PROGRESS_EVERY_S:
-            self._reported_at = now
-            self._report(message)
 
 
 CHECK = Check(

@@ -233,7 +233,7 @@ class Config(_Section):
 
     @property
     def folder(self) -> Path:
-        """What relative paths of [job] lie below on this machine."""
+        """Where relative paths of this machine begin."""
         return self.file.parent if self.file is not None else Path("/")
 
 
