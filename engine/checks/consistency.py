@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePosixPath
 from typing import Literal
 
 from engine.checks import connectivity, sync
@@ -204,7 +205,8 @@ def _fix(
         wanted = [name for name in differing if reference.get(name) is not None]
         for word in command_files(config):
             if word in wanted:
-                lines.append(copy_file(source, [node], {each.name: _path(each, word) for each in (node, source)}))
+                here, there = (PurePosixPath(_path(each, word)) for each in (source, node))
+                lines.append(copy_file(source, here, node, there.parent))
         if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
             lines.append(copy_folder(source, [node], known))
         unwanted = (_file(config, node, models[node.name], name) for name in differing if name not in wanted)

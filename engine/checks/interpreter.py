@@ -47,7 +47,7 @@ async def probe_interpreter(agent: AgentClient) -> Interpreter:
     return as_interpreter(report, agent.node.python)
 
 
-async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool = True) -> Interpreter:
+async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool) -> Interpreter:
     """`seen`, and whether that interpreter can also import mlx-lm: seconds of work where nothing proves it; not
     `imported`, it is only looked for. Raises NodeUnreachable, LaunchError."""
     if seen.python is None:

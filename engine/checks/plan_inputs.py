@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,17 +63,10 @@ def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
 class ClusterHistory:
     """The cluster's last known facts and calibrations, from the store."""
 
-    facts: tuple[NodeFacts, ...] = ()
-    calibrations: tuple[Calibration, ...] = ()
+    facts: Sequence[NodeFacts] = ()
+    calibrations: Sequence[Calibration] = ()
     problem: str | None = None
-
-    @classmethod
-    def of(cls, store: Store, cluster: str) -> ClusterHistory:
-        """Blocking. Empty when the state cannot be read, for the reason in `problem`."""
-        try:
-            return cls(tuple(store.last_facts(cluster)), tuple(store.calibrations(cluster)))
-        except StateError as error:
-            return cls(problem=str(error))
+    """Why the state cannot be read; all is empty then."""
 
 
 async def collect_plan_inputs(
@@ -130,7 +123,12 @@ async def collect_plan_inputs(
 
 @once
 async def cluster_history(context: CheckContext) -> ClusterHistory:
-    return await asyncio.to_thread(ClusterHistory.of, Store(context.fleet.home), context.config.cluster.name)
+    store, cluster = Store(context.fleet.home), context.config.cluster.name
+    try:
+        facts = await asyncio.to_thread(store.last_facts, cluster)
+        return ClusterHistory(facts, await asyncio.to_thread(store.calibrations, cluster))
+    except StateError as error:
+        return ClusterHistory(problem=str(error))
 
 
 @once

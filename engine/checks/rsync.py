@@ -89,7 +89,7 @@ def sync_source(config: Config) -> NodeConfig:
         raise InputError(
             "there is nothing to copy from", why="no node is this machine, and the configuration is not a file"
         )
-    folder = Path(local.workdir) if local is not None else (config.file or Path("/")).parent
+    folder = Path(local.workdir) if local is not None else config.folder
     if folder.resolve() in (Path.home().resolve(), Path("/")):
         raise InputError(
             f"{folder} is not copied", why="it is not a project", todo="set workdir in [[node]] to the project's folder"

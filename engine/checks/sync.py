@@ -172,13 +172,6 @@ async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
     return await context.probe(node, "tree", *arguments, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
 
 
-def describe_tree(tree: WorkdirTree) -> str:
-    sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
-    description = plural(len(tree.entries), "file")
-    description += f", {sized:,} of them large: compared by size" if sized else ""
-    return description + (f", no more than {MAX_FILES:,} compared" if tree.cut else "")
-
-
 def _same(here: tuple[int, str | None], there: tuple[int, str | None]) -> bool:
     return here[0] == there[0] and (here[1] == there[1] or None in (here[1], there[1]))
 
@@ -342,9 +335,13 @@ def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
 
 
 def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDifference | None) -> str:
+    sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
+    description = plural(len(tree.entries), "file")
+    description += f", {sized:,} of them large: compared by size" if sized else ""
+    description += f", no more than {MAX_FILES:,} compared" if tree.cut else ""
     if difference is None:
-        return describe_tree(tree)
-    description = difference.describe(node, reference) or f"the same, {describe_tree(tree)}"
+        return description
+    description = difference.describe(node, reference) or f"the same, {description}"
     extra = f", {len(difference.extra):,} only there ({first_of(difference.extra)})" if difference.extra else ""
     return description + extra
 
