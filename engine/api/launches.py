@@ -39,7 +39,7 @@ class PlansApi:
         a node that does not answer its last facts are used."""
         async with CheckContext(config, self._session.fleet(config)) as context:
             seen = list(facts) if facts is not None else list((await context.facts()).values())
-            plan = await make_training_plan(context, self._session.store, seen, strategy=strategy)
+            plan = await make_training_plan(context, seen, strategy=strategy)
         # A state that cannot be written is no reason to withhold the plan.
         with contextlib.suppress(StateError):
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)

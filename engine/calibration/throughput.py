@@ -105,12 +105,7 @@ class _Measurement:
 
     async def put(self, layout: HostLayout) -> None:
         files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
-        node = self.context.config.nodes[layout.ranks[0]]
-        try:
-            await self.context.agent(node).write(self._folder(layout), files)
-        except OSError as error:
-            where = f"{node.name}:{self._folder(layout)}"
-            raise LaunchError("the calibration's files could not be written", where=where, why=error) from error
+        await self.leases.write(layout, self._folder(layout), files)
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
         """The measures of a machine's ranks, one after another, and the bytes of their gradients."""
@@ -176,7 +171,7 @@ class _Measurement:
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.leases.check_id / "calibration"
+        return self.leases.folder(layout) / "calibration"
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:

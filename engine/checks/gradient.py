@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from engine.checks import connectivity, hostfile, sync, versions
-from engine.checks.check import Check, ranks_of, verdict
+from engine.checks.check import Check, verdict
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
@@ -27,7 +27,7 @@ from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError
 from engine.launch import ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
@@ -81,12 +81,10 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
         found = await context.on_all_nodes(all_sum.read)
     results: dict[int, AllSumResult | None] = {}
     messages: dict[int, str] = {}
-    for rank, node in ranks_of(context.config):
+    for rank, node in enumerate(context.config.nodes):
         answer = found[node.name]
-        if isinstance(answer, FlightDeckError):
-            results[rank], messages[rank] = None, str(answer)
-        else:
-            results[rank], messages[rank] = answer[rank][0], answer[rank][1] or ssh_output.get(rank, "")
+        results[rank], output = (None, str(answer)) if isinstance(answer, FlightDeckError) else answer
+        messages[rank] = output or ssh_output.get(rank, "")
     return AllSumOutcome(results, messages, codes, leases.leftovers)
 
 
@@ -108,21 +106,20 @@ class _AllSum:
             return await self._run_direct(environment)
         return await self._with_launcher(starting_port)
 
-    async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
-        """Rank → its result and the last line of its output."""
-        layout = await self.context.layout_of(node)
-        agent, found = self._agent(layout), {}
-        for rank in layout.ranks:
-            if self.context.config.nodes[rank].name == node.name:
-                result = await agent.read_end(self._folder(layout) / f"rank{rank}.json", _RESULT_BYTES)
-                output = await agent.read_end(self._folder(layout) / f"rank{rank}.log", _OUTPUT_BYTES)
-                found[rank] = parse_result(result), _last_line(output)
-        return found
+    async def read(self, node: NodeConfig) -> tuple[AllSumResult | None, str]:
+        """The result of the node's rank, None where it wrote none; and the last line of its output."""
+        layout, rank = await self.context.layout_of(node), self.context.config.nodes.index(node)
+        agent, folder = self._agent(layout), self._folder(layout)
+        result = await agent.read_end(folder / f"rank{rank}.json", _RESULT_BYTES)
+        output = _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
+        try:
+            return _RESULT.validate_json(result), output
+        except ValidationError:
+            return None, output
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
         """Write start.sh, and without mlx.launch the files that it would have written."""
-        node, folder = self.context.config.nodes[layout.ranks[0]], self._folder(layout)
-        launcher_here = node.local and environment is None
+        launcher_here = self.context.config.nodes[layout.ranks[0]].local and environment is None
         script = ranks_script(
             {rank: self._program(rank, layout) for rank in layout.ranks},
             PurePosixPath(layout.bundle),
@@ -136,11 +133,7 @@ class _AllSum:
         files = {"start.sh": script}
         if environment is not None:
             files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
-        try:
-            await self.context.agent(node).write(folder, files)
-        except OSError as error:
-            where = f"{node.name}:{folder}"
-            raise LaunchError("the check's files could not be written", where=where, why=error) from error
+        await self.leases.write(layout, self._folder(layout), files)
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
         config, folder = self.context.config, self._folder(layout)
@@ -150,31 +143,31 @@ class _AllSum:
         return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
-        write_hostfile(self.leases.here / "hostfile.json", self.network)
+        check_id, here, nonce = self.leases.check_id, self.leases.here, {NONCE_ENV: self.leases.nonce}
+        write_hostfile(here / "hostfile.json", self.network)
         argv = arguments(
-            hostfile=self.leases.here / "hostfile.json",
+            hostfile=here / "hostfile.json",
             starting_port=starting_port,
-            program=ssh_shim.program(self.leases.check_id, _ATTEMPT),
-            environment={NONCE_ENV: self.leases.nonce},
+            program=ssh_shim.program(check_id, _ATTEMPT),
+            environment=nonce,
             backend=self.network.backend,
             ranks_per_host=ranks_per_host(self.network),
         )
         home, nodes = self.context.fleet.home, self.context.config.nodes
         launcher_variables = launcher_environment(
-            self.leases.here, nodes, self.layouts, home=home, run_id=self.leases.check_id, attempt=_ATTEMPT
+            here, nodes, self.layouts, home=home, run_id=check_id, attempt=_ATTEMPT
         )
-        environment = {NONCE_ENV: self.leases.nonce, **launcher_variables}
-        finished = await LocalProgram(argv, environment=environment, newlines=True).run(self._limit_s)
-        last = _last_line(finished.stderr.encode())
-        messages = {rank: _ssh_output(self.leases.here, rank) or last for rank, _ in ranks_of(self.context.config)}
-        return dict(rank_ends(finished.stderr + finished.stdout)), messages
+        program = LocalProgram(argv, environment={**nonce, **launcher_variables}, newlines=True)
+        finished = await program.run(self._limit_s)
+        last = _last_line(finished.stderr)
+        messages = {rank: _ssh_output(here, rank) or last for rank in range(len(nodes))}
+        return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), messages
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
-        ranks = ranks_of(self.context.config)
-        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in ranks))
-        codes = {rank: end.code for (rank, _), end in zip(ranks, ended, strict=True) if end.code}
-        messages = {rank: plain(end.exit_output) for (rank, _), end in zip(ranks, ended, strict=True)}
-        return codes, messages
+        nodes = self.context.config.nodes
+        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in enumerate(nodes)))
+        codes = {rank: end.code for rank, end in enumerate(ended) if end.code}
+        return codes, {rank: plain(end.exit_output) for rank, end in enumerate(ended)}
 
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
@@ -195,15 +188,8 @@ class _AllSum:
         return START_ALLOWANCE_S + 5 * self.context.config.preflight.all_sum_s
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.leases.check_id / "attempts" / str(_ATTEMPT)
-
-
-def parse_result(content: bytes) -> AllSumResult | None:
-    """None when the rank wrote no result."""
-    try:
-        return _RESULT.validate_json(content)
-    except ValidationError:
-        return None
+        # Like an attempt's, so that what starts an attempt's ranks starts these.
+        return self.leases.folder(layout) / "attempts" / str(_ATTEMPT)
 
 
 def _last_line(output: bytes) -> str:
@@ -236,10 +222,10 @@ async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
     if unfit := versions.without_mlx(seen, backend):
-        first = next((rank, node.name) for rank, node in ranks_of(context.config) if node.name in unfit)
-        why = seen[first[1]].problem or f"no {backend} there"
+        why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
-        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=first)
+        first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])
+        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=(first, unfit[0]))
     return evaluate(context.config, await run_all_sum(context))
 
 
@@ -254,17 +240,16 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
 def _evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     world_size, results = len(config.nodes), found.results
     faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
-    evidence = {
-        node.name: f"rank {rank}: {faults[rank] or _describe(results[rank])}" for rank, node in ranks_of(config)
-    }
+    described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
+    evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     if failed:
         first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
         node = config.nodes[first].name
         advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
         summary = f"rank {first} on {node}: {failed[first]}" + (f"; {advice}" if advice else "")
-        result = verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence)
-        return result.model_copy(update={"blames": (first, node)})
+        failure = CheckStatus.FAIL
+        return CheckResult(name=NAME, status=failure, summary=summary, evidence=evidence, blames=(first, node))
     if world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
         return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)

@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from engine.checks.context import CheckContext, value_of
 from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
 from engine.cluster.probe_results import LeaseHeld, LeaseReleased
-from engine.cluster.staging import gather_all
+from engine.cluster.staging import HostLayout, gather_all
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, LaunchError
 from engine.protocol.attempt import CHECK_PREFIX
 from engine.security.paths import make_private
 from engine.store.layout import node_root
@@ -69,8 +69,7 @@ class Leases:
         """From now on, everything with the nonce, the folder `here`, and the one of `check_id` on each host live only
         as long as heartbeats are sent. Raises LaunchError, NodeUnreachable."""
         layouts = await self._context.layouts()
-        folders = {layout.ranks[0]: [str(PurePosixPath(layout.root) / "runs" / self.check_id)] for layout in layouts}
-        wanted = [(self._context.config.nodes[rank], folder) for rank, folder in folders.items()]
+        wanted = [(self._context.config.nodes[layout.ranks[0]], [str(self.folder(layout))]) for layout in layouts]
         # mlx.launch and its ssh run on this machine also where no rank does.
         local = next((folder for node, folder in wanted if node.local), None)
         if local is None:
@@ -79,6 +78,20 @@ class Leases:
             local.append(str(self.here))
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="leases")
         await gather_all(self._acquire_on(node, folder) for node, folder in wanted)
+
+    def folder(self, layout: HostLayout) -> PurePosixPath:
+        """The check's folder on a host."""
+        return PurePosixPath(layout.root) / "runs" / self.check_id
+
+    async def write(self, layout: HostLayout, folder: PurePath, files: Mapping[str, str]) -> None:
+        """Put a folder with these files (name → text) in place on a host. Raises LaunchError, NodeUnreachable."""
+        node = self._context.config.nodes[layout.ranks[0]]
+        try:
+            await self._context.agent(node).write(folder, files)
+        except OSError as error:
+            raise LaunchError(
+                "the check's files could not be written", where=f"{node.name}:{folder}", why=error
+            ) from error
 
     async def release(self) -> None:
         """End what is left everywhere."""

@@ -15,7 +15,8 @@ from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import (
     ClusterHistory,
     collect_plan_inputs,
-    memory_need_of,
+    describe_memory,
+    memory_share,
     shared_plan,
     with_example_count,
 )
@@ -43,17 +44,15 @@ def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
         limit_from="Metal",
         fits=True,
     )
-    found = memory_need_of(rank)
-    assert found.share == 0.91
-    assert found.describe() == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
+    assert memory_share(rank) == 0.91
+    assert describe_memory(rank) == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    assert (
-        memory_need_of(RankMemory(node="a", limit_bytes=GB)).describe()
-        == "memory not compared: what it needs is not known"
-    )
-    assert "not compared" in memory_need_of(RankMemory(node="a", needed_bytes=GB)).describe()
+    unknown, unlimited = RankMemory(node="a", limit_bytes=GB), RankMemory(node="a", needed_bytes=GB)
+    assert describe_memory(unknown) == "memory not compared: what it needs is not known"
+    assert "not compared" in describe_memory(unlimited)
+    assert [memory_share(each) for each in (unknown, unlimited, "no plan")] == [None] * 3
 
 
 NOW = datetime.now(UTC)
