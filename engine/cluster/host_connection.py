@@ -144,7 +144,7 @@ class AgentFile:
         """Bytes received so far from `offset`, at most `size`. Raises OSError when the agent cannot read it."""
         with self._lock:
             self._go_to(offset)
-            return bytes(self._buffer[:size])
+            return bytes(memoryview(self._buffer)[:size])
 
     def read_whole(self, offset: int, size: int) -> bytes | None:
         """`size` bytes from `offset`, fewer only at the file's end; None while they have not come."""

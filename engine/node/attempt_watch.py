@@ -50,7 +50,7 @@ POLL_INTERVAL_S = 0.1
 _LIVENESS_INTERVAL_S = 1.0
 _IDENTITY_INTERVAL_S = 1.0 if sys.platform.startswith("linux") else 10.0
 """Between two comparisons of a keeper's start time: on macOS each costs a process."""
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 256 * 1024
 _COMMANDS = {command.decode().strip(): command for command in (STOP, END, EMERGENCY_CHECKPOINT)}
 _READABLE = re.compile(r"rank\d+\.(log|events\.jsonl|keeper\.log)")
 
@@ -120,16 +120,18 @@ class WatchedRank:
         self._files = files
         self._fifo = -1
 
-    def send_command(self, command: bytes) -> None:
-        """To its keeper; nothing when there is none yet, or it does not read."""
-        try:
+    def open_fifo(self) -> None:
+        """Where there is one by now."""
+        # Whatever else it is (no descriptor free, say), it is tried again.
+        with contextlib.suppress(OSError):
             if self._fifo < 0:
                 # Reading too, so that opening never waits.
                 self._fifo = os.open(self._files.control(self.rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def send_command(self, command: bytes) -> None:
+        """To its keeper; nothing when there is none yet, or it does not read. Waits for no disk."""
+        with contextlib.suppress(OSError):
             os.write(self._fifo, command)
-        except OSError:
-            # Whatever it is (no descriptor free, say), the next heartbeat is sent all the same.
-            return
 
     def keeper_gone(self, boot_id: str, *, compare_start: bool) -> bool:
         """Without `compare_start`, another process with the keeper's pid may be taken for it."""
@@ -187,6 +189,7 @@ class AttemptWatch:
                 yield message
 
     def pass_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Waits for no disk."""
         if heartbeat.number - heartbeat.answered <= MAX_UNANSWERED_HEARTBEATS:
             for rank in self._ranks.values():
                 if not rank.ended:
@@ -194,6 +197,7 @@ class AttemptWatch:
 
     def send_command(self, message: RankCommand) -> None:
         if message.rank in self._ranks and message.command in _COMMANDS:
+            self._ranks[message.rank].open_fifo()
             self._ranks[message.rank].send_command(_COMMANDS[message.command])
 
     def read_file(self, message: ReadFile) -> None:
@@ -230,6 +234,7 @@ class AttemptWatch:
             stream.close()
 
     def _poll_rank(self, rank: WatchedRank, *, liveness: bool, compare_start: bool) -> None:
+        rank.open_fifo()
         if rank.identity is None:
             rank.identity = read_identity(self._files.identity(rank.rank))
             if rank.identity is not None:

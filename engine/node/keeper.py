@@ -344,6 +344,8 @@ def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: Startup
         return Keeper(spec, rank, files, reaper, notifier).run()
     finally:
         reaper.release()
+        # It carries the nonce, and must not be found after its keeper.
+        reaper.has_left(wait=True)
 
 
 def _refuse(files: NodeFiles, rank: int, error: str) -> int:

@@ -136,6 +136,8 @@ class Requests:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._children: dict[int, Child] = {}
+        self._reapers: list[GroupReaper] = []
+        """Of commands, also of those that have ended a moment ago."""
 
     @property
     def due_at(self) -> float:
@@ -157,7 +159,7 @@ class Requests:
         self._start(message.request, lambda: _fork_probe(message))
 
     def start_command(self, message: CommandRequest) -> None:
-        self._start(message.request, lambda: _start_command(message))
+        self._start(message.request, lambda: _start_command(message, self._reapers))
 
     def feed(self, message: RequestInput) -> None:
         if message.request in self._children:
@@ -175,6 +177,7 @@ class Requests:
     def reap(self) -> None:
         """Report the children that have ended, and kill those that should have."""
         now = time.monotonic()
+        self._reapers = [reaper for reaper in self._reapers if not reaper.has_left()]
         for child in list(self._children.values()):
             if now >= child.kill_at:
                 child.kill()
@@ -244,8 +247,9 @@ def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
         os._exit(code)
 
 
-def _start_command(message: CommandRequest) -> Child:
+def _start_command(message: CommandRequest, reapers: list[GroupReaper]) -> Child:
     reaper = GroupReaper()
+    reapers.append(reaper)
     (stdout, its_out), (stderr, its_err) = os.pipe(), os.pipe()
     try:
         process = subprocess.Popen(

@@ -155,10 +155,12 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
     user alone; its parents are made. `problem` says why that failed, also when there is such a folder already."""
     os.umask(0o077)
     target, content = Path(folder), json.loads(files)
-    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    partial = target.with_name(f".{target.name}.partial")
     try:
         if target.exists():
             raise FileExistsError(0, "is there already")
+        # What one that was killed has left.
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, text in content.items():
             if text is None:
