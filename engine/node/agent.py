@@ -81,18 +81,17 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
-        # A probe's child then imports nothing, whatever becomes of the bundle.
-        probes.preload()
         try:
             with contextlib.suppress(BrokenPipeError):
+                self._flush()
+                # A probe's child then imports nothing, whatever becomes of the bundle.
+                probes.preload()
                 while time.monotonic() - self._received_at < SILENCE_S:
                     self._flush()
                     if not self._serve():
                         break
         finally:
-            self._requests.close()
-            if self._watch is not None:
-                self._watch.close()
+            self._requests.kill()
         return 0
 
     def _serve(self) -> bool:
@@ -140,6 +139,8 @@ class Agent:
 
     def _receive(self) -> None:
         """Until the head is gone. Nothing here waits for a disk."""
+        # They are for the main thread, which would not wake from its select.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         decoder = Decoder()
         try:
             with contextlib.suppress(BrokenPipeError):

@@ -25,6 +25,7 @@ from engine.protocol.attempt import (
     NodeFiles,
     read_exit,
     read_identity,
+    size_of,
 )
 from engine.protocol.events import exit_output
 from engine.protocol.messages import (
@@ -70,7 +71,9 @@ class FileStream:
     def order(self, begin: int | None, until: int) -> None:
         if begin is not None:
             self._position, self._at_end = begin, False
-            self.close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
         self._until = until
 
     def next_message(self) -> Message | None:
@@ -91,15 +94,7 @@ class FileStream:
         return FileData(self._path.name, self._position - len(data), self._at_end, data)
 
     def size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        return size_of(self._path)
 
     def _read(self, size: int) -> bytes:
         if self._descriptor < 0:
@@ -147,11 +142,6 @@ class WatchedRank:
         identity = self.identity
         if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
             processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
-
-    def close(self) -> None:
-        if self._fifo >= 0:
-            os.close(self._fifo)
-            self._fifo = -1
 
 
 class AttemptWatch:
@@ -226,12 +216,6 @@ class AttemptWatch:
 
     def send_exit_output(self, message: ExitOutputRequest) -> None:
         self._send(ExitOutputReply(message.rank, exit_output(self._files, message.rank)))
-
-    def close(self) -> None:
-        for rank in self._ranks.values():
-            rank.close()
-        for stream in self._streams.values():
-            stream.close()
 
     def _poll_rank(self, rank: WatchedRank, *, liveness: bool, compare_start: bool) -> None:
         rank.open_fifo()

@@ -249,12 +249,14 @@ def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
     os.mkfifo(head.files.control(0))
     fifo = os.open(head.files.control(0), os.O_RDWR)
     head.watch(0)
-    head.send(ReadFile("rank0.log", 1000, 0), ListProcesses(1, kill=False))
+    head.send(ListProcesses(0, kill=False))
+    head.receive(ProcessList)
+    head.send(ReadFile("rank0.log", 1000, 0))
+    time.sleep(0.5)
     for number in range(1, 4):
-        head.send(Heartbeat(number, number - 1))
+        head.send(ListProcesses(number, kill=False), Heartbeat(number, number - 1))
         assert head.receive(HeartbeatAck, ProcessList) == HeartbeatAck(number, ANY)
         assert os.read(fifo, 100) == HEARTBEAT
-        time.sleep(0.2)
     os.close(fifo)
 
 
@@ -345,7 +347,7 @@ def test_a_cancelled_command_ends_with_its_children(head: Head) -> None:
     child = int(head.receive(RequestOutput).data)
     head.send(CancelRequest(1))
     assert head.receive(RequestEnded).exit_code == -9
-    assert processes.start_time(child) is None
+    wait_until(lambda: processes.start_time(child) is None)
 
 
 def test_a_probe_that_goes_on_reads_its_stdin_and_ends_with_it(head: Head) -> None:
@@ -439,4 +441,3 @@ def test_a_keeper_that_does_not_read_blocks_nobody(tmp_path: Path) -> None:
     rank.open_fifo()
     for _ in range(100_000):
         rank.send_command(HEARTBEAT)
-    rank.close()
