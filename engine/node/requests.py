@@ -137,7 +137,7 @@ class Requests:
         self._send = send
         self._children: dict[int, Child] = {}
         self._leaving: list[GroupReaper] = []
-        """Of commands that have ended."""
+        """Reapers of commands that have ended."""
 
     @property
     def due_at(self) -> float:

@@ -191,5 +191,5 @@ def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]
     return {"program": str(program), "fault": None}
 
 
-def _fault(what: str, **mend: str) -> dict[str, str | None]:
-    return {"program": None, "fault": what, **mend}
+def _fault(what: str, **fix: str) -> dict[str, str | None]:
+    return {"program": None, "fault": what, **fix}
