@@ -108,7 +108,7 @@ class AttemptMonitor:
         is called in another thread."""
         # A thread of its own for all that touches the head's disk: a disk that stalls holds up no heartbeat.
         while not await self._in_thread(self._tick, abort):
-            await asyncio.sleep(TICK_S)
+            await self._context.connections.await_news(TICK_S)
         proved = [proof.connection for proof in self.proofs if proof.found]
         await self._in_thread(self._mirror.await_the_rest, proved)
         if missing := await self._in_thread(self._mirror.settle):

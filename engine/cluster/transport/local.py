@@ -19,6 +19,8 @@ from engine.security.identifiers import LOCAL, SshTarget
 _LEAVES_S = 1.0
 """For a channel's program to end by itself, once nobody writes to it any more."""
 _EXIT_OUTPUT_BYTES = 4096
+_PIPE_BYTES = 1 << 18
+"""On Linux; a flood of log lines then wakes the head a fourth as often."""
 
 
 class LocalTransport:
@@ -114,6 +116,8 @@ async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.sub
         stderr=stderr,
         cwd="/",
         start_new_session=True,
+        limit=_PIPE_BYTES,
+        pipesize=_PIPE_BYTES,
     )
 
 
