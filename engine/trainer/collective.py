@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
@@ -111,6 +111,7 @@ _ALIGNED_WORDS = 2
 """No element of any type is cut in two."""
 
 Groups = Mapping[str, Mapping[str, mx.array]]
+Item = TypeVar("Item")
 
 
 def all_gather_object(collective: Collective, facts: Any) -> list[Any]:
@@ -127,8 +128,10 @@ def broadcast_object(collective: Collective, facts: Any, owner: int) -> Any:
     return all_gather_object(collective, facts if collective.rank == owner else None)[owner]
 
 
-def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> dict[str, dict[str, mx.array]]:
+def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> Groups:
     """The `groups` of rank `owner`, bit for bit, on every rank; the others pass None. Raises PeerLost."""
+    if collective.size == 1 and groups is not None:
+        return groups
     mine = groups if collective.rank == owner else None
     described = {
         group: {name: (value.shape, str(value.dtype).rpartition(".")[2]) for name, value in arrays.items()}
@@ -141,26 +144,25 @@ def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) 
         for name, (shape, dtype) in arrays.items()
     ]
     found: dict[str, dict[str, mx.array]] = {group: {} for group in described}
-    for bucket in _buckets(entries):
+    # Hundreds of small sums would take longer than one large one.
+    for bucket in packed(entries, lambda entry: entry.words, _BUCKET_WORDS):
         # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
         if mine is None:
             bits = mx.zeros(sum(entry.words for entry in bucket), dtype=mx.uint32)
         else:
             bits = mx.concatenate([as_words(mine[entry.group][entry.name], entry.words) for entry in bucket])
         total = collective.all_sum(bits) if bits.size else bits
+        if mine is not None:
+            # The owner keeps its own arrays: there is no room for two states.
+            continue
         start = 0
         for entry in bucket:
-            end = start + entry.words
-            if mine is not None:
-                # The owner keeps its own arrays: there is no room for two states.
-                found[entry.group][entry.name] = mine[entry.group][entry.name]
-            else:
-                # A copy: a slice would keep its whole bucket in memory.
-                piece = mx.contiguous(total[start:end].view(entry.dtype)[: math.prod(entry.shape)])
-                found[entry.group][entry.name] = piece.reshape(entry.shape)
-            start = end
+            # A copy: a slice would keep its whole bucket in memory.
+            piece = mx.contiguous(total[start : start + entry.words].view(entry.dtype)[: math.prod(entry.shape)])
+            found[entry.group][entry.name] = piece.reshape(entry.shape)
+            start += entry.words
         mx.eval(found)
-    return found
+    return found if mine is None else mine
 
 
 class _Entry(NamedTuple):
@@ -174,18 +176,17 @@ class _Entry(NamedTuple):
         return aligned_words(math.prod(self.shape) * self.dtype.size, _ALIGNED_WORDS)
 
 
-def _buckets(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """In order, as many as fit: hundreds of small sums would take longer than one large one."""
-    bucket: list[_Entry] = []
-    room = _BUCKET_WORDS
-    for entry in entries:
-        if bucket and entry.words > room:
-            yield bucket
-            bucket, room = [], _BUCKET_WORDS
-        bucket.append(entry)
-        room -= entry.words
-    if bucket:
-        yield bucket
+def packed(items: Iterable[Item], size: Callable[[Item], int], room: int) -> list[list[Item]]:
+    """`items` in order, in lists of up to `room` each; one that is larger begins its own."""
+    lists: list[list[Item]] = []
+    left = 0
+    for item in items:
+        if not lists or size(item) > left:
+            lists.append([])
+            left = max(room, size(item))
+        lists[-1].append(item)
+        left -= size(item)
+    return lists
 
 
 def aligned_words(nbytes: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job
-from engine.protocol.measurements import MeasureSpec
+from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.data import Batch, load_train_split
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
@@ -113,14 +113,6 @@ class StepTimes:
     tokens: int = 0
 
     @property
-    def total_s(self) -> float:
-        return sum(self.seconds)
-
-    @property
-    def examples_per_s(self) -> float | None:
-        return self.batch * len(self.seconds) / self.total_s if self.seconds else None
-
-    @property
     def mean_s(self) -> float:
         return statistics.fmean(self.seconds)
 
@@ -194,61 +186,61 @@ class SingleNodeTrainer:
 
 
 class Measurement:
-    """Steps of two batches in turn, window by window; its figures can be read at any time."""
+    """Steps of two batches in turn, window by window; the figures of the first are in `report` after each window."""
 
     def __init__(
-        self, training: SingleNodeTrainer, batch: int, seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        training: SingleNodeTrainer,
+        report: MeasureReport,
+        batch: int,
+        on_step: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measures `batch` for about `seconds`."""
         self._training = training
-        self.seconds = seconds
+        self._report = report
+        self._on_step = on_step
         self._clock = clock
-        self.steps = StepTimes(batch)
-        self.others = StepTimes(1 if batch > 1 else 2)
+        self._steps = StepTimes(batch)
+        self._others = StepTimes(1 if batch > 1 else 2)
         self.throughputs: list[float] = []
         """Examples per second of each window."""
-        self.elapsed_s = 0.0
-        self.on_step: Callable[[], object] = lambda: None
 
-    def run(self, on_window: Callable[[], None]) -> None:
-        """Measure until the time is over, at least one window."""
+    def warm_up(self) -> None:
+        for batch in (self._others.batch, *[self._steps.batch] * WARM_UP_STEPS):
+            self._training.step(batch)
+            self._on_step()
+
+    def run(self, seconds: float, on_window: Callable[[], None]) -> None:
+        """Measure for about `seconds`, at least one window."""
         started = self._clock()
-        while self.elapsed_s < self.seconds:
-            self._window()
-            self.elapsed_s = self._clock() - started
+        while self._report.measured_s < seconds:
+            window = self._until(self._steps, seconds / WINDOWS * (1 - _SECOND_BATCH_FRACTION))
+            self.throughputs.append(self._steps.batch * len(window) / sum(window))
+            self._until(self._others, seconds / WINDOWS * _SECOND_BATCH_FRACTION)
+            self._report.measured_s = self._clock() - started
+            self._fill_in()
             on_window()
 
-    @property
-    def spread(self) -> float | None:
-        """Coefficient of variation of the windows' throughputs (sample standard deviation over mean)."""
-        if len(self.throughputs) < 2:
-            return None
-        return statistics.stdev(self.throughputs) / statistics.fmean(self.throughputs)
-
-    @property
-    def overhead_s(self) -> float | None:
-        """A step's fixed seconds: the line through both batches' mean steps, at batch 0."""
-        one, two = self.steps, self.others
-        if not one.seconds or not two.seconds:
-            return None
-        slope = (one.mean_s - two.mean_s) / (one.batch - two.batch)
-        return min(max(0.0, one.mean_s - slope * one.batch), one.mean_s)
-
-    def _window(self) -> None:
-        before = len(self.steps.seconds)
-        length = self.seconds / WINDOWS
-        self._until(self.steps, length * (1 - _SECOND_BATCH_FRACTION))
-        window = self.steps.seconds[before:]
-        self.throughputs.append(self.steps.batch * len(window) / sum(window))
-        self._until(self.others, length * _SECOND_BATCH_FRACTION)
-
-    def _until(self, steps: StepTimes, seconds: float) -> None:
-        """At least one step."""
-        started = self._clock()
+    def _until(self, steps: StepTimes, seconds: float) -> list[float]:
+        """At least one step; the seconds of each."""
+        started, before = self._clock(), len(steps.seconds)
         while True:
             taken, tokens = self._training.step(steps.batch)
             steps.seconds.append(taken)
             steps.tokens += tokens
-            self.on_step()
+            self._on_step()
             if self._clock() - started >= seconds:
-                return
+                return steps.seconds[before:]
+
+    def _fill_in(self) -> None:
+        report, steps, others, throughputs = self._report, self._steps, self._others, self.throughputs
+        total_s, mean_s = sum(steps.seconds), steps.mean_s
+        report.steps, report.windows = len(steps.seconds), len(throughputs)
+        report.examples_per_s = steps.batch * len(steps.seconds) / total_s
+        report.tokens_per_s = steps.tokens / total_s
+        report.step_s = statistics.median(steps.seconds)
+        # The coefficient of variation: sample standard deviation over mean.
+        report.spread = statistics.stdev(throughputs) / statistics.fmean(throughputs) if report.windows > 1 else None
+        # The line through both batches' mean steps, at batch 0.
+        slope = (mean_s - others.mean_s) / (steps.batch - others.batch)
+        report.overhead_s = min(max(0.0, mean_s - slope * steps.batch), mean_s)

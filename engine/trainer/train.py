@@ -19,16 +19,17 @@ from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.files import Origin, check_codec
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
-from engine.trainer.checkpoint.store import Origin, package_versions
+from engine.trainer.checkpoint.store import package_versions
 from engine.trainer.collective import Collective, PeerLost
 from engine.trainer.control import Control
 from engine.trainer.data import DataLoader, Split, load_split, load_train_split
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, files_checksum, load_model, parameter_checksum
-from engine.trainer.replica_check import ReplicaCheck
+from engine.trainer.model import count_parameters, files_checksum, load_model
+from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
 from engine.trainer.saver import save_adapter_config
 from engine.trainer.strategies.base import Strategy
@@ -190,7 +191,7 @@ class _Setup:
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
         destination = None
         if policy.every > 0 and (origin.part > 0 or rank == 0):
-            policy.check()
+            check_codec(policy.compression)
             destination = locations.destination(origin.part, origin.parts)
         emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
         self.control.save_and_exit = emergency.save_and_exit

@@ -23,14 +23,13 @@ from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.files import Manifest
-from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays, broadcast_object
+from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import State, Strategy
 
 Result = TypeVar("Result")
 
-MAX_PARTS = 1000
 _MAX_STATES = 32
 """Per rank."""
 
@@ -52,31 +51,24 @@ class StateCopy(NamedTuple):
     update: int
     parts: int
     part: int
-    source: str
     iteration: int
     window: dict[str, Any]
     author: Author | None
+    """Of an emergency checkpoint."""
     digest: int
     """64 bits over the hashes of all its files."""
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest, rank: int, source: str, author: Author | None) -> StateCopy:
-        """Raises CheckpointError for facts that no training of ours has written."""
-        iteration, part, parts, window = (manifest.state.get(key) for key in ("iteration", "part", "parts", "window"))
-        if not (type(iteration) is type(part) is type(parts) is int and isinstance(window, dict)):
-            raise CheckpointError("its manifest has no iteration")
-        if not (iteration >= 0 and 0 <= part < parts <= MAX_PARTS):
-            raise CheckpointError(f"its manifest has iteration {iteration}, part {part} of {parts}")
-        if not all(isinstance(value, int | float) for value in window.values()):
-            raise CheckpointError("its manifest has a counter that is not a number")
+    def of(cls, manifest: Manifest, rank: int, author: Author | None) -> StateCopy:
         hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
         digest = int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=8).digest(), "little")
-        return cls(rank, 0, manifest.update, parts, part, source, iteration, window, author, digest)
+        facts = (manifest.update, manifest.parts, manifest.part, manifest.iteration, manifest.window)
+        return cls(rank, 0, *facts, author, digest)
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> StateCopy:
         copy = cls(*values)
-        return copy if copy.author is None else copy._replace(author=Author(*copy.author))
+        return copy._replace(author=copy.author and Author(*copy.author))
 
 
 CompleteState = list[list[StateCopy]]
@@ -115,11 +107,9 @@ def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMis
 class StateFolder:
     """A folder that may hold states."""
 
-    source: str
-    """"emergency" or "checkpoint"."""
     folder: Path
     author: Author | None = None
-    """The author of an emergency checkpoint."""
+    """Of its emergency checkpoint; None for periodic ones."""
 
 
 @dataclass(frozen=True)
@@ -136,39 +126,30 @@ class ResumePoint:
     """Whose state it is; None where each rank has its own part."""
 
 
+@dataclass
 class Resume:
     """The search of one rank. Every call is made by every rank."""
 
-    def __init__(
-        self,
-        collective: Collective,
-        strategy: Strategy,
-        config_hash: str,
-        reporter: Reporter,
-        *,
-        stop_on_corruption: bool = True,
-    ) -> None:
-        """`stop_on_corruption`: raise Corrupted when emergency checkpoints differ and no majority tells which is
-        right."""
-        self._stop_on_corruption = stop_on_corruption
-        self._collective = collective
-        self._strategy = strategy
-        self._config_hash = config_hash
-        self._reporter = reporter
-        self._refused = 0
-        self._paths: list[Path] = []
-        """This rank's copies, by number."""
+    collective: Collective
+    strategy: Strategy
+    config_hash: str
+    reporter: Reporter
+    stop_on_corruption: bool = True
+    """Raise Corrupted when emergency checkpoints differ and no majority tells which is right."""
+    _refused: int = 0
+    _paths: list[Path] = field(default_factory=list)
+    """This rank's copies, by number."""
 
     def run(self, folders: Sequence[StateFolder], *, adapter: bool = False, reached: int = 0) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
         started = time.perf_counter()
-        table = all_gather_object(self._collective, self._own_copies(folders))
+        table = all_gather_object(self.collective, self._own_copies(folders))
         copies = [StateCopy.from_json(values) for rows in table for values in rows]
         points = (self._restore(state) for state in complete_states(copies))
         found = next((point for point in points if point is not None), None)
-        refused = sum(all_gather_object(self._collective, self._refused))
+        refused = sum(all_gather_object(self.collective, self._refused))
         if reached > 0 and found is None:
             raise JobError(
                 f"no state to resume from ({_why_no_state(refused)}), and the run had reached iteration {reached}: "
@@ -185,7 +166,7 @@ class Resume:
             try:
                 paths = store.list_checkpoints(place.folder)
             except OSError as error:
-                self._reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
+                self.reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
                 copy = self._read(path, partial(self._describe, place))
@@ -197,9 +178,9 @@ class Resume:
 
     def _describe(self, place: StateFolder, path: Path) -> StateCopy:
         manifest = store.verify(path, check_hashes=False).manifest
-        if manifest.config_hash != self._config_hash:
+        if manifest.config_hash != self.config_hash:
             raise CheckpointError("it is of another job")
-        return StateCopy.from_manifest(manifest, self._collective.rank, place.source, place.author)
+        return StateCopy.of(manifest, self.collective.rank, place.author)
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
         """None, reported, when it cannot be read."""
@@ -211,7 +192,7 @@ class Resume:
 
     def _refuse(self, path: Path, why: Exception) -> None:
         self._refused += 1
-        self._reporter.warn(f"the state in {path} is not used: {why}")
+        self.reporter.warn(f"the state in {path} is not used: {why}")
 
     def _restore(self, complete: CompleteState) -> ResumePoint | None:
         """Restore it on all ranks or on none; None when nobody who has a part can read it."""
@@ -220,11 +201,11 @@ class Resume:
         chosen = [copy for copy in verified if copy is not None]
         if len(chosen) < len(complete):
             return None
-        size = self._collective.size
+        size = self.collective.size
         if len(chosen) == size > 1 and [copy.rank for copy in chosen] == list(range(size)):
-            own = chosen[self._collective.rank]
+            own = chosen[self.collective.rank]
             state = self._load(own)
-            fits = all_gather_object(self._collective, None if state is None else self._strategy.fits(state))
+            fits = all_gather_object(self.collective, None if state is None else self.strategy.fits(state))
             if None in fits:
                 return None
             if state is not None and all(fits):
@@ -237,10 +218,11 @@ class Resume:
         """Every part, on every rank; False when one cannot be read (nothing is restored then) or does not fit."""
         restored = True
         for part, copy in enumerate(chosen):
-            state = self._broadcast(copy)
-            if state is None:
+            state = self._load(copy) if copy.rank == self.collective.rank else None
+            if not broadcast_object(self.collective, state is not None, copy.rank):
                 return False
-            restored = self._put(state, part, len(chosen), copy) and restored
+            received = broadcast_arrays(self.collective, state, copy.rank)
+            restored = self._put(received, part, len(chosen), copy) and restored
         return restored
 
     def _outvoted(self, complete: CompleteState) -> set[Author | None]:
@@ -254,13 +236,13 @@ class Resume:
             ranks = ", ".join(map(str, mismatch.ranks))
             message = f"the states of update {copies[0].update} that the ranks of attempt {attempt} saved differ: "
             if mismatch.certain:
-                self._reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
+                self.reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
                 outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}
                 continue
             message += f"ranks {ranks} disagree, and there is no majority that tells which is right"
-            if self._stop_on_corruption:
-                raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch.ranks, certain=False)
-            self._reporter.warn(message)
+            if self.stop_on_corruption:
+                raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch)
+            self.reporter.warn(message)
         return outvoted
 
     def _first_verified(self, copies: Sequence[StateCopy], outvoted: set[Author | None]) -> StateCopy | None:
@@ -268,9 +250,9 @@ class Resume:
         for copy in copies:
             if copy.author in outvoted:
                 continue
-            own = copy.rank == self._collective.rank
+            own = copy.rank == self.collective.rank
             verified = own and self._read(self._paths[copy.number], store.verify) is not None
-            if broadcast_object(self._collective, verified, copy.rank):
+            if broadcast_object(self.collective, verified, copy.rank):
                 return copy
         return None
 
@@ -278,26 +260,19 @@ class Resume:
         """This rank's own; None when it cannot be read after all."""
         return self._read(self._paths[copy.number], lambda path: store.load(store.verify(path, check_hashes=False)))
 
-    def _broadcast(self, copy: StateCopy) -> State | None:
-        """On every rank."""
-        state = self._load(copy) if copy.rank == self._collective.rank else None
-        if not broadcast_object(self._collective, state is not None, copy.rank):
-            return None
-        return state if self._collective.size == 1 else broadcast_arrays(self._collective, state, copy.rank)
-
-    def _put(self, state: State, part: int, parts: int, copy: StateCopy) -> bool:
+    def _put(self, state: Groups, part: int, parts: int, copy: StateCopy) -> bool:
         """Give the strategy a part; False when it does not fit."""
         try:
-            self._strategy.restore(state, part, parts)
+            self.strategy.restore(state, part, parts)
         except ValueError as error:
-            if copy.rank == self._collective.rank:
+            if copy.rank == self.collective.rank:
                 self._refuse(self._paths[copy.number], error)
             return False
         return True
 
     def _agree_on_start(self, copy: StateCopy, rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
-        results = all_gather_object(self._collective, restored)
+        results = all_gather_object(self.collective, restored)
         if not any(results):
             return None
         if not all(results):
@@ -305,10 +280,11 @@ class Resume:
                 f"the state of update {copy.update} could be restored on some ranks or in part only: remove it, and "
                 "resume again"
             )
-        return ResumePoint(copy.iteration, copy.update, copy.window, copy.source, rank)
+        source = "checkpoint" if copy.author is None else "emergency"
+        return ResumePoint(copy.iteration, copy.update, copy.window, source, rank)
 
     def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
-        self._reporter.event(
+        self.reporter.event(
             "resumed",
             source=point.source,
             iteration=point.iteration,
@@ -320,11 +296,11 @@ class Resume:
         if not point.update:
             weights = ", with the weights of resume_adapter_file" if point.source == "adapter" else ""
             why = _why_no_state(refused)
-            self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1{weights}")
+            self.reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1{weights}")
             return
-        kind = {"emergency": "an emergency checkpoint"}.get(point.source, f"a {point.source}")
+        kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
         whose = "every rank's own part of it" if point.rank is None else f"rank {point.rank}'s"
-        self._reporter.print(
+        self.reporter.print(
             f"resumes after iteration {point.iteration} (update {point.update}) from {kind}, {whose}, "
             f"in {seconds:.2f} s"
         )

@@ -34,8 +34,8 @@ class LocalStep:
     """Targets in `loss_sum`."""
     data_s: float
     compute_s: float
-    communicate_s: float = 0.0
-    """Before the update's own exchange."""
+    communicate_s: float
+    update_s: float = 0.0
 
 
 class Strategy(ABC):

@@ -15,7 +15,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
+from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import Strategy
@@ -34,26 +34,22 @@ class Gradients:
         self._model = model
         trainable = tree_flatten(model.trainable_parameters())
         self._shapes = {name: value.shape for name, value in trainable}
-        self._buckets = _buckets({name: value.size for name, value in trainable})
+        self._buckets = packed(self._shapes, lambda name: math.prod(self._shapes[name]), _BUCKET_FLOATS)
         self._half = any(value.dtype == mx.float16 for _, value in trainable)
         state = [model.state, mx.random.state]
         self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
 
-    def of(self, batch: Batch) -> tuple[float, list[mx.array]]:
-        """The sum of cross-entropies over `batch`, and of their gradients in buckets, evaluated."""
+    def add(self, batch: Batch, sums: list[mx.array] | None = None) -> tuple[float, list[mx.array]]:
+        """The sum of cross-entropies over `batch`, and of their gradients in buckets, added to `sums` of earlier
+        batches if any; evaluated."""
         rows = Rows.of(batch, half=self._half)
         loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
         mx.eval(loss, buckets)
-        return scalar(loss), buckets
-
-    def add(self, batch: Batch, sums: list[mx.array] | None) -> tuple[float, list[mx.array]]:
-        """As `of`, with `sums` of earlier batches, if any, added to the gradients."""
-        loss, buckets = self.of(batch)
         if sums is not None:
             buckets = [bucket + before for bucket, before in zip(buckets, sums, strict=True)]
             mx.eval(buckets)
-        return loss, buckets
+        return scalar(loss), buckets
 
     def loss(self, batch: Batch) -> float:
         """The sum of cross-entropies over `batch`."""
@@ -88,19 +84,6 @@ class Gradients:
             mx.concatenate([flat[name].reshape(-1) for name in names]).astype(mx.float32) for names in self._buckets
         ]
         return (loss / scale, [bucket / scale for bucket in buckets]) if self._half else (loss, buckets)
-
-
-def _buckets(sizes: dict[str, int]) -> list[list[str]]:
-    """Parameters in order, packed into buckets."""
-    buckets: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not buckets or size > room:
-            buckets.append([])
-            room = max(_BUCKET_FLOATS, size)
-        buckets[-1].append(name)
-        room -= size
-    return buckets
 
 
 class DataParallel(Strategy):
