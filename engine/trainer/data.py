@@ -206,10 +206,6 @@ class DataLoader:
         self._rank = rank
         self._reporter = reporter
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._sampler.batches_per_epoch
-
     def batch(self, position: int) -> Batch:
         """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
         return self._train.batch(self.local_share(self._sampler.batch(position)))
@@ -225,13 +221,9 @@ class DataLoader:
             return
         gc.collect()
         mx.clear_cache()
-        text = progress_text(ended.chunk, ended.num_chunks)
+        (epoch, chunk), num_chunks = ended, self._train.plan.num_chunks
+        text = progress_text(chunk, num_chunks)
         self._reporter.event(
-            "chunk",
-            chunk=ended.chunk,
-            num_chunks=ended.num_chunks,
-            epoch=ended.epoch,
-            iteration=position + 1,
-            progress=text,
+            "chunk", chunk=chunk, num_chunks=num_chunks, epoch=epoch, iteration=position + 1, progress=text
         )
         self._reporter.print(text)

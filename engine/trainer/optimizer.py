@@ -52,11 +52,6 @@ class Updater:
         mx.eval(self.masters, self._optimizer.state)
 
     @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits."""
-        return any(dtype.size < 4 for dtype in self._dtypes.values())
-
-    @property
     def learning_rate(self) -> float:
         return scalar(self._optimizer.learning_rate)
 

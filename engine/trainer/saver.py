@@ -30,13 +30,11 @@ from engine.trainer.weights import WeightStream, scalar, write_safetensors
 def save_adapter_config(job: Job, layers: int) -> None:
     """Write adapter_config.json, from which mlx-lm rebuilds the adapter's layers before it loads the weights."""
     job.adapter_path.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {
-        key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(job).items()
-    }
-    config["num_layers"] = layers
+    config = {**dataclasses.asdict(job), "num_layers": layers}
     if job.fine_tune_type == "full":
         config["lora_parameters"] = None
-    write_atomic(job.adapter_path / "adapter_config.json", json.dumps(dict(sorted(config.items())), indent=4))
+    text = json.dumps(config, indent=4, sort_keys=True, default=str)
+    write_atomic(job.adapter_path / "adapter_config.json", text)
 
 
 def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tuple[Path, int]:
@@ -49,12 +47,11 @@ def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tup
         return latest, latest.stat().st_size
     numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
     with latest.open("rb") as source, replacing(numbered) as copy:
-        shutil.copyfileobj(source, copy, _COPY_BYTES)
+        shutil.copyfileobj(source, copy)
     return numbered, numbered.stat().st_size
 
 
 _FILE_BYTES = 5 * 10**9
-_COPY_BYTES = 2**20
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """A model's files beside its weights."""
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -24,7 +25,7 @@ from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
 from engine.trainer.checkpoint.store import package_versions
-from engine.trainer.collective import Collective, PeerLost
+from engine.trainer.collective import Collective, PeerLost, all_gather_object
 from engine.trainer.control import Control
 from engine.trainer.data import DataLoader, Split, load_split, load_train_split
 from engine.trainer.loop import Loop
@@ -47,21 +48,18 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     job = setup.job
     maybe_set_recommended_wired_limit()
     model, tokenizer = load_model(job)
-    splits = setup.load_splits(tokenizer)
-    checksum = setup.check_ranks_agree(model, splits)
+    examples, valid, test = setup.load_splits(tokenizer)
+    checksum = setup.check_ranks_agree(model, examples, valid)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
         reporter.callback = _reporting_callback(job)
-    setup.report_start(model, splits.train, checksum)
-    strategy = setup.build_strategy(model, splits.train)
-    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
-        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
-    loop = setup.build_loop(strategy, splits.valid)
+    setup.report_start(model, examples, checksum)
+    loop = setup.build_loop(setup.build_strategy(model, examples), valid)
     try:
         outcome = loop.run()
-        if splits.test is not None and not outcome.stopped:
+        if test is not None and not outcome.stopped:
             reporter.phase("validating")
-            loss = loop.evaluate(splits.test, job.test_batches)
+            loss = loop.evaluate(test, job.test_batches)
             if loss is not None:
                 reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
                 reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
@@ -90,15 +88,6 @@ def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
 
 
 @dataclass(frozen=True)
-class _Splits:
-    train: Split
-    valid: Split
-    """May be empty."""
-    test: Split | None
-    """Only where the job has `test`."""
-
-
-@dataclass(frozen=True)
 class _Setup:
     """The steps from a rank's specification to its loop. All ranks take the same steps in the same order."""
 
@@ -108,8 +97,8 @@ class _Setup:
     control: Control
     reporter: Reporter
 
-    def load_splits(self, tokenizer: Any) -> _Splits:
-        """Raises JobError."""
+    def load_splits(self, tokenizer: Any) -> tuple[Split, Split, Split | None]:
+        """The examples for training, for validation (perhaps empty), and for the job's `test`. Raises JobError."""
         job, reporter = self.job, self.reporter
 
         def truncated(longest: int) -> None:
@@ -125,18 +114,18 @@ class _Setup:
         test = load_split(job, "test", tokenizer, truncated) if job.test else None
         if test is not None and not len(test):
             raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
-        return _Splits(train, valid, test)
+        return train, valid, test
 
-    def check_ranks_agree(self, model: nn.Module, splits: _Splits) -> str:
+    def check_ranks_agree(self, model: nn.Module, train: Split, valid: Split) -> str:
         """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
         # A partitioned model never is complete in the memory of one rank.
         checksum = parameter_checksum(model) if self.job.strategy == "data" else files_checksum(self.job)
         self.collective.check_equal(
             {
-                "the job's configuration": int(self._config_hash[:8], 16),
-                "the model or the adapter": int(checksum[:8], 16),
-                "train.jsonl": splits.train.checksum,
-                "valid.jsonl": splits.valid.checksum,
+                "the job's configuration": self._config_hash,
+                "the model or the adapter": checksum,
+                "train.jsonl": train.checksum,
+                "valid.jsonl": valid.checksum,
             }
         )
         return checksum
@@ -161,6 +150,9 @@ class _Setup:
             f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
             f"{len(train)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
         )
+        trained = tree_flatten(model.trainable_parameters())
+        if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
+            self.reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
 
     def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
         """Raises JobError, PeerLost."""
@@ -223,8 +215,7 @@ class _Setup:
         try:
             if self.job.layer_split is not None:
                 return parse_split(self.job.layer_split)
-            rows = self.collective.all_gather([_memory_mib()])
-            return layer_split(layers, [float(memory) for (memory,) in rows])
+            return layer_split(layers, all_gather_object(self.collective, _memory_mib()))
         except ValueError as error:
             raise JobError(f"[job] layer_split: {error}") from error
 

@@ -8,7 +8,6 @@ tensors.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.protocol.attempt import replacing
+from engine.trainer.collective import TensorSpec
 
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
@@ -41,22 +41,6 @@ _DTYPE_NAMES = {
     mx.int8: "I8", mx.int16: "I16", mx.int32: "I32", mx.int64: "I64",
 }  # fmt: skip
 _ALIGNMENT = 8
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor's shape and type, known before its values arrive."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.size
 
 
 @dataclass(frozen=True)

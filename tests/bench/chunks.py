@@ -92,7 +92,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     )
     ready = time.perf_counter()
     taken, blocks = 0, 0
-    for position in range(loader.batches_per_epoch):
+    for position in range(order.batches_per_epoch):
         taken += len(loader.batch(position).tokens)
         loader.end_batch(position)
         if order.chunk_end(position) is not None:

@@ -14,11 +14,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
+from engine.trainer.collective import Collective, TensorSpec
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.weights import UINT_OF_SIZE, TensorSpec, WeightStream, floats, scalar
+from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats, scalar
 
 State = dict[str, dict[str, mx.array]]
 """Group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
@@ -61,11 +61,6 @@ class Strategy(ABC):
     def learning_rate(self) -> float:
         """The last update's rate. Local."""
         return self._updater.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits. Local."""
-        return self._updater.in_16_bits
 
     def accumulate(self, position: int) -> LocalStep:
         """Forward and backward of the `position`-th global batch, from 0, added to the update under way; evaluated."""
@@ -152,11 +147,6 @@ class PartitionedStrategy(Strategy):
         self._found: State = {}
         self.sums: dict[str, mx.array] = {}
         """The gradients' sums so far, float32."""
-
-    @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits, on any rank."""
-        return any(parameter.dtype.size < 4 for parameter in self._trained)
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:
         """Add gradients (float32) to the sums of the update under way, evaluated."""

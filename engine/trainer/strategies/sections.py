@@ -114,7 +114,6 @@ def check_splittable(model: nn.Module, strategy: str) -> None:
             f"{', '.join(SPLITTABLE_MODULES)} and those that mlx-lm runs as one of them: use "
             'strategy = "data"'
         )
-    _trunk_path(model)
 
 
 def _trunk_path(model: nn.Module) -> list[str]:

@@ -19,16 +19,14 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective, aligned_words, as_words
+from engine.trainer.collective import Collective, as_words, from_words
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
-from engine.trainer.weights import TensorSpec, scalar
+from engine.trainer.weights import scalar
 
-_ALIGNED_WORDS = 16
-"""Each gathered tensor begins at a multiple of 64 bytes, for kernels that read several numbers at once."""
 _TRAINED_BYTES = 12
 """State per trained element beside the element itself: two float32 moments and its gradient's sum."""
 
@@ -75,19 +73,20 @@ class Shards:
         """All parameters of the `section`-th section, until `release`. Raises PeerLost."""
         tensors, rank = self._tensors[section], self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
-        own = {name: held[name] for name, tensor in tensors.items() if rank in tensor.ranks}
-        self._before_gather = {name: own.get(name, _empty(tensor.dtype)) for name, tensor in tensors.items()}
-        offsets, width = _offsets(tensors)
-        parts = [as_words(value, _words(tensors[name])) for name, value in own.items()]
-        rest = width - sum(part.size for part in parts)
-        mine = mx.concatenate([*parts, mx.zeros(rest, mx.uint32)])
+        owned = [
+            {name: tensor for name, tensor in tensors.items() if owner in tensor.ranks}
+            for owner in range(self._collective.size)
+        ]
+        self._before_gather = {
+            name: held[name] if name in owned[rank] else _empty(tensor.dtype) for name, tensor in tensors.items()
+        }
+        widths = [sum(tensor.words for tensor in own.values()) for own in owned]
+        rest = mx.zeros(max(widths) - widths[rank], mx.uint32)
+        mine = mx.concatenate([*(as_words(held[name]) for name in owned[rank]), rest])
         everybody = self._collective.gather_arrays(mine)
-        found = {}
-        for name, start in offsets.items():
-            tensor = tensors[name]
-            (owner,) = tensor.ranks
-            words = everybody[owner, start : start + _words(tensor)]
-            found[name] = words.view(tensor.dtype)[: tensor.size].reshape(tensor.shape)
+        found: dict[str, mx.array] = {}
+        for owner, parts in enumerate(owned):
+            found |= from_words(everybody[owner], parts)
         return found
 
     def reduce(self, section: int, gradients: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -126,21 +125,6 @@ def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str
                 whole[owners[name]] += cost
             here[owners[name]] += cost
     return owners
-
-
-def _words(tensor: TensorSpec) -> int:
-    """The 32-bit words of a tensor among the gathered ones, padding included."""
-    return aligned_words(tensor.nbytes, _ALIGNED_WORDS)
-
-
-def _offsets(tensors: Mapping[str, PlacedParameter]) -> tuple[dict[str, int], int]:
-    """Each tensor's offset in its owner's row of words, and the length of the longest row."""
-    offsets, rows = {}, dict[int, int]()
-    for name, tensor in tensors.items():
-        (owner,) = tensor.ranks
-        offsets[name] = rows.get(owner, 0)
-        rows[owner] = offsets[name] + _words(tensor)
-    return offsets, max(rows.values(), default=0)
 
 
 def _empty(dtype: mx.Dtype) -> mx.array:
