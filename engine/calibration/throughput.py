@@ -42,7 +42,6 @@ class ProgressResult(ProbeResult):
 
     phase: ShortText
     elapsed_s: Figure = 0.0
-    steps: Count = 0
     examples_per_s: Figure | None = None
 
 

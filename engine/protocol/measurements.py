@@ -58,7 +58,6 @@ class MeasureProgress:
     """ "loading", "probing", "warming up" or "measuring"."""
     elapsed_s: float = 0.0
     """Seconds of measuring so far."""
-    steps: int = 0
     examples_per_s: float | None = None
 
 

@@ -44,14 +44,22 @@ def main(arguments: list[str]) -> int:
 
 def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
     _print_progress(MeasureProgress("loading"))
-    from engine.trainer.single_node_bench import PROBE_BATCHES, Measurement, load_trainer
+    from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, load_trainer, measure, second_batch
 
     training = load_trainer(spec, home)
     result.gradient_bytes = training.gradient_bytes
     result.batch = spec.batch
     limit_s = max(_STEP_LIMIT_S, 3 * spec.seconds)
     watchdog = _StepWatchdog(limit_s, lambda stepped: _give_up(result, limit_s, stepped))
-    measurement = Measurement(training, result, spec.batch, watchdog.step_done)
+
+    def step(batch: int) -> tuple[float, int]:
+        taken = training.step(batch)
+        watchdog.step_done()
+        return taken
+
+    def report() -> None:
+        _print_progress(MeasureProgress("measuring", result.measured_s, result.examples_per_s))
+
     _print_progress(MeasureProgress("probing"))
     for batch in PROBE_BATCHES:
         state, peak = training.probe(batch)
@@ -60,11 +68,9 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
         result.probes.append((batch, peak))
         watchdog.step_done()
     _print_progress(MeasureProgress("warming up"))
-    measurement.warm_up()
-    measurement.run(
-        spec.seconds,
-        lambda: _print_progress(MeasureProgress("measuring", result.measured_s, result.steps, result.examples_per_s)),
-    )
+    for batch in (second_batch(spec.batch), *[spec.batch] * WARM_UP_STEPS):
+        step(batch)
+    measure(step, spec.seconds, result, report)
     watchdog.end()
 
 

@@ -148,8 +148,8 @@ def from_words(words: mx.array, specs: Mapping[Name, TensorSpec]) -> dict[Name, 
 def all_gather_object(collective: Collective, facts: Any) -> list[Any]:
     """Every rank's `facts` (a JSON value), by rank. Raises PeerLost."""
     raw = json.dumps(facts).encode()
-    longest = mx.max(collective.gather_arrays(mx.array(len(raw)))).item()
-    padded = mx.array(list(raw.ljust(int(longest))), dtype=mx.uint8)
+    longest = cast("int", mx.max(collective.gather_arrays(mx.array(len(raw)))).item())
+    padded = mx.array(list(raw.ljust(longest)), dtype=mx.uint8)
     return [json.loads(bytes(row)) for row in cast("list[list[int]]", collective.gather_arrays(padded).tolist())]
 
 

@@ -156,7 +156,9 @@ class Loop:
         *counted, stop, idle, settled = self.strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
         self._stop = stop > 0
-        self._sync_checkpoint_state(idle, settled)
+        if self.periodic.sync(idle, settled):
+            # Emergency checkpoints of earlier attempts are older than the first complete one.
+            self.emergency.remove_older()
         summed = time.perf_counter()
         for iteration, loss in zip(self._pending, losses, strict=True):
             if not math.isfinite(loss):
@@ -183,14 +185,6 @@ class Loop:
         tokens = sum(step.tokens for step in self._pending.values())
         loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
         return {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
-
-    def _sync_checkpoint_state(self, idle: float, settled: float) -> None:
-        """`idle` and `settled`: the counters of the periodic checkpoints, summed over the ranks."""
-        before = self.periodic.committed
-        self.periodic.sync(idle, settled)
-        if before is None and self.periodic.committed is not None:
-            # Emergency checkpoints of earlier attempts are older than the first complete one.
-            self.emergency.remove_older()
 
     def _snapshot(self, iteration: int) -> Snapshot:
         return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())

@@ -141,9 +141,8 @@ class ReplicaCheck:
         return mismatch is None or not self.stops
 
     def message(self) -> str:
-        """The result of the last comparison, in one line."""
-        if self.difference is None:
-            return "all ranks have the same parameters"
+        """The difference that the last comparison has found, in one line."""
+        assert self.difference is not None
         *others, final = map(str, self.difference.ranks)
         who = f"ranks {', '.join(others)} and {final}" if others else f"rank {final}"
         what = (

@@ -8,7 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -95,7 +94,7 @@ WARM_UP_STEPS = 2
 WINDOWS = 10
 """The spread is over their throughputs."""
 _SECOND_BATCH_FRACTION = 0.2
-"""Share of a window for steps of a second batch size: the two give a step's fixed overhead."""
+"""Share of a window for steps of the second batch."""
 _PROBE_STEPS = 5
 """Steps of a memory probe: MLX frees a step's memory while the next operation runs, so that a single step may
 show less than the peak."""
@@ -104,17 +103,6 @@ _CACHE_BYTES = 2**30
 
 class BatchSource(Protocol):
     def batch(self, indices: Indices) -> Batch: ...
-
-
-@dataclass
-class StepTimes:
-    batch: int
-    seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def mean_s(self) -> float:
-        return statistics.fmean(self.seconds)
 
 
 class SingleNodeTrainer:
@@ -185,62 +173,54 @@ class SingleNodeTrainer:
         return Batch(filled.astype(np.int32), bounds, batch_size * (length - 1))
 
 
-class Measurement:
-    """Steps of two batches in turn, window by window; the figures of the first are in `report` after each window."""
+Step = Callable[[int], tuple[float, int]]
+"""SingleNodeTrainer.step"""
 
-    def __init__(
-        self,
-        training: SingleNodeTrainer,
-        report: MeasureReport,
-        batch: int,
-        on_step: Callable[[], object],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._training = training
-        self._report = report
-        self._on_step = on_step
-        self._clock = clock
-        self._steps = StepTimes(batch)
-        self._others = StepTimes(1 if batch > 1 else 2)
-        self.throughputs: list[float] = []
-        """Examples per second of each window."""
 
-    def warm_up(self) -> None:
-        for batch in (self._others.batch, *[self._steps.batch] * WARM_UP_STEPS):
-            self._training.step(batch)
-            self._on_step()
+def second_batch(batch: int) -> int:
+    """Measured beside `batch`: the two give a step's fixed overhead."""
+    return 1 if batch > 1 else 2
 
-    def run(self, seconds: float, on_window: Callable[[], None]) -> None:
-        """Measure for about `seconds`, at least one window."""
-        started = self._clock()
-        while self._report.measured_s < seconds:
-            window = self._until(self._steps, seconds / WINDOWS * (1 - _SECOND_BATCH_FRACTION))
-            self.throughputs.append(self._steps.batch * len(window) / sum(window))
-            self._until(self._others, seconds / WINDOWS * _SECOND_BATCH_FRACTION)
-            self._report.measured_s = self._clock() - started
-            self._fill_in()
-            on_window()
 
-    def _until(self, steps: StepTimes, seconds: float) -> list[float]:
-        """At least one step; the seconds of each."""
-        started, before = self._clock(), len(steps.seconds)
-        while True:
-            taken, tokens = self._training.step(steps.batch)
-            steps.seconds.append(taken)
-            steps.tokens += tokens
-            self._on_step()
-            if self._clock() - started >= seconds:
-                return steps.seconds[before:]
-
-    def _fill_in(self) -> None:
-        report, steps, others, throughputs = self._report, self._steps, self._others, self.throughputs
-        total_s, mean_s = sum(steps.seconds), steps.mean_s
-        report.steps, report.windows = len(steps.seconds), len(throughputs)
-        report.examples_per_s = steps.batch * len(steps.seconds) / total_s
-        report.tokens_per_s = steps.tokens / total_s
-        report.step_s = statistics.median(steps.seconds)
-        # The coefficient of variation: sample standard deviation over mean.
-        report.spread = statistics.stdev(throughputs) / statistics.fmean(throughputs) if report.windows > 1 else None
+def measure(
+    step: Step,
+    seconds: float,
+    report: MeasureReport,
+    on_window: Callable[[], object],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[float]:
+    """Steps of `report.batch` and of a second batch in turn, window by window, for about `seconds`, at least one
+    window; the figures are in `report` after each. Returns the windows' throughputs, examples per second."""
+    assert report.batch is not None
+    batch, other, length = report.batch, second_batch(report.batch), seconds / WINDOWS
+    times: list[float] = []
+    other_times: list[float] = []
+    tokens, throughputs, started = 0, list[float](), clock()
+    while report.measured_s < seconds:
+        taken, targets = _steps(step, batch, length * (1 - _SECOND_BATCH_FRACTION), clock)
+        throughputs.append(batch * len(taken) / sum(taken))
+        times, tokens = times + taken, tokens + targets
+        other_times += _steps(step, other, length * _SECOND_BATCH_FRACTION, clock)[0]
+        mean, other_mean = statistics.fmean(times), statistics.fmean(other_times)
+        report.measured_s = clock() - started
+        report.steps, report.windows = len(times), len(throughputs)
+        report.examples_per_s = batch / mean
+        report.tokens_per_s = tokens / sum(times)
+        report.step_s = statistics.median(times)
+        if len(throughputs) > 1:
+            # The coefficient of variation: sample standard deviation over mean.
+            report.spread = statistics.stdev(throughputs) / statistics.fmean(throughputs)
         # The line through both batches' mean steps, at batch 0.
-        slope = (mean_s - others.mean_s) / (steps.batch - others.batch)
-        report.overhead_s = min(max(0.0, mean_s - slope * steps.batch), mean_s)
+        report.overhead_s = min(max(0.0, mean - batch * (mean - other_mean) / (batch - other)), mean)
+        on_window()
+    return throughputs
+
+
+def _steps(step: Step, batch: int, seconds: float, clock: Callable[[], float]) -> tuple[list[float], int]:
+    """The seconds of each step, at least one, and the target tokens of all."""
+    started, times, tokens = clock(), list[float](), 0
+    while not times or clock() - started < seconds:
+        taken, targets = step(batch)
+        times.append(taken)
+        tokens += targets
+    return times, tokens

@@ -10,7 +10,7 @@ import pytest
 
 from engine.protocol.job import JobError, config_hash
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import MANIFEST_NAME
+from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, StateFolder, complete_states
 from engine.trainer.collective import Collective
@@ -57,11 +57,11 @@ def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
     # Of each rank: update, part, parts.
     rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
     found = complete_states(
-        StateCopy(rank, index, update, parts, part, 2 * update, {}, None, 0)
+        StateCopy(rank, index, Manifest("job", 2, part, parts, update, 2 * update, {}, {}, ()), None)
         for rank, copies in enumerate(rows)
         for index, (update, part, parts) in enumerate(copies)
     )
-    assert [{copy.update for copies in whole for copy in copies} for whole in found] == [{5}, {3}]
+    assert [{copy.manifest.update for copies in whole for copy in copies} for whole in found] == [{5}, {3}]
     holders = [[[(copy.rank, copy.number) for copy in copies] for copies in whole] for whole in found]
     assert holders == [[[(0, 1)], [(1, 0)]], [[(0, 2), (1, 1)]]]
 

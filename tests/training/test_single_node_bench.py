@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,9 +26,9 @@ from engine.trainer.model import load_model
 from engine.trainer.single_node_bench import (
     PROBE_BATCHES,
     WINDOWS,
-    Measurement,
     SingleNodeTrainer,
     SyntheticData,
+    measure,
     synthetic_model,
 )
 from tests.training.test_update import make_job, train
@@ -90,11 +90,8 @@ class Paced:
 
 def measured(paced: Paced, batch: int, seconds: float) -> tuple[MeasureReport, list[float]]:
     """The report, and each window's throughput."""
-    report = MeasureReport()
-    training = cast("SingleNodeTrainer", paced)
-    measurement = Measurement(training, report, batch, lambda: None, clock=lambda: paced.now)
-    measurement.run(seconds, lambda: None)
-    return report, measurement.throughputs
+    report = MeasureReport(batch=batch)
+    return report, measure(paced.step, seconds, report, lambda: None, clock=lambda: paced.now)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -63,11 +63,13 @@ class PeriodicCheckpoints:
         self._poll(wait=False)
         return [float(self._writing is None or self._writing.done()), float(self._settled)]
 
-    def sync(self, idle: float, settled: float) -> None:
-        """The counters, summed over the ranks."""
+    def sync(self, idle: float, settled: float) -> bool:
+        """The counters, summed over the ranks; True when there is a complete checkpoint for the first time."""
+        first = self.committed is None
         self._idle = idle == self._origin.world_size
         if settled == self._origin.world_size and self._last is not None:
             self.committed = self._last.update
+        return first and self.committed is not None
 
     def due(self, update: int) -> bool:
         """A checkpoint begins after `update`. The same on every rank."""

@@ -11,18 +11,16 @@ another order.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Manifest
+from engine.trainer.checkpoint.files import FileEntry, Manifest
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter
@@ -43,32 +41,14 @@ class Author(NamedTuple):
 
 
 class StateCopy(NamedTuple):
-    """A state, or a part of one, on a rank's disk, complete by names and sizes. The ranks exchange it as JSON."""
+    """A state, or a part of one, on a rank's disk, complete by names and sizes."""
 
     rank: int
     number: int
     """Among that rank's, from 0."""
-    update: int
-    parts: int
-    part: int
-    iteration: int
-    window: dict[str, Any]
+    manifest: Manifest
     author: Author | None
     """Of an emergency checkpoint."""
-    digest: int
-    """64 bits over the hashes of all its files."""
-
-    @classmethod
-    def of(cls, manifest: Manifest, rank: int, author: Author | None) -> StateCopy:
-        hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
-        digest = int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=8).digest(), "little")
-        facts = (manifest.update, manifest.parts, manifest.part, manifest.iteration, manifest.window)
-        return cls(rank, 0, *facts, author, digest)
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> StateCopy:
-        copy = cls(*values)
-        return copy._replace(author=copy.author and Author(*copy.author))
 
 
 CompleteState = list[list[StateCopy]]
@@ -79,9 +59,10 @@ def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
     """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first."""
     found: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
     for copy in copies:
-        found.setdefault((-copy.update, copy.parts), {}).setdefault(copy.part, []).append(copy)
+        state = found.setdefault((-copy.manifest.update, copy.manifest.parts), {})
+        state.setdefault(copy.manifest.part, []).append(copy)
     return [
-        [sorted(held[part], key=lambda copy: (copy.rank != copy.part, copy.rank, copy.number)) for part in range(parts)]
+        [sorted(held[part], key=lambda copy: (copy.rank != part, copy.rank, copy.number)) for part in range(parts)]
         for (_, parts), held in sorted(found.items())
         if len(held) == parts
     ]
@@ -90,14 +71,14 @@ def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
 def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMismatch]]:
     """The attempts whose ranks have saved different states of one update, with the ranks that differ. An author listed
     twice, as by two ranks of one node, counts once."""
-    attempts: dict[int, dict[int, int]] = {}
+    attempts: dict[int, dict[int, tuple[FileEntry, ...]]] = {}
     for copy in copies:
         if copy.author is not None:
-            attempts.setdefault(copy.author.attempt, {})[copy.author.rank] = copy.digest
+            attempts.setdefault(copy.author.attempt, {})[copy.author.rank] = copy.manifest.files
     differing = []
-    for attempt, digests in sorted(attempts.items()):
-        ranks = sorted(digests)
-        if (mismatch := find_mismatch([[digests[rank]] for rank in ranks], None)) is not None:
+    for attempt, files in sorted(attempts.items()):
+        ranks = sorted(files)
+        if (mismatch := find_mismatch([[files[rank]] for rank in ranks], None)) is not None:
             of_attempt = tuple(ranks[index] for index in mismatch.ranks)
             differing.append((attempt, replace(mismatch, ranks=of_attempt)))
     return differing
@@ -146,7 +127,11 @@ class Resume:
         `reached` an iteration; Corrupted, on all ranks."""
         started = time.perf_counter()
         table = all_gather_object(self.collective, self._own_copies(folders))
-        copies = [StateCopy.from_json(values) for rows in table for values in rows]
+        copies = [
+            StateCopy(rank, number, Manifest.from_json(manifest.encode()), author and Author(*author))
+            for rank, rows in enumerate(table)
+            for number, (manifest, author) in enumerate(rows)
+        ]
         points = (self._restore(state) for state in complete_states(copies))
         found = next((point for point in points if point is not None), None)
         refused = sum(all_gather_object(self.collective, self._refused))
@@ -160,7 +145,8 @@ class Resume:
         self._report(point, time.perf_counter() - started, refused)
         return point
 
-    def _own_copies(self, folders: Sequence[StateFolder]) -> list[StateCopy]:
+    def _own_copies(self, folders: Sequence[StateFolder]) -> list[tuple[str, Author | None]]:
+        """The manifests of those on this rank's disk, as JSON, with their authors."""
         found = []
         for place in folders:
             try:
@@ -169,18 +155,18 @@ class Resume:
                 self.reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
-                copy = self._read(path, partial(self._describe, place))
-                if copy is not None:
-                    found.append((path, copy))
+                manifest = self._read(path, self._manifest)
+                if manifest is not None:
+                    found.append((path, manifest, place.author))
         newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
-        self._paths = [path for path, _ in newest]
-        return [copy._replace(number=number) for number, (_, copy) in enumerate(newest)]
+        self._paths = [path for path, _, _ in newest]
+        return [(manifest.to_json().decode(), author) for _, manifest, author in newest]
 
-    def _describe(self, place: StateFolder, path: Path) -> StateCopy:
+    def _manifest(self, path: Path) -> Manifest:
         manifest = store.verify(path, check_hashes=False).manifest
         if manifest.config_hash != self.config_hash:
             raise CheckpointError("it is of another job")
-        return StateCopy.of(manifest, self.collective.rank, place.author)
+        return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
         """None, reported, when it cannot be read."""
@@ -234,7 +220,9 @@ class Resume:
         outvoted: set[Author | None] = set()
         for attempt, mismatch in differing_authors(copies):
             ranks = ", ".join(map(str, mismatch.ranks))
-            message = f"the states of update {copies[0].update} that the ranks of attempt {attempt} saved differ: "
+            message = (
+                f"the states of update {copies[0].manifest.update} that the ranks of attempt {attempt} saved differ: "
+            )
             if mismatch.certain:
                 self.reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
                 outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}
@@ -272,16 +260,16 @@ class Resume:
 
     def _agree_on_start(self, copy: StateCopy, rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
-        results = all_gather_object(self.collective, restored)
+        found, results = copy.manifest, all_gather_object(self.collective, restored)
         if not any(results):
             return None
         if not all(results):
             raise JobError(
-                f"the state of update {copy.update} could be restored on some ranks or in part only: remove it, and "
+                f"the state of update {found.update} could be restored on some ranks or in part only: remove it, and "
                 "resume again"
             )
         source = "checkpoint" if copy.author is None else "emergency"
-        return ResumePoint(copy.iteration, copy.update, copy.window, source, rank)
+        return ResumePoint(found.iteration, found.update, found.window, source, rank)
 
     def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
         self.reporter.event(

@@ -35,7 +35,7 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         6_000_000,
     )
     assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
-    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 3, 8.0))})
+    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 8.0))})
     assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
 
 
