@@ -101,8 +101,7 @@ class _StepWatchdog:
 
 
 def _give_up(result: MeasureReport, limit_s: float, stepped: bool) -> None:
-    """Report and exit, from the watchdog's thread: MLX does not return. Only a node without a finished step counts as
-    offline."""
+    """Report and exit, from the watchdog's thread, as MLX does not return. Offline is only a node without any step."""
     if result.windows:
         result.problem = "a step has not ended"
     elif stepped:

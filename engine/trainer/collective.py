@@ -125,8 +125,7 @@ class TensorSpec:
 
     @property
     def words(self) -> int:
-        """The length of its `as_words`: tensors begin at a multiple of 64 bytes, for kernels that read several numbers
-        at once."""
+        """The length of its `as_words`: whole 64 bytes, for kernels that read several numbers at once."""
         return -(-self.nbytes // _ALIGNED_BYTES) * (_ALIGNED_BYTES // 4)
 
 

@@ -58,14 +58,8 @@ class Split(ABC):
     def __len__(self) -> int:
         return self.plan.dataset_size
 
-    @property
-    def num_chunks(self) -> int | None:
-        """Chunks that it is streamed in; None when it is in memory."""
-        return self.plan.num_chunks if self.plan.enabled else None
-
     def batch(self, indices: Sequence[int] | Indices) -> Batch:
-        """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most.
-        Raises JobError."""
+        """The examples at `indices` (one or more), padded to a multiple of 32 input tokens or less. Raises JobError."""
         wanted = [int(index) for index in indices]
         pairs = zip(wanted, self._examples(wanted), strict=True)
         return _padded([self._tokens(*pair) for pair in pairs], self._max_length, self._on_truncate)
@@ -191,12 +185,10 @@ def _length(value: Any) -> int:
 
 
 class DataLoader:
-    """This rank's share of each global batch: a function of the position alone, so that resuming needs no other
-    state."""
+    """This rank's share of each global batch, by its position alone: resuming needs no other state."""
 
     def __init__(self, train: Split, job: Job, shares: Sequence[float], rank: int, reporter: Reporter) -> None:
-        """`shares`: relative, per rank. Raises JobError when the batch is too small for the ranks or too large for the
-        data."""
+        """`shares`: relative. Raises JobError for a batch too small for the ranks or too large for the data."""
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)

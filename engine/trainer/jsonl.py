@@ -127,9 +127,8 @@ def _load_index(path: Path, document: Path) -> JsonlIndex | None:
         offsets = document.with_name(found["offsets"])
         with path.open("rb") as file, offsets.open("rb") as stored:
             stamp = _stamp(file)
-            if found["version"] != _VERSION or found["stamp"] != stamp:
-                return None
-            if found["offsets_checksum"] != _checksum(stored):
+            known = (found["version"], found["stamp"], found["offsets_checksum"])
+            if known != (_VERSION, stamp, _checksum(stored)):
                 return None
         return JsonlIndex(path, stamp, offsets, int(found["checksum"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -56,8 +56,7 @@ class Corrupted(TrainerError):
 
 
 def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, str]:
-    """16 hexadecimal digits per parameter, which change with any of its bits: one pass over the memory, on the
-    device."""
+    """16 hexadecimal digits each, which change with any of its bits: one pass over the memory, on the device."""
     pieces = {name: _pieces(parameter) for name, parameter in parameters.items()}
     mx.eval([piece for parts in pieces.values() for piece in parts])
     found = {}
@@ -170,8 +169,7 @@ class ReplicaCheck:
         return broadcast_arrays(self.collective, {"trained": own}, rank)["trained"]
 
     def restore(self) -> bool:
-        """Restore the trained parameters of the last agreement; False, on every rank, when a rank does not have
-        them."""
+        """Restore the trained parameters of the last agreement; False, on all ranks, when one does not have them."""
         kept = bool(self._kept) and _combined(parameter_digests(self._kept)) == self._kept_digest
         # A rank whose copy is corrupted too must not save it.
         if not all(all_gather_object(self.collective, kept)):

@@ -47,8 +47,7 @@ class Sampler:
     """
 
     def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
-        """`lengths` returns those of a half-open range of examples, in any unit. Raises ValueError for fewer examples
-        than a batch."""
+        """`lengths`: of a half-open range of examples, in any unit. Raises ValueError for fewer than a batch."""
         if plan.dataset_size < batch_size:
             raise ValueError(f"{plan.dataset_size} examples do not fill one batch of {batch_size}")
         self._plan = plan

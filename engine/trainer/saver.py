@@ -128,8 +128,7 @@ class Saver:
             self.saved = iteration
 
     def _write(self, weights: WeightStream, iteration: int, *, last: bool) -> bool:
-        """True on the rank that has written them, False when its disk did not take it. Raises OSError at the last
-        save."""
+        """True on a rank that has written, False when its disk did not take it. Raises OSError at the last save."""
         # As in mlx-lm, the end of the training has no numbered file of its own.
         numbered = iteration if not last or iteration < self.job.iters else None
         try:

@@ -116,7 +116,7 @@ class SingleNodeTrainer:
         self._gradients = Gradients(model)
         self._updater = Updater(job, model)
         self._updater.evaluate()
-        self._sums: list[mx.array] | None = None
+        self._sums: list[mx.array] = []
         self._targets = 0
         self._position = 0
         model.train()
@@ -125,8 +125,7 @@ class SingleNodeTrainer:
         """Bytes of an all_sum of the gradients (float32)."""
 
     def step(self, batch_size: int) -> tuple[float, int]:
-        """One iteration with the first `batch_size` examples of the next global batch; its seconds and target
-        tokens."""
+        """One iteration with `batch_size` examples of the next global batch; its seconds and target tokens."""
         started = time.perf_counter()
         indices = np.resize(self._order(self._position), batch_size)
         batch = self._data.batch(indices)
@@ -140,8 +139,7 @@ class SingleNodeTrainer:
         return time.perf_counter() - started, batch.targets
 
     def probe(self, batch_size: int) -> tuple[int, int]:
-        """Steps with `batch_size` sequences of the job's full length; MLX's bytes of the state (weights, gradients and
-        moments) in the first, and of the peak."""
+        """Steps of full length; MLX's bytes of the state (weights, gradients, moments) in the first, and the peak."""
         batch = self._full(batch_size)
         states = []
         mx.clear_cache()
@@ -159,10 +157,9 @@ class SingleNodeTrainer:
         self._targets += batch.targets
 
     def _update(self) -> None:
-        assert self._sums is not None
         if self._targets:
             self._updater.update(self._gradients.unpack(self._sums, self._targets))
-        self._sums, self._targets = None, 0
+        self._sums, self._targets = [], 0
 
     def _full(self, batch_size: int) -> Batch:
         """Real tokens, repeated to the job's full length."""

@@ -145,7 +145,7 @@ class _Setup:
             total_parameters=total,
             device=str(mx.default_device()),
         )
-        chunks = f" in {train.num_chunks} chunks of {job.chunk_size}" if train.num_chunks is not None else ""
+        chunks = f" in {train.plan.num_chunks} chunks of {job.chunk_size}" if train.plan.enabled else ""
         self.reporter.print(
             f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
             f"{len(train)} examples{chunks}, {job.iters} iterations of {job.batch_size}"

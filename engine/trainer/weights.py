@@ -1,8 +1,5 @@
 """Parameters as a stream of arrays, one at a time, and safetensors files written from such a stream; MLX arrays as
-Python floats.
-
-The safetensors format: eight bytes of length, a JSON header with each tensor's type, shape and offsets, then the
-tensors.
+Python floats. For the format see protocol.safetensors.
 """
 
 from __future__ import annotations
@@ -65,8 +62,7 @@ class WeightStream:
 
 
 def write_safetensors(path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array]) -> None:
-    """Write the next `arrays`, one per entry of `entries`. `path` is complete and on disk afterwards, or as it was
-    before. Raises OSError."""
+    """Write one of `arrays` per entry; `path` is complete and on disk afterwards, or as before. Raises OSError."""
     with replacing(path) as file:
         header = _header(entries)
         file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)

@@ -84,7 +84,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
 
     started = time.perf_counter()
     train = load_split(job, "train", tokenizer, lambda _: None)
-    if (train.num_chunks is not None) != chunked:
+    if train.plan.enabled != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
     loader, order = (
         DataLoader(train, job, [1.0], 0, Reporter(EventWriter(None, 0, 1))),

@@ -47,8 +47,7 @@ class EmergencyCheckpoint:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """The state changes inside: it is not written meanwhile, and no reference keeps the old one in memory. `hold`
-        inside when it is complete again."""
+        """The state changes inside: it is neither written nor held in memory until `hold` has a complete one again."""
         with self._unchanging:
             self._snapshot = None
             yield
@@ -64,8 +63,7 @@ class EmergencyCheckpoint:
             self._save()
 
     def save_and_exit(self, code: int) -> None:
-        """On request of the head, as the main thread may hang: write the state and end the process with `code`, unless
-        the main thread is about to."""
+        """On request of the head, in case the main thread hangs: save, and exit with `code` unless it is about to."""
         self._save()
         if not self._exiting:
             os._exit(code)

@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -129,6 +130,10 @@ def _text(pattern: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < math.inf
+
+
 _VALID: Mapping[str, Callable[[Any], bool]] = {
     "config_hash": _text(rf".{{0,{_MAX_TEXT}}}"),
     "world_size": _number(least=1),
@@ -136,8 +141,8 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "parts": _number(1, _MAX_PARTS + 1),
     "update": _number(),
     "iteration": _number(),
-    "window": lambda value: isinstance(value, dict) and all(isinstance(each, int | float) for each in value.values()),
-    "versions": lambda value: isinstance(value, dict),
+    "window": lambda value: isinstance(value, dict) and all(map(_is_finite, value.values())),
+    "versions": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
     "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
     "name": _text(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?"),
     "sha256": _text(r"[0-9a-f]{64}"),
@@ -251,16 +256,14 @@ def replace_folder(folder: Path, target: Path) -> None:
 
 
 def move_aside(path: Path) -> Path:
-    """One rename, so that a kill in the middle of a deletion leaves nothing that looks like a checkpoint; returns the
-    folder that is to be deleted."""
+    """One rename, so that a killed deletion leaves nothing like a checkpoint; returns the folder to delete."""
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     path.rename(aside / "removed")
     return aside
 
 
 def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
-    """Raises CheckpointError unless it is a regular file of the manifest's size and, with `check_hash`, has its hash;
-    OSError."""
+    """Check that it is a regular file of the manifest's size, and its hash. Raises CheckpointError, OSError."""
     with _opened(folder, entry) as file:
         if not check_hash:
             return

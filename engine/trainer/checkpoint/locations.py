@@ -64,8 +64,7 @@ class Remote:
             self._call(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}")
 
     def retain(self, count: int, committed: int) -> list[str]:
-        """Remove all but the newest `count` from update `committed` backwards, as store.retain does. Raises OSError
-        when they cannot be listed."""
+        """Remove all but the newest `count` from update `committed` backwards, as store.retain does. Raises OSError."""
         updates, problems = self._updates(), []
         kept = [update for update in updates if update <= committed][-count:]
         for update in updates:
@@ -176,12 +175,9 @@ class CheckpointLocations:
 
     @classmethod
     def of(cls, home: Path, workdir: Path, run_id: str, destination: str | None) -> CheckpointLocations:
-        """`destination`: a path or an fsspec URL, below which each run has its own folder. None: the node's own
-        disk."""
-        if destination is None:
-            return cls(home, home / "checkpoints", None)
-        if _URL.fullmatch(destination):
-            return cls(home, home / "checkpoints", f"{destination.rstrip('/')}/{run_id}")
+        """`destination`: a path or fsspec URL, below which each run has its own folder. None: the node's own disk."""
+        if destination is None or _URL.fullmatch(destination):
+            return cls(home, home / "checkpoints", destination and f"{destination.rstrip('/')}/{run_id}")
         return cls(home, workdir / Path(destination).expanduser() / run_id, None)
 
     def destination(self, part: int, parts: int) -> Destination:

@@ -212,8 +212,7 @@ class Resume:
         return restored
 
     def _outvoted(self, complete: CompleteState) -> set[Author | None]:
-        """Authors whose emergency checkpoint differs from most of their attempt's. Raises Corrupted without a
-        majority."""
+        """Authors whose emergency checkpoint their attempt's others outvote. Raises Corrupted without a majority."""
         if len(complete) > 1:
             return set()
         (copies,) = complete

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """References to arrays that never change: nothing is copied, and no memory is taken while they are the training's
-    own."""
+    """References to arrays that never change: no copy, and no memory while they are the training's own."""
 
     iteration: int
     """The last one that the state has seen, which is also the position in the data."""
@@ -110,8 +109,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
-    """Compare every byte with the manifest; without `check_hashes` only names and sizes. Raises CheckpointError,
-    OSError."""
+    """Compare every byte with the manifest, or only names and sizes. Raises CheckpointError, OSError."""
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError("it is not a folder")
     try:

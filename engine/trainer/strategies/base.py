@@ -95,8 +95,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def trained_weights(self) -> WeightStream:
-        """All trained parameters by mlx-lm's names, as they are saved; complete on rank 0. Every rank iterates over all
-        of them."""
+        """All trained parameters by mlx-lm's names, complete on rank 0. Every rank iterates over all of them."""
 
     def state(self) -> State:
         """This rank's trained parameters at the optimizer's precision, and the optimizer's state, after the last

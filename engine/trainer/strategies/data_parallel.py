@@ -6,7 +6,7 @@ An update equals the single machine's: gradients, losses and tokens are summed i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,13 +40,12 @@ class Gradients:
         self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
 
-    def add(self, batch: Batch, sums: list[mx.array] | None = None) -> tuple[float, list[mx.array]]:
-        """The sum of cross-entropies over `batch`, and of their gradients in buckets, added to `sums` of earlier
-        batches if any; evaluated."""
+    def add(self, batch: Batch, sums: Sequence[mx.array] = ()) -> tuple[float, list[mx.array]]:
+        """The sums of cross-entropies and of gradients (in buckets, with earlier `sums` added) over `batch`, evaluated."""
         rows = Rows.of(batch, half=self._half)
         loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
         mx.eval(loss, buckets)
-        if sums is not None:
+        if sums:
             buckets = [bucket + before for bucket, before in zip(buckets, sums, strict=True)]
             mx.eval(buckets)
         return scalar(loss), buckets
@@ -94,18 +93,16 @@ class DataParallel(Strategy):
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         super().__init__(job, model, loader, collective)
         self._gradients = Gradients(model)
-        self._sums: list[mx.array] | None = None
+        self._sums: list[mx.array] = []
 
     def _forward_backward(self, batch: Batch) -> tuple[float, int]:
         loss, self._sums = self._gradients.add(batch, self._sums)
         return loss, batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
-        assert self._sums is not None
         return self._gradients.norm(self._sums, tokens) if tokens else None
 
     def exchange(self, counters: list[float]) -> list[float]:
-        assert self._sums is not None
         *buckets, last = self._sums
         # float32 counts up to 16 million tokens per iteration exactly.
         tail = mx.concatenate([last, mx.array(counters)])
@@ -113,8 +110,7 @@ class DataParallel(Strategy):
         return floats(self._sums[-1][last.size :])
 
     def apply(self, tokens: float) -> float | None:
-        assert self._sums is not None
-        totals, self._sums = self._sums, None
+        totals, self._sums = self._sums, []
         return scalar(self._updater.update(self._gradients.unpack(totals, tokens))) if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:

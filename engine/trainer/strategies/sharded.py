@@ -35,8 +35,7 @@ class Shards:
     """A model's sections over the ranks. gather and reduce are called by all ranks, in the same order."""
 
     def __init__(self, model: nn.Module, collective: Collective) -> None:
-        """`model` is whole and not evaluated; from now on it holds only this rank's tensors, and trains those of them
-        that are not frozen."""
+        """`model`: whole, not evaluated; from now on it holds only this rank's tensors, and trains those not frozen."""
         self._collective = collective
         layers = len(model.layers)
         self.sections = [
@@ -78,7 +77,7 @@ class Shards:
             for owner in range(self._collective.size)
         ]
         self._before_gather = {
-            name: held[name] if name in owned[rank] else _empty(tensor.dtype) for name, tensor in tensors.items()
+            name: held[name] if name in owned[rank] else mx.zeros(0, tensor.dtype) for name, tensor in tensors.items()
         }
         widths = [sum(tensor.words for tensor in own.values()) for own in owned]
         rest = mx.zeros(max(widths) - widths[rank], mx.uint32)
@@ -90,8 +89,7 @@ class Shards:
         return found
 
     def reduce(self, section: int, gradients: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The sums over all ranks of `gradients` (float32, of all trained tensors of the section) for the tensors that
-        this rank owns. Raises PeerLost."""
+        """The sums of all ranks' `gradients` (float32, all trained of the section) for own tensors. Raises PeerLost."""
         tensors = {name: tensor for name, tensor in self._tensors[section].items() if tensor.trained}
         if not tensors:
             return {}
@@ -127,10 +125,6 @@ def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str
     return owners
 
 
-def _empty(dtype: mx.Dtype) -> mx.array:
-    return mx.zeros(0, dtype)
-
-
 def _keep_owned(model: nn.Module, own: set[str]) -> None:
     """Evaluate `own` parameters; the others become empty and frozen."""
     every = dict(tree_flatten(model.parameters()))
@@ -142,7 +136,7 @@ def _keep_owned(model: nn.Module, own: set[str]) -> None:
         for part in path:
             module = module[int(part)] if isinstance(module, list) else module[part]
         module.freeze(recurse=False, keys=[leaf])
-    model.update(tree_unflatten([(name, _empty(every[name].dtype)) for name in others]))
+    model.update(tree_unflatten([(name, mx.zeros(0, every[name].dtype)) for name in others]))
 
 
 class Sharded(PartitionedStrategy):
