@@ -44,8 +44,9 @@ _MIB = 2**20
 def train(spec: AttemptSpec, home: Path, collective: Collective, control: Control, reporter: Reporter) -> None:
     """Run the job to its end or to an agreed stop. `home`: the run's folder on this node. Raises JobError, GroupError,
     PeerLost, Diverged, Corrupted, OSError."""
-    setup = _Setup(spec, _rank_job(spec.job or {}, spec.rank(collective.rank), home), collective, control, reporter)
-    job = setup.job
+    raw = spec.job or {}
+    job = _rank_job(raw, spec.rank(collective.rank), home)
+    setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     maybe_set_recommended_wired_limit()
     model, tokenizer = load_model(job)
     examples, valid, test = setup.load_splits(tokenizer)
@@ -71,9 +72,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
 
 
 def _reporting_callback(job: Job) -> TrainingCallback | None:
-    """W&B and SwanLab by mlx-lm's own callbacks."""
-    if not job.report_to:
-        return None
+    """W&B and SwanLab by mlx-lm's own callbacks, None without report_to."""
     config = {key: str(value) for key, value in asdict(job).items()}
     return get_reporting_callbacks(
         job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
@@ -92,6 +91,7 @@ class _Setup:
     """The steps from a rank's specification to its loop. All ranks take the same steps in the same order."""
 
     spec: AttemptSpec
+    config_hash: str
     job: Job
     collective: Collective
     control: Control
@@ -122,7 +122,7 @@ class _Setup:
         checksum = parameter_checksum(model) if self.job.strategy == "data" else files_checksum(self.job)
         self.collective.check_equal(
             {
-                "the job's configuration": self._config_hash,
+                "the job's configuration": self.config_hash,
                 "the model or the adapter": checksum,
                 "train.jsonl": train.checksum,
                 "valid.jsonl": valid.checksum,
@@ -138,7 +138,7 @@ class _Setup:
             versions=package_versions(),
             world_size=self.spec.world_size,
             backend=self.spec.backend,
-            config_hash=self._config_hash,
+            config_hash=self.config_hash,
             parameter_checksum=checksum,
             iterations=job.iters,
             trainable_parameters=trainable,
@@ -172,13 +172,13 @@ class _Setup:
         rank, size = collective.rank, collective.size
         node = spec.rank(rank)
         stop_on_corruption = spec.on_corruption == "stop"
-        origin = Origin(self._config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
+        origin = Origin(self.config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
         locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
         policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
         start = ResumePoint()
         if spec.resume:
             locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
-            resume = Resume(collective, strategy, self._config_hash, reporter, stop_on_corruption=stop_on_corruption)
+            resume = Resume(collective, strategy, self.config_hash, reporter, stop_on_corruption=stop_on_corruption)
             adapter = self.job.resume_adapter_file is not None
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
         destination = None
@@ -205,10 +205,6 @@ class _Setup:
             emergency=emergency,
             start=start,
         )
-
-    @property
-    def _config_hash(self) -> str:
-        return config_hash(self.spec.job or {})
 
     def _layer_split(self, layers: int) -> LayerSplit:
         """As the job has it, else in proportion to the ranks' memory."""

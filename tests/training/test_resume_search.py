@@ -12,7 +12,7 @@ from engine.protocol.job import JobError, config_hash
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest
 from engine.trainer.checkpoint.locations import CheckpointLocations
-from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, StateFolder, complete_states
+from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
@@ -35,7 +35,7 @@ def resume(
     def run(collective: Collective) -> ResumePoint:
         rank = collective.rank
         search = Resume(collective, cast("Strategy", strategies[rank]), "job", reporter(home / f"e{rank}", rank))
-        return search.run([StateFolder(folder) for folder in folders[rank]], reached=reached)
+        return search.run(dict.fromkeys(folders[rank]), reached=reached)
 
     starts = together(len(folders), run)
     messages = "\n".join(
@@ -101,7 +101,7 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
         rank = collective.rank
         search = Resume(collective, cast("Strategy", FakeStrategy()), "job", reporter(tmp_path / f"e{rank}", rank))
         with pytest.raises(JobError) as error:
-            search.run([StateFolder(tmp_path / "none")], adapter=rank == 0, reached=40)
+            search.run({tmp_path / "none": None}, adapter=rank == 0, reached=40)
         raised.append(str(error.value))
 
     together(2, run)

@@ -27,7 +27,7 @@ from engine.trainer.checkpoint.files import (
     replace_folder,
     update_of,
 )
-from engine.trainer.checkpoint.resume import Author, StateFolder
+from engine.trainer.checkpoint.resume import Author, StateFolders
 from engine.trainer.checkpoint.store import Checkpoint, verify
 from engine.trainer.collective import Collective
 from engine.trainer.reporting import Reporter
@@ -185,14 +185,14 @@ class CheckpointLocations:
         name = f"part{part}" if parts > 1 else ""
         return Destination(self.base / name, Remote(f"{self.url}/{name}") if self.url is not None else None)
 
-    def states(self) -> list[StateFolder]:
-        """All folders that may hold states, emergency checkpoints first."""
-        emergency = [
-            StateFolder(folder, Author(int(found[1]), int(found[2])))
+    def states(self) -> StateFolders:
+        """Emergency checkpoints first."""
+        emergency = {
+            folder: Author(int(found[1]), int(found[2]))
             for folder in sorted(emergency_folder(self.home).glob("*/rank*"))
             if (found := _EMERGENCY.search(str(folder)))
-        ]
-        return [*emergency, *(StateFolder(folder) for folder in (self.base, *sorted(self.base.glob("part*"))))]
+        }
+        return {**emergency, self.base: None, **dict.fromkeys(sorted(self.base.glob("part*")))}
 
     def fetch(self, collective: Collective, keep: int, reporter: Reporter, *, replicated: bool) -> None:
         """Download the newest `keep` checkpoints that are not on this node: all of them on rank 0, or on each rank the

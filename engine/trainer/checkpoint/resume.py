@@ -51,6 +51,8 @@ class StateCopy(NamedTuple):
     """Of an emergency checkpoint."""
 
 
+StateFolders = Mapping[Path, Author | None]
+"""Folders that may hold states, with the author of an emergency checkpoint."""
 CompleteState = list[list[StateCopy]]
 """A state of which every part is on some node. Per part: all copies, that of the rank of the part's number first."""
 
@@ -85,15 +87,6 @@ def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMis
 
 
 @dataclass(frozen=True)
-class StateFolder:
-    """A folder that may hold states."""
-
-    folder: Path
-    author: Author | None = None
-    """Of its emergency checkpoint; None for periodic ones."""
-
-
-@dataclass(frozen=True)
 class ResumePoint:
     """Where the training continues; all zero at its start."""
 
@@ -121,7 +114,7 @@ class Resume:
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
 
-    def run(self, folders: Sequence[StateFolder], *, adapter: bool = False, reached: int = 0) -> ResumePoint:
+    def run(self, folders: StateFolders, *, adapter: bool = False, reached: int = 0) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
@@ -145,19 +138,19 @@ class Resume:
         self._report(point, time.perf_counter() - started, refused)
         return point
 
-    def _own_copies(self, folders: Sequence[StateFolder]) -> list[tuple[str, Author | None]]:
+    def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
         """The manifests of those on this rank's disk, as JSON, with their authors."""
         found = []
-        for place in folders:
+        for folder, author in folders.items():
             try:
-                paths = store.list_checkpoints(place.folder)
+                paths = store.list_checkpoints(folder)
             except OSError as error:
-                self.reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
+                self.reporter.warn(f"{folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
                 manifest = self._read(path, self._manifest)
                 if manifest is not None:
-                    found.append((path, manifest, place.author))
+                    found.append((path, manifest, author))
         newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
         self._paths = [path for path, _, _ in newest]
         return [(manifest.to_json().decode(), author) for _, manifest, author in newest]

@@ -96,8 +96,7 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
 
 def package_versions() -> dict[str, str]:
     """Package → version, of what the training is computed with."""
-    packages = {name.replace("-", "_"): version(name) for name in ("mlx", "mlx-lm")}
-    return {"python": platform.python_version(), **packages}
+    return {"python": platform.python_version(), "mlx": version("mlx"), "mlx_lm": version("mlx-lm")}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -41,7 +41,7 @@ class Gradients:
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
 
     def add(self, batch: Batch, sums: Sequence[mx.array] = ()) -> tuple[float, list[mx.array]]:
-        """The sums of cross-entropies and of gradients (in buckets, with earlier `sums` added) over `batch`, evaluated."""
+        """The sum of cross-entropies over `batch`, and that of gradients in buckets, with `sums` added; evaluated."""
         rows = Rows.of(batch, half=self._half)
         loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
         mx.eval(loss, buckets)

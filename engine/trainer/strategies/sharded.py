@@ -69,7 +69,7 @@ class Shards:
         return [name for name, tensor in self._tensors[section].items() if tensor.trained]
 
     def gather(self, section: int) -> dict[str, mx.array]:
-        """All parameters of the `section`-th section, until `release`. Raises PeerLost."""
+        """All parameters of the `section`-th section, which has them until `release`. Raises PeerLost."""
         tensors, rank = self._tensors[section], self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
         owned = [
@@ -86,6 +86,7 @@ class Shards:
         found: dict[str, mx.array] = {}
         for owner, parts in enumerate(owned):
             found |= from_words(everybody[owner], parts)
+        self.sections[section].model.update(tree_unflatten(list(found.items())))
         return found
 
     def reduce(self, section: int, gradients: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -202,6 +203,5 @@ class Sharded(PartitionedStrategy):
     def _gather(self, section: int) -> dict[str, mx.array]:
         started = time.perf_counter()
         parameters = self._shards.gather(section)
-        self._shards.sections[section].model.update(tree_unflatten(list(parameters.items())))
         self._waited_s += time.perf_counter() - started
         return parameters
