@@ -263,7 +263,7 @@ def move_aside(path: Path) -> Path:
 
 
 def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
-    """Check that it is a regular file of the manifest's size, and its hash if so asked. Raises CheckpointError, OSError."""
+    """Check the kind and size of the file, and with `check_hash` its hash. Raises CheckpointError, OSError."""
     with _opened(folder, entry) as file:
         if not check_hash:
             return
