@@ -48,7 +48,7 @@ class StateCopy(NamedTuple):
     """Among that rank's, from 0."""
     manifest: Manifest
     author: Author | None
-    """Of an emergency checkpoint."""
+    """The author of an emergency checkpoint."""
 
 
 StateFolders = Mapping[Path, Author | None]
