@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import ConfigFault
 from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
@@ -35,6 +35,7 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "{:g} or more"),
     "less_than": ("lt", "a number below {:g}"),
     "less_than_equal": ("le", "{:g} or less"),
+    "too_long": ("max_length", "a list of up to {:g} entries"),
 }
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -113,6 +114,17 @@ def accepted_form(problem: ErrorDetails) -> str:
     if kind == "missing":
         return "a value, since the key is required"
     return _TYPES.get(kind, problem["msg"])
+
+
+def accepts(form: Callable[[Any], str | None]) -> Callable[[Any], Any]:
+    """A validator for pydantic: `form` describes what is accepted instead of a value, or returns None."""
+
+    def check(value: Any) -> Any:
+        if (accepted := form(value)) is not None:
+            raise PydanticCustomError("form", "{accepted}", {"accepted": accepted})
+        return value
+
+    return check
 
 
 def key_text(key: object) -> str:

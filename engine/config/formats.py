@@ -10,11 +10,15 @@ import posixpath
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.config.models import NodeConfig
 from engine.errors import InputError
+from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
 from engine.security.paths import path_fault
+
+if TYPE_CHECKING:
+    from engine.config.models import NodeConfig
 
 ON_NODE = "a path on the node: absolute, or below the home directory of its user (~/…)"
 _OTHER_NAMES = frozenset({"localhost", "::1", "ip6-localhost"})
@@ -90,3 +94,11 @@ def device_form(text: object) -> str | None:
     if isinstance(text, str) and _DEVICE.fullmatch(text):
         return None
     return 'the name of an RDMA device such as "rdma_en5", or "" for none'
+
+
+def split_form(text: str) -> str | None:
+    try:
+        parse_split(text)
+    except ValueError as error:
+        return f'one range per rank, such as "0-8,8-36": {error}'
+    return None

@@ -14,7 +14,6 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
 from engine.config.models import JobConfig
-from engine.protocol.partition import parse_split
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
@@ -46,9 +45,6 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     before = len(faults.found)
     faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
     _check_environment(faults, location, table.get("env"))
-    report = table.get("data_quality_report")
-    if isinstance(report, str) and (accepted := path_form(report)):
-        faults.add(location, "data_quality_report", report, accepted)
     faults.check_name(location, table)
     command = "command" in table
     if command:
@@ -56,7 +52,8 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     else:
         settings, locations = _training(faults, location, table, base)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    _layer_split(faults, location, own)
+    if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
+        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
     if not isinstance(own.get("command", []), list):
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
@@ -66,21 +63,6 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
     return ReadJob(config, settings, locations, command)
-
-
-def _layer_split(faults: Faults, location: Location, own: dict[str, Any]) -> None:
-    """Check the form of layer_split; its number of ranges is checked against the nodes, its layers against the
-    model."""
-    written = own.get("layer_split")
-    if not isinstance(written, str):
-        return
-    if own.get("strategy") != "pipeline":
-        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
-        return
-    try:
-        parse_split(written)
-    except ValueError as error:
-        faults.add(location, "layer_split", own.pop("layer_split"), f'one range per rank, such as "0-8,8-36": {error}')
 
 
 def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,9 +185,7 @@ def _read_sections(
         table, location = _table(faults, file, document, name), Location(file, name)
         faults.unknown(location, table, kind.model_fields, {})
         section = sections[name] = faults.validated(location, kind, table)
-        if isinstance(section, PreflightConfig):
-            _check_preflight_paths(faults, location, section)
-        elif isinstance(section, CheckpointConfig):
+        if isinstance(section, CheckpointConfig):
             _check_destination(faults, location, section.destination, nodes)
         elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
             faults.add(location, "min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
@@ -213,14 +211,6 @@ def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) 
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
             faults.add(job.locations[key], key, value, accepted)
-
-
-def _check_preflight_paths(faults: Faults, location: Location, preflight: PreflightConfig) -> None:
-    if accepted := path_form(preflight.sync_script):
-        faults.add(location, "sync_script", preflight.sync_script, accepted)
-    for number, root in enumerate(preflight.roots):
-        if accepted := remote_path_form(root):
-            faults.add(location, f"roots[{number}]", root, accepted)
 
 
 def _check_destination(
