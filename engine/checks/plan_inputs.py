@@ -327,12 +327,8 @@ async def memory_needs(context: CheckContext) -> dict[str, MemoryNeed]:
 
 def memory_need_of(rank: RankMemory) -> MemoryNeed:
     """Including the reserve, as in the plan."""
-    if rank.needed_bytes is None:
-        return MemoryNeed(limit_bytes=rank.limit_bytes, source="what it needs is not known")
     if rank.limit_bytes is None:
-        return MemoryNeed(
-            rank.needed_bytes, source=f"what the node may use is not known ({rank.limit_from or 'not probed'})"
-        )
+        return MemoryNeed(rank.needed_bytes, source=f"what the node may use is not known ({rank.limit_from})")
     reserve = f", {rank.reserve_bytes / _GB:,.1f} GB of it in reserve" if rank.reserve_bytes else ""
-    source = f"by {rank.source or 'the plan'}{reserve}, limit by {rank.limit_from or 'the node'}"
+    source = f"by {rank.source}{reserve}, limit by {rank.limit_from}"
     return MemoryNeed(rank.needed_bytes, rank.limit_bytes, rank.fits, source)

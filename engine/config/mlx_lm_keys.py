@@ -19,7 +19,7 @@ _BELOW = 2**63
 _Count = Annotated[int, Field(ge=1, lt=_BELOW)]
 _NotNegative = Annotated[int, Field(ge=0, lt=_BELOW)]
 _Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-_REPORTERS = r"^\s*(wandb|swanlab)\s*(,\s*(wandb|swanlab)\s*)*$"
+_Reporters = Annotated[str, Field(pattern=r"^\s*(wandb|swanlab)\s*(,\s*(wandb|swanlab)\s*)*$")]
 _Argument = FiniteFloat | bool | Annotated[list[FiniteFloat], Field(max_length=8)]
 
 
@@ -107,9 +107,7 @@ KEYS: dict[str, Key] = {
     "config": Key(
         TEXT, None, "An mlx-lm training YAML to read these keys from; keys in flightdeck.toml have priority."
     ),
-    "train": Key(
-        Form(Literal[True], "true: flightdeck always trains"), True, "Accepted for mlx-lm's YAML files."
-    ),
+    "train": Key(Form(Literal[True], "true: flightdeck always trains"), True, "Accepted for mlx-lm's YAML files."),
     "fine_tune_type": Key(one_of("lora", "dora", "full"), "lora", "LoRA, DoRA or full fine-tuning."),
     "optimizer": Key(one_of(*OPTIMIZERS), "adam", "Optimizer."),
     "optimizer_config": Key(
@@ -140,7 +138,9 @@ KEYS: dict[str, Key] = {
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
     ),
     "max_grad_norm": Key(POSITIVE, None, "Clip the norm of the global gradient to this value. Not in mlx-lm."),
-    "max_seq_length": Key(Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."),
+    "max_seq_length": Key(
+        Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
+    ),
     "mask_prompt": Key(FLAG, False, "Exclude the prompt from the loss."),
     "lora_parameters": Key(
         Form(
@@ -156,7 +156,11 @@ KEYS: dict[str, Key] = {
         0,
         "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB.",
     ),
-    "val_batches": Key(Form(Annotated[int, Field(ge=-1, lt=_BELOW)], "a whole number, -1 for all, 0 for none"), 25, "Batches per validation."),
+    "val_batches": Key(
+        Form(Annotated[int, Field(ge=-1, lt=_BELOW)], "a whole number, -1 for all, 0 for none"),
+        25,
+        "Batches per validation.",
+    ),
     "steps_per_eval": Key(COUNT, 200, "Iterations between two validations."),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),
@@ -165,7 +169,9 @@ KEYS: dict[str, Key] = {
     "adapter_path": Key(TEXT, None, "Directory for the adapters or weights. By default the run's own directory."),
     "resume_adapter_file": Key(TEXT, None, "Adapters or weights to start from."),
     "report_to": Key(
-        Form(Annotated[str, Field(pattern=_REPORTERS)], "wandb, swanlab, or both separated by a comma"), None, "Services to report to."
+        Form(_Reporters, "wandb, swanlab, or both separated by a comma"),
+        None,
+        "Services to report to.",
     ),
     "project_name": Key(TEXT, None, "Project at these services."),
     "trust_remote_code": Key(FLAG, False, "Allow the tokenizer's own code to run."),

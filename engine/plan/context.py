@@ -11,14 +11,14 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config, JobConfig, Strategy
-from engine.measurements import Calibration, Division
+from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
 from engine.plan.document import PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
-from engine.plan.prediction import ThroughputPrediction, predict_throughput
-from engine.plan.shares import Shares, divide_batch
+from engine.plan.prediction import predict_throughput
+from engine.plan.shares import divide_batch
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
     if why_not is not None:
         predicted = ThroughputPrediction(why_not=why_not)
     if inputs.division is not None and inputs.division.why_not is not None:
-        predicted = predicted.without_totals(inputs.division.why_not)
+        predicted = ThroughputPrediction(compute_s=predicted.compute_s, why_not=inputs.division.why_not)
     if inputs.strategy != "data":
         predicted = ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
     return PlanContext(inputs, _platform(inputs), shares, micro, predicted)
@@ -189,7 +189,7 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:
     if inputs.division is not None:
-        return Shares.from_division(inputs.division)
+        return inputs.division
     try:
         return divide_batch(inputs.config, inputs.calibration, now=inputs.now)
     except ValueError as error:

@@ -97,9 +97,10 @@ def _memory(plan: TrainingPlan) -> str:
         return f"not known: {section.reason}"
     text = []
     for rank in section.ranks:
-        need = f"{rank.needed_bytes / 1e9:,.1f}" if rank.needed_bytes is not None else "?"
         limit = f"{rank.limit_bytes / 1e9:,.1f} GB" if rank.limit_bytes is not None else "an unknown limit"
-        text.append(f"{rank.node} {need} of {limit}" + (", too much" if rank.fits is False else ""))
+        text.append(
+            f"{rank.node} {rank.needed_bytes / 1e9:,.1f} of {limit}" + (", too much" if rank.fits is False else "")
+        )
     return "; ".join(dict.fromkeys(text))
 
 

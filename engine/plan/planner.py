@@ -132,7 +132,7 @@ def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQual
         rationale.refuse("data_quality", report.blocks)
     if report.warns:
         rationale.warn("data_quality", report.warns)
-    return DataQualitySection(**dict(report.ifd_score), **report.model_dump(exclude={"ifd_score"}))
+    return DataQualitySection(**dict(report.ifd_score), **dict(report))
 
 
 def _off(reason: str, rationale: Rationale) -> Disabled:

@@ -5,7 +5,7 @@ limit of its node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError
@@ -64,7 +64,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         workloads = _workloads(context, split)
         estimates = [estimate(shape, workload) for workload in workloads]
         most = [
-            largest_batch(shape, workload, size) or 0
+            largest_batch(shape, workload, size)
             for workload, size in zip(workloads, sizes, strict=True)
             if size is not None
         ]
@@ -168,11 +168,9 @@ def _rank_memory(
     size = f"{workload.batch} × {workload.sequence:,} tokens"
     text = f"{needed / 1e9:,.2f} GB with the reserve, {size}, {reason}; limit: {limit.source}"
     rationale.explain(f"memory.{node.name}", source, text)
-    estimated = {key: value for key, value in asdict(found).items() if key in RankMemory.model_fields}
     return RankMemory(
-        **{**estimated, "peak_bytes": peak},
+        **{**dict(found), "peak_bytes": peak},
         node=node.name,
-        needed_bytes=needed,
         source="calibration" if source is Source.CALIBRATION else "estimate",
         limit_bytes=limit.bytes,
         limit_from=limit.source,
@@ -186,7 +184,7 @@ def _measured_peak(context: PlanContext, node: NodeConfig, workload: RankWorkloa
         return None
     measured = calibration.measure_of(node.name)
     probes = measured.probes if measured is not None else ()
-    return peak_from_probes(probes, workload.batch, before_bytes=found.before_bytes)
+    return peak_from_probes(probes, workload.batch, found.before_bytes)
 
 
 def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationale) -> None:
@@ -199,7 +197,7 @@ def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationa
     found = "; ".join(
         f"{row.node} needs {row.needed_bytes / 1e9:,.1f} GB of {row.limit_bytes / 1e9:,.1f} GB"
         for row in small
-        if row.needed_bytes is not None and row.limit_bytes is not None
+        if row.limit_bytes is not None
     )
     nowhere = "it fits on no node: " if len(small) == len(rows) else ""
     rationale.refuse("memory", f"{nowhere}{found}; {_way_out(context)}", OVERRIDE)

@@ -38,7 +38,6 @@ class Quantization:
 class ModelShape:
     """The sizes that the memory estimate needs."""
 
-    model_type: str
     architecture: Architecture
     dtype: str
     """Type of the unquantized weights: "float32", "float16" or "bfloat16"."""
@@ -59,7 +58,7 @@ class ModelShape:
                 why=f"supported: {', '.join(sorted(MODEL_TYPES))}",
                 todo="run `flightdeck calibrate`, which measures it instead",
             )
-        return cls(model_type, build(keys), _dtype(keys), _quantization(keys))
+        return cls(build(keys), _dtype(keys), _quantization(keys))
 
     @property
     def layers(self) -> int:

@@ -30,30 +30,26 @@ from engine.plan.planner import make_plan
 from engine.security.paths import state_home
 
 GB = 10**9
+RANK: dict[str, Any] = {
+    **{name: 0 for name in RankMemory.model_fields if name.endswith("_bytes")},
+    "node": "a",
+    "peak_bytes": 89 * GB,
+    "reserve_bytes": 2 * GB,
+    "source": "estimate",
+    "limit_bytes": 100 * GB,
+    "limit_from": "Metal",
+    "fits": True,
+}
 
 
 def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
-    rank = RankMemory(
-        node="a",
-        peak_bytes=89 * GB,
-        reserve_bytes=2 * GB,
-        needed_bytes=91 * GB,
-        source="estimate",
-        limit_bytes=100 * GB,
-        limit_from="Metal",
-        fits=True,
-    )
-    found = memory_need_of(rank)
+    found = memory_need_of(RankMemory(**RANK))
     assert found.share == 0.91
     assert found.describe() == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    assert (
-        memory_need_of(RankMemory(node="a", limit_bytes=GB)).describe()
-        == "memory not compared: what it needs is not known"
-    )
-    assert "not compared" in memory_need_of(RankMemory(node="a", needed_bytes=GB)).describe()
+    assert "not compared" in memory_need_of(RankMemory(**{**RANK, "limit_bytes": None})).describe()
 
 
 NOW = datetime.now(UTC)
