@@ -96,9 +96,9 @@ def device_form(text: object) -> str | None:
     return 'the name of an RDMA device such as "rdma_en5", or "" for none'
 
 
-def split_form(text: str) -> str | None:
+def split_form(text: str, nodes: int | None = None) -> str | None:
     try:
-        parse_split(text)
+        ranges = len(parse_split(text))
     except ValueError as error:
         return f'one range per rank, such as "0-8,8-36": {error}'
-    return None
+    return f"{nodes} ranges, one per node, not {ranges}" if nodes not in (None, ranges) else None

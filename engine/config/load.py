@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
-from engine.config.formats import address_form, on_node, path_form, remote_path_form, resolved
+from engine.config.formats import address_form, on_node, path_form, remote_path_form, resolved, split_form
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
@@ -108,9 +108,9 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     pipeline = config is not None and config.strategy == "pipeline"
     if pipeline and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
-    if config is not None and config.layer_split is not None and config.layer_split.count(",") + 1 != nodes:
-        accepted = f"{nodes} ranges, one per node"
-        faults.add(inline, "layer_split", config.layer_split, accepted)
+    split = config.layer_split if config is not None else None
+    if split is not None and (accepted := split_form(split, nodes)) is not None:
+        faults.add(inline, "layer_split", split, accepted)
     # In a pipeline every node processes the whole batch.
     if batch_size is not None and batch_size < nodes and not pipeline:
         accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"

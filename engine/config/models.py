@@ -16,7 +16,6 @@ from engine.config.faults import accepts
 from engine.config.formats import address_form, device_form, path_form, remote_path_form, split_form
 from engine.errors import InputError
 from engine.models import FrozenModel
-from engine.protocol.partition import parse_split
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
@@ -281,9 +280,5 @@ def _check_layer_split(layer_split: str, strategy: Strategy, nodes: int) -> None
     what = f"--layer-split {layer_split} is not possible"
     if strategy != "pipeline":
         raise InputError(what, why=f"strategy {strategy} does not split layers", todo="use --strategy pipeline")
-    try:
-        ranges = parse_split(layer_split)
-    except ValueError as error:
-        raise InputError(what, why=str(error)) from error
-    if len(ranges) != nodes:
-        raise InputError(what, why=f"it has {len(ranges)} ranges for {nodes} nodes")
+    if (accepted := split_form(layer_split, nodes)) is not None:
+        raise InputError(what, why=f"expected {accepted}")

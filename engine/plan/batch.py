@@ -125,7 +125,7 @@ def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale)
         Source.USER if given else Source.DEFAULT,
         f"{origin} batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update",
     )
-    if context.inputs.strategy == "pipeline":
+    if context.strategy == "pipeline":
         rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
     else:
         rationale.explain(_KEY + "micro_batch", context.shares_source, context.shares.reason)

@@ -20,6 +20,9 @@ from engine.plan.network import NetworkPlan
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
 
+_M4_MAX_BYTES = 136 * 10**9
+"""Above the largest M4 Max (128 GiB)."""
+
 
 @dataclass(frozen=True)
 class Launching:
@@ -129,6 +132,22 @@ class PlanContext:
     @property
     def ranks(self) -> int:
         return len(self.inputs.config.nodes)
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.inputs.strategy
+
+    @property
+    def m4_max(self) -> list[str]:
+        """The nodes that are an M4 Max, of at most 128 GB."""
+        facts = self.inputs.facts
+        return [
+            name
+            for name in self.names
+            if name in facts
+            and "M4 Max" in (facts[name].chip or "")
+            and (facts[name].memory_total_bytes or 0) <= _M4_MAX_BYTES
+        ]
 
     @property
     def full(self) -> bool:

@@ -36,8 +36,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             )
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
-    elif inputs.strategy != _STOCK:
-        command, notes = None, (f"no command: stock mlx-lm does not train strategy {inputs.strategy}",)
+    elif context.strategy != _STOCK:
+        command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:
         source, reason = Source.UNKNOWN, "; ".join(notes) or "not requested"
@@ -51,7 +51,7 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
     unified = {"apple": True, "cuda": False, "cpu": False}.get(context.platform)
     return DistributedSection(
         mlx_launch_command=command,
-        gradient_sync=_SYNC[inputs.strategy] if context.ranks > 1 else "none: one rank",
+        gradient_sync=_SYNC[context.strategy] if context.ranks > 1 else "none: one rank",
         unified_memory=unified,
         mlx_env_vars=dict(inputs.rank_environment),
         hostfile=hostfile,

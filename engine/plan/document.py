@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, computed_field
 
+from engine.measurements import NodeMeasure
 from engine.models import FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
 
@@ -220,16 +221,9 @@ class PerformanceSection(FrozenModel):
     """Duration of all iterations, without validation and saving."""
 
 
-class MeasuredNode(FrozenModel):
-    examples_per_s: float | None
-    spread: float | None
-    tokens_per_s: float | None
-    problem: str | None
-
-
 class CalibrationSection(FrozenModel):
     enabled: Literal[True] = True
-    measured_performance: dict[str, MeasuredNode]
+    measured_performance: dict[str, NodeMeasure]
     workload_distribution: dict[str, float]
     """Share of the batch by node; they sum to 1."""
     macos_qos_api: str

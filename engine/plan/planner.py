@@ -16,7 +16,6 @@ from engine.plan.document import (
     DataQualitySection,
     DataSection,
     Disabled,
-    MeasuredNode,
     NoCalibrationSection,
     PerformanceSection,
     PlannedNode,
@@ -55,11 +54,7 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
 def calibration_section(context: PlanContext, rationale: Rationale) -> CalibrationSection | NoCalibrationSection:
     inputs, calibration, shares = context.inputs, context.inputs.calibration, dict(context.shares.parts)
     qos = _QOS if context.platform == "apple" else "not on macOS"
-    rationale.explain(
-        "hardware_calibration.workload_distribution",
-        context.shares_source,
-        context.shares.reason,
-    )
+    rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
     if calibration is None or not inputs.config.calibration.enabled:
         reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
         hint = "flightdeck calibrate measures the job's step on every node, and the links"
@@ -73,9 +68,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     if calibration.quick:
         notes = (*notes, "quick calibration: 10 s per node")
     return CalibrationSection(
-        measured_performance={
-            measure.node: MeasuredNode.model_validate(measure, from_attributes=True) for measure in calibration.nodes
-        },
+        measured_performance={measure.node: measure for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),

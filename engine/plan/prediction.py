@@ -22,11 +22,9 @@ def predict_throughput(config: Config, calibration: Calibration | None, shares: 
     if calibration.synthetic_model:
         why_not = "calibrated with a synthetic model: the throughput of the job's command is unknown"
         return ThroughputPrediction(why_not=why_not)
-    measures = [measure for name in shares.parts if (measure := calibration.measure_of(name)) is not None]
-    missing = [
-        name for name in shares.parts if (found := calibration.measure_of(name)) is None or not found.examples_per_s
-    ]
-    if missing:
+    measures = [measure for measure in calibration.nodes if measure.node in shares.parts and measure.examples_per_s]
+    measured = {measure.node for measure in measures}
+    if missing := [name for name in shares.parts if name not in measured]:
         return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
     batch = int(config.job.mlx_lm.get("batch_size") or len(measures))
     try:

@@ -134,10 +134,8 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
         return Disabled(reason="one worker: nothing to compare")
     if context.job.command is not None:
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
-    if context.inputs.strategy != "data":
-        return Disabled(
-            reason=f"{context.inputs.strategy}: the state is partitioned, so there are no replicas to compare"
-        )
+    if context.strategy != "data":
+        return Disabled(reason=f"{context.strategy}: the state is partitioned, so there are no replicas to compare")
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")

@@ -52,8 +52,3 @@ def test_saves_are_a_twentieth_apart_and_never_above_the_limit(*, iterations: in
 @given(st.integers(1, 10**9), st.booleans())
 def test_no_run_can_lose_more_than_the_limit(iterations: int, full: bool) -> None:
     assert 1 <= save_every(iterations, full=full) <= (500 if full else 1000)
-
-
-def test_no_iterations_have_no_saves() -> None:
-    with pytest.raises(ValueError, match="iterations must be positive: 0"):
-        save_every(0, full=False)
