@@ -6,12 +6,12 @@ over mean).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
+import pydantic.dataclasses
 from pydantic import Field
 
 from engine.models import FrozenModel
@@ -179,24 +179,19 @@ class Division(Shares, ThroughputPrediction):
         )
 
 
-@dataclass(frozen=True)
+_NotNegative = Annotated[float, Field(ge=0)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config={"strict": True, "allow_inf_nan": False, "defer_build": True})
 class HardwareMetrics:
     """A benchmark result of one node. Raises ValueError for an empty name, and for a number that is negative or not
     finite."""
 
-    node_id: str
-    model_name: str
-    throughput: float
+    node_id: _Name
+    model_name: _Name
+    throughput: _NotNegative
     """Examples per second; 0 is an offline node."""
-    memory_gb: float
-    latency_ms: float
+    memory_gb: _NotNegative
+    latency_ms: _NotNegative
     timestamp: datetime
-
-    def __post_init__(self) -> None:
-        for name in ("node_id", "model_name"):
-            if not (isinstance(text := getattr(self, name), str) and text):
-                raise ValueError(f"{name} must be a non-empty string: {text!r}")
-        for name in ("throughput", "memory_gb", "latency_ms"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be a number, 0 or more: {value!r}")

@@ -26,8 +26,6 @@ class ConfigsApi:
         """The demo's configuration; its model and corpus are made first when not cached (seconds; blocking)."""
         return demo_config(self._home, ranks=ranks, iters=iters)
 
-    def draft(
-        self, nodes: Sequence[DraftNode], *, cluster: str, backend: str = "auto", job: DraftJob | None = None
-    ) -> str:
+    def draft(self, nodes: Sequence[DraftNode], *, cluster: str, backend: str, job: DraftJob) -> str:
         """The text of a first flightdeck.toml. Raises InputError."""
         return draft(nodes, cluster=cluster, backend=backend, job=job)

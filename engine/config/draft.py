@@ -46,9 +46,8 @@ class DraftNode:
 
 @dataclass(frozen=True)
 class DraftJob:
-    """The known parts of the job; None becomes a placeholder that the user replaces."""
+    """The known parts of the job; a placeholder that the user replaces stands for the others."""
 
-    model: str | None = None
     data: str | None = None
     config: str | None = None
     """An mlx-lm YAML in the same folder, which may set the model and the data."""
@@ -58,12 +57,15 @@ class DraftJob:
     """Variables for the ranks."""
 
 
+_NOTHING_KNOWN = DraftJob()
+
+
 def draft(
     nodes: Sequence[DraftNode],
     *,
     cluster: str = "cluster",
     backend: str = "auto",
-    job: DraftJob | None = None,
+    job: DraftJob = _NOTHING_KNOWN,
 ) -> str:
     """The text of a flightdeck.toml that `load_config` accepts. Duplicate names get a number. Raises InputError for an
     invalid host, address or device, and without nodes."""
@@ -83,7 +85,7 @@ def draft(
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *_node(node, name)]
-    lines += ["", *_job(job or DraftJob(), len(nodes))]
+    lines += ["", *_job(job, len(nodes))]
     return "\n".join(lines) + "\n"
 
 
@@ -163,9 +165,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     lines = ["[job]"]
     if job.config is not None:
         lines.append(_set("config", job.config, "an mlx-lm YAML; keys in this file have priority"))
-    if job.model is not None:
-        lines.append(_set("model", job.model, "on every node"))
-    elif not job.has_model:
+    if not job.has_model:
         lines.append(_set("model", MODEL_GUESS, "CHANGE ME: a directory in mlx-lm's format, on every node"))
     if job.data is not None:
         lines.append(_set("data", job.data, "on every node"))
@@ -212,29 +212,20 @@ _TYPICAL_KEYS = frozenset(
 def find_job(folder: Path, *, remote: bool) -> DraftJob:
     """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, to be valid on other
     machines."""
-    found = _yaml(folder)
-    data = None
-    if found is None or not found[1].get("data"):
-        data = _data(folder, remote=remote)
-    if found is None:
-        return DraftJob(data=data)
-    name, keys = found
+    name, keys = _yaml(folder)
+    data = None if keys.get("data") else _data(folder, remote=remote)
     return DraftJob(data=data, config=name, has_model=bool(keys.get("model")), has_data=bool(keys.get("data")))
 
 
-def _yaml(folder: Path) -> tuple[str, dict[object, object]] | None:
+def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:50]:
         try:
             keys = read_yaml(path)
         except DocumentError:
             continue
-        if (
-            len(_TYPICAL_KEYS & set(map(str, keys))) >= 2
-            and all(key in KEYS for key in keys)
-            and path_form(path.name) is None
-        ):
+        if len(_TYPICAL_KEYS & keys.keys()) >= 2 and keys.keys() <= KEYS.keys() and path_form(path.name) is None:
             return path.name, keys
-    return None
+    return None, {}
 
 
 def _data(folder: Path, *, remote: bool) -> str | None:

@@ -57,12 +57,9 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     if not isinstance(own.get("command", []), list):
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
-    faults.validated(location, JobConfig, own)
-    if len(faults.found) > before:
-        return ReadJob(None, settings, locations, command)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
-    return ReadJob(config, settings, locations, command)
+    return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
 def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,16 +94,14 @@ def _training(
         for key, value in keys.items():
             if key in KEYS and key != "config" and value is not None and key not in given:
                 given[key], locations[key] = value, file_location
-    invalid: set[str] = set()
-    for key, value in list(given.items()):
+    invalid = set()
+    for key, value in given.items():
         if key == "optimizer" and isinstance(value, str):
             # mlx-lm accepts AdamW and adamw.
-            value = given[key] = value.lower()
-        if not KEYS[key].form.check(value):
-            faults.add(locations[key], key, given.pop(key), KEYS[key].form.accepted)
-            invalid.add(key)
-        elif key in PATH_KEYS and (accepted := path_form(value)):
-            faults.add(locations[key], key, given.pop(key), accepted)
+            given[key] = value.lower()
+        accepted = None if KEYS[key].form.check(given[key]) else KEYS[key].form.accepted
+        if accepted := accepted or (path_form(value) if key in PATH_KEYS else None):
+            faults.add(locations[key], key, value, accepted)
             invalid.add(key)
     if _REQUIRED.keys().isdisjoint(locations):
         faults.missing(location, "model", _EITHER)
@@ -114,7 +109,7 @@ def _training(
         for key, accepted in _REQUIRED.items():
             if key not in locations:
                 faults.missing(location, key, accepted)
-    settings = with_defaults(given)
+    settings = with_defaults({key: value for key, value in given.items() if key not in invalid})
     settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations
 

@@ -30,8 +30,7 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
     ValueError when no node has any throughput.
     """
     names = [node.name for node in config.nodes]
-    fixed = {node.name: node.share for node in config.nodes if node.share is not None}
-    if fixed:
+    if any(node.share is not None for node in config.nodes):
         relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
         return Shares(parts=_normalised(relative), source="fixed", reason="set by share in [[node]]")
     if not config.calibration.enabled:
@@ -85,34 +84,33 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
     speeds = {name: measure.examples_per_s if measure is not None else None for name, measure in measures.items()}
     unknown = [name for name, speed in speeds.items() if speed is None]
     offline = tuple(name for name, speed in speeds.items() if speed == 0)
+    online = {name: speed for name, speed in speeds.items() if speed}
+    if len(offline) == len(names):
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
     warnings = [
         f"{name} completed no step during calibration: it counts as offline and is left out" for name in offline
     ]
-    online = {name: speed for name, speed in speeds.items() if speed}
-    left = [name for name in names if name not in offline]
-    if not left:
-        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    equal = _normalised({name: 1.0 for name in names if name not in offline})
     if unknown:
         warnings.append(f"hardware calibration missing for {', '.join(unknown)}, assuming equal performance")
-        parts = _normalised(dict.fromkeys(left, 1.0))
-        return Shares(parts=parts, source="equal", reason=warnings[-1], left_out=offline, warnings=tuple(warnings))
+        return Shares(parts=equal, source="equal", reason=warnings[-1], left_out=offline, warnings=tuple(warnings))
     found, own = variation(list(online.values())), noise(measures[name] for name in online)
     if found > WARN_ABOVE:
         warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold up the others")
-    parts = _normalised(dict.fromkeys(left, 1.0))
+    parts = equal
     source: Literal["calibrated", "equal"] = "equal"
     if found <= UNEQUAL_ABOVE:
         reason = f"equal: the measured throughputs vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%})"
     elif own is not None and found <= own:
-        reason = (
-            f"equal: the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again "
-            "while nothing else runs on the nodes"
+        warnings.append(
+            f"the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again while "
+            "nothing else runs on the nodes"
         )
-        warnings.append(reason.removeprefix("equal: "))
+        reason = f"equal: {warnings[-1]}"
     else:
         parts, source = _normalised(online), "calibrated"
-        limit = f"{UNEQUAL_ABOVE:.0%}, noise {own:.0%}" if own is not None else f"{UNEQUAL_ABOVE:.0%}, noise unknown"
-        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {limit})"
+        known = f"noise {own:.0%}" if own is not None else "noise unknown"
+        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%}, {known})"
     return Shares(
         parts=parts,
         source=source,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any, TypeVar
 
 from engine.errors import InputError
@@ -39,11 +38,6 @@ class Matrix:
     @property
     def parameters(self) -> int:
         return self.weights + self.biases
-
-    def adapter(self, rank: int, *, dora: bool = False) -> int:
-        """Parameters of its LoRA adapter: lora_a and lora_b, plus the magnitudes with DoRA."""
-        pair = self.copies * rank * (self.inputs + self.outputs)
-        return pair + (self.outputs if dora else 0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ class ConfigReader:
         """The first of `names` that is set: an integer from 0 to 2^24."""
         for name in names:
             if name in self._table:
-                return int(_checked(name, self._table[name], int, "a size"))
+                return int(_checked(name, self._table[name], (int,), "a size"))
         if default is None:
             raise cannot_estimate(f"{names[0]} is missing")
         return default
@@ -134,7 +128,7 @@ class ConfigReader:
         return value
 
     def get_float(self, name: str, default: float) -> float:
-        return float(_checked(name, self._table.get(name, default), int | float, "a number"))
+        return float(_checked(name, self._table.get(name, default), (int, float), "a number"))
 
     def get_flag(self, name: str, default: bool) -> bool:
         return bool(self._table.get(name, default))
@@ -177,8 +171,8 @@ class ConfigReader:
         return self.get_size("hidden_size", "d_model")
 
 
-def _checked(name: str, value: Any, kind: type | UnionType, what: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= _LARGEST:
+def _checked(name: str, value: Any, kinds: tuple[type, ...], what: str) -> Any:
+    if type(value) not in kinds or not 0 <= value <= _LARGEST:
         raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not {what}")
     return value
 

@@ -181,17 +181,15 @@ class _Rank:
         return sum(matrix.outputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
 
 
-def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload, *, fused: bool = False) -> int:
-    """Bytes per token that one trained layer keeps for the backward pass. With `fused`, attention's kernel recomputes
-    the scores, as a GPU's can, and keeps none."""
+def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
+    """Bytes per token that one trained layer keeps for the backward pass."""
     one = shape.dtype_bytes
     normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
     # A norm is computed in float32 and needs its input; a trained norm needs its output too.
     kept = normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
     for sublayer in layer.sublayers:
         kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(sublayer, workload, one)
-        if not fused:
-            kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
+        kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
     return kept
 
 
