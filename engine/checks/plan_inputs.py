@@ -26,9 +26,9 @@ from engine.launch.manual_launch import manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
 from engine.models import NodeFacts
-from engine.plan.context import Launching, PlanInputs, Tools
+from engine.plan.context import PlanInputs, Tools
 from engine.plan.data_report import DataReport, read_data_report
-from engine.plan.document import Disabled, RankMemory, TrainingPlan
+from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import NetworkPlan, plan_network
@@ -263,9 +263,10 @@ def _launching(
         write_hostfile(path, network)
         return manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
     except OSError as error:
-        return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
+        why = f"the hostfile cannot be written: {error.strerror or error}"
+        return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))
     except (LaunchError, ValueError) as error:
-        return Launching(None, (str(error),), hosts, str(path))
+        return Launching(launch_notes=(str(error),), hostfile=PlannedHostfile(path=str(path), document=hosts))
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:

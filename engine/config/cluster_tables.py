@@ -44,7 +44,6 @@ class Defaults:
 
 def read_cluster(faults: Faults, location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
     faults.unknown(location, table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
-    faults.check_name(location, table)
     return faults.validated(location, ClusterConfig, table)
 
 
@@ -104,7 +103,6 @@ class _NodeReader:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
         faults.unknown(location, values, NodeConfig.model_fields, {})
-        faults.check_name(location, values)
         local = self._check_host(location, values)
         self._check_devices(location, values, rank)
         for key in NODE_PATHS:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from engine.config.documents import DocumentError, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
 from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
+from engine.protocol.attempt import replacing
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
 
@@ -114,12 +114,9 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     StateError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            with replacing(temporary) as file:
+                file.write(text.encode())
             if force:
                 temporary.replace(path)
             else:
@@ -139,20 +136,17 @@ def already_there(path: Path) -> InputError:
 
 def _check(node: DraftNode) -> None:
     checked_host(node.ssh)
-    for address in node.ips:
-        if accepted := address_form(address):
-            raise InputError(f"{node.name}: {safe_repr(address)} is not an address", todo=f"give {accepted}")
-    for device in node.rdma or ():
-        if device is not None and (accepted := device_form(device)):
-            raise InputError(f"{node.name}: {safe_repr(device)} is not a device", todo=f"give {accepted}")
+    given = [(address, address_form(address), "an address") for address in node.ips]
+    given += [(device, device_form(device), "a device") for device in node.rdma or () if device is not None]
+    for value, accepted, what in given:
+        if accepted is not None:
+            raise InputError(f"{node.name}: {safe_repr(value)} is not {what}", todo=f"give {accepted}")
 
 
 def _node(node: DraftNode, name: str) -> list[str]:
     lines = [_commented("[[node]]", node.about), _set("name", name), _set("ssh", node.ssh)]
-    if node.python is not None:
-        lines.append(_set("python", node.python))
-    else:
-        lines.append(_set("python", PYTHON_GUESS, f"NOT VERIFIED: {node.doubt or 'not probed'}"))
+    doubt = f"NOT VERIFIED: {node.doubt or 'not probed'}" if node.python is None else ""
+    lines.append(_set("python", node.python or PYTHON_GUESS, doubt))
     if node.ips:
         lines.append(_set("ips", list(node.ips)))
     if node.rdma is not None:

@@ -64,11 +64,6 @@ class Faults:
         if fault not in self.found:
             self.found.append(fault)
 
-    def check_name(self, location: Location, table: Mapping[str, Any]) -> None:
-        name = table.get("name")
-        if isinstance(name, str) and not is_identifier(name):
-            self.add(location, "name", name, IDENTIFIER_FORM)
-
     def missing(self, location: Location, key: object, accepted: str) -> None:
         """Report a required key."""
         self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
@@ -86,7 +81,10 @@ class Faults:
             self.found.append(ConfigFault(location.file, location.table or "the file", more, "known keys"))
 
     def validated(self, location: Location, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
-        """`values` as a model with strict types; None if there are faults. Unknown keys are ignored."""
+        """`values` as a model with strict types; None if its types are wrong. A `name` must be an identifier; unknown
+        keys are ignored."""
+        if isinstance(name := values.get("name"), str) and not is_identifier(name):
+            self.add(location, "name", name, IDENTIFIER_FORM)
         chosen = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in values.items()
@@ -96,8 +94,8 @@ class Faults:
             return kind.model_validate(chosen, strict=True)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                name, *inner = problem["loc"]
-                key = key_text(name) + "".join(f"[{key_text(part)}]" for part in inner)
+                first, *inner = problem["loc"]
+                key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
                 value = _NOT_SET if problem["type"] == "missing" else value_text(problem["input"])
                 self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
             return None

@@ -45,7 +45,6 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     before = len(faults.found)
     faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
     _check_environment(faults, location, table.get("env"))
-    faults.check_name(location, table)
     command = "command" in table
     if command:
         settings, locations = _command(faults, location, table), dict[str, Location]()

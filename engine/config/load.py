@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,22 @@ def _check_nodes(faults: Faults, nodes: Sequence[NodeTable]) -> None:
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
         name = node.known.get("name")
-        if not isinstance(name, str):
-            continue
-        if name in first:
-            accepted = f"a unique name: node[{first[name]}] has this one"
-            faults.add(node.location, "name", name, accepted)
-        first.setdefault(name, rank)
+        if isinstance(name, str) and first.setdefault(name, rank) != rank:
+            faults.add(node.location, "name", name, f"a unique name: node[{first[name]}] has this one")
     hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
     if len(set(hosts)) == 1:
         return
     first = {}
-    for rank, number, address in _valid_addresses(nodes):
-        key = f"ips[{number}]"
-        if ipaddress.IPv4Address(address).is_loopback:
-            accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
-            faults.add(nodes[rank].location, key, address, accepted)
-        elif hosts[first.setdefault(address, rank)] != hosts[rank]:
-            accepted = f"a unique address: node[{first[address]}] is another host and has this one"
-            faults.add(nodes[rank].location, key, address, accepted)
-
-
-def _valid_addresses(nodes: Sequence[NodeTable]) -> Iterator[tuple[int, int, str]]:
-    """(rank, index in ips, address)"""
     for rank, node in enumerate(nodes):
         for number, address in enumerate(_listed(node, "ips")):
-            if isinstance(address, str) and address_form(address) is None:
-                yield rank, number, address
+            if not isinstance(address, str) or address_form(address) is not None:
+                continue
+            if ipaddress.IPv4Address(address).is_loopback:
+                accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
+                faults.add(node.location, f"ips[{number}]", address, accepted)
+            elif hosts[first.setdefault(address, rank)] != hosts[rank]:
+                accepted = f"a unique address: node[{first[address]}] is another host and has this one"
+                faults.add(node.location, f"ips[{number}]", address, accepted)
 
 
 def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> None:

@@ -192,11 +192,11 @@ def _reasons(
     kind = "the Thunderbolt network" if all(address.thunderbolt for address in found.values()) else "the network"
     on = {node.ssh: node.name for node in reversed(nodes)}
     where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
-    reasons = [f"all nodes share {kind} {network} ({where})"]
-    if equally_good:
-        also = ", ".join(equally_good)
-        reasons.append(f"{also} would work as well; which is faster is unknown: set ips in each [[node]] to choose")
-    return tuple(reasons)
+    shared = f"all nodes share {kind} {network} ({where})"
+    if not equally_good:
+        return (shared,)
+    also = ", ".join(equally_good)
+    return shared, f"{also} would work as well; which is faster is unknown: set ips in each [[node]] to choose"
 
 
 def _nothing_shared(

@@ -159,20 +159,25 @@ class BatchSection(FrozenModel):
 
 class PlannedHostfile(FrozenModel):
     path: str | None
-    """Where `flightdeck plan` wrote it on this machine."""
+    """Where it was written on this machine."""
     document: dict[str, Any]
 
 
-class DistributedSection(FrozenModel):
-    mlx_launch_command: str | None
+class Launching(FrozenModel):
+    """How to start the ranks by hand."""
+
+    mlx_launch_command: str | None = None
     """Shell command for this machine, with stock mlx.launch and stock mlx-lm."""
+    hostfile: PlannedHostfile | None = None
+    launch_notes: tuple[str, ...] = ()
+    """How the command differs from `flightdeck launch`, or why it is null."""
+
+
+class DistributedSection(Launching):
     gradient_sync: str
     unified_memory: bool | None
     mlx_env_vars: dict[str, str]
     """Variables that `flightdeck launch` sets for every rank."""
-    hostfile: PlannedHostfile | None
-    launch_notes: tuple[str, ...] = ()
-    """How the command differs from `flightdeck launch`, or why it is null."""
 
 
 class RdmaSection(FrozenModel):

@@ -55,11 +55,11 @@ INFINIBAND_PLATFORM = "Red Hat OpenShift AI 2.19 or later"
 
 def _infiniband_devices(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> dict[str, str | None]:
     """By node the first active device."""
-    found = {}
-    for node in nodes:
-        devices = facts[node.name].rdma_devices if node.name in facts else ()
-        found[node.name] = next((device.name for device in devices if device.port_state == "PORT_ACTIVE"), None)
-    return found
+    devices = {node.name: facts[node.name].rdma_devices if node.name in facts else () for node in nodes}
+    return {
+        name: next((device.name for device in found if device.port_state == "PORT_ACTIVE"), None)
+        for name, found in devices.items()
+    }
 
 
 def nccl_environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[str, str]:
@@ -242,7 +242,7 @@ def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology)
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
     addresses = choose_addresses(nodes, known, topology, ring=choice.backend == "ring")
-    rows = choice.rdma_rows if choice.rdma_rows is not None else [None] * len(nodes)
+    rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
         infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, known).values()),
@@ -271,10 +271,10 @@ def _configured_backend(
 def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
     if len({node.ssh for node in nodes}) == 1:
         return _BackendChoice("ring", ("all ranks run on one machine",))
-    found = [facts.get(node.name) for node in nodes]
-    if all(fact is not None and fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
+    found = [facts[node.name] for node in nodes if node.name in facts]
+    if len(found) == len(nodes) and all(fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
         return _BackendChoice("nccl", ("every node has CUDA", _infiniband(nodes, facts)))
-    if not any(fact is not None and fact.system == "Darwin" for fact in found):
+    if not any(fact.system == "Darwin" for fact in found):
         return _BackendChoice("ring", ("no node is known to be a Mac, and not all are known to have CUDA",))
     mesh = rdma_over_cables(nodes, facts, topology, ring=False)
     if not mesh.obstacles:

@@ -30,13 +30,9 @@ class MemoryFit:
     largest_batch: int | None = None
     """Most sequences per rank that fit every node; 0 if none does."""
 
-    @property
-    def parameters(self) -> int | None:
-        return self.section.parameters if isinstance(self.section, MemorySection) else None
-
     def billions(self, least: float, below: float = math.inf) -> bool:
         """True if the model is known to have that many parameters."""
-        return self.parameters is not None and least <= self.parameters / 1e9 < below
+        return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9 < below
 
     @property
     def trainable_share(self) -> float | None:

@@ -82,8 +82,9 @@ async def test_the_models_configuration_and_the_examples_come_from_the_nodes(con
     inputs = await surveyed(config)
     assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_source
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node0")
-    assert inputs.launching.hostfile_path is not None
-    assert json.loads(Path(inputs.launching.hostfile_path).read_text()) == inputs.launching.hostfile
+    hostfile = inputs.launching.hostfile
+    assert hostfile is not None and hostfile.path is not None
+    assert json.loads(Path(hostfile.path).read_text()) == hostfile.document
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> 
     job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
     inputs = await surveyed(config.model_copy(update={"job": job}))
     assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
-    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.command or "")
-    assert any("HF_TOKEN" in note for note in inputs.launching.notes)
+    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.mlx_launch_command or "")
+    assert any("HF_TOKEN" in note for note in inputs.launching.launch_notes)
 
 
 async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_full_fine_tuning_in_16_bits() -> None:
     shape = ModelShape.from_config({**TINY["llama"], "torch_dtype": "bfloat16"})
     kept = estimate(shape, RankWorkload(fine_tune_type="full"))
     trained = kept.trainable_parameters
-    assert trained == sum(shape.layer_parameters)
+    assert trained == sum(layer.parameters for layer in shape.architecture.layers)
     assert kept.gradients_bytes == 4 * trained
     assert kept.optimizer_bytes == 12 * trained
     cheap = estimate(shape, RankWorkload(fine_tune_type="full", optimizer_precision="parameter"))
