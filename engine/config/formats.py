@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import posixpath
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.errors import InputError
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
 from engine.security.paths import path_fault
-
-if TYPE_CHECKING:
-    from engine.config.models import NodeConfig
 
 ON_NODE = "a path on the node: absolute, or below the home directory of its user (~/…)"
 _OTHER_NAMES = frozenset({"localhost", "::1", "ip6-localhost"})
@@ -53,15 +48,6 @@ def resolved(text: str, base: Path) -> str:
     """The absolute path: ~ expanded, relative paths below `base`. Symlinks are kept, since a virtual environment's
     python is one."""
     return os.path.normpath(base / Path(text).expanduser())
-
-
-def on_node(text: str, node: NodeConfig, base: Path) -> str:
-    """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
-    another machine they are below the node's workdir."""
-    if node.local:
-        return resolved(text, base)
-    below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
-    return posixpath.normpath(below)
 
 
 def interpreter(text: str, base: Path) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
-from engine.config.formats import address_form, on_node, path_form, remote_path_form, resolved, split_form
+from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
@@ -25,6 +25,7 @@ from engine.config.models import (
     PreflightConfig,
     RecoveryConfig,
     UiConfig,
+    on_node,
 )
 from engine.errors import ConfigError
 from engine.security.identifiers import LOCAL

@@ -6,6 +6,7 @@ The docstrings of the fields are the text of docs/configuration.md (`python -m t
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from engine.config.faults import accepts
-from engine.config.formats import address_form, device_form, path_form, remote_path_form, split_form
+from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
 from engine.errors import InputError
 from engine.models import FrozenModel
 from engine.security.identifiers import SshTarget
@@ -235,6 +236,15 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()
+
+
+def on_node(text: str, node: NodeConfig, base: Path) -> str:
+    """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
+    another machine they are below the node's workdir."""
+    if node.local:
+        return resolved(text, base)
+    below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
+    return posixpath.normpath(below)
 
 
 def select_nodes(config: Config, names: Collection[str]) -> Config:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import quoted
-from engine.config.formats import on_node
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host

@@ -311,14 +311,14 @@ class MemoryBreakdown(FrozenModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def needed_bytes(self) -> int:
-        """What the node must provide."""
+        """Peak plus reserve."""
         return self.peak_bytes + self.reserve_bytes
 
 
 class RankMemory(MemoryBreakdown):
     node: str
     source: Literal["estimate", "calibration"]
-    """Of the peak: config.json, or a measurement."""
+    """The peak's: config.json, or a measurement."""
     limit_bytes: int | None
     limit_from: str
     fits: bool | None
