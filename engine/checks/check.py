@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.checks.context import CheckContext
 from engine.checks.fixes import as_shell_line, chained
+from engine.cluster import agent_client
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
-from engine.security.identifiers import LOCAL
 
 CheckFunction = Callable[[CheckContext], Awaitable[CheckResult]]
 SkipReason = Callable[[Config], str | None]
 Answer = TypeVar("Answer")
 
-THIS_MACHINE = "this machine"
+THIS_MACHINE = agent_client.THIS_MACHINE.name
 """The head in messages, and in place of a node's name where it is none."""
 _NAMED = 4
 
@@ -186,7 +185,7 @@ def skip_for_command(config: Config) -> str | None:
 
 def this_machine(folder: str) -> NodeConfig:
     """The head where it is no node, with a folder as its workdir."""
-    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=folder)
+    return agent_client.THIS_MACHINE.model_copy(update={"workdir": folder})
 
 
 def plural(count: int, noun: str) -> str:

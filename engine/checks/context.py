@@ -14,8 +14,7 @@ from engine.cluster.facts import probe_all
 from engine.cluster.staging import HostLayout, gather_all, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
-from engine.config.formats import on_node
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, on_node
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, NodeFacts, NoValue

@@ -26,9 +26,9 @@ from engine.launch.manual_launch import manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
 from engine.models import NodeFacts
-from engine.plan.context import Launching, PlanInputs, Tools
+from engine.plan.context import PlanInputs, Tools
 from engine.plan.data_report import DataReport, read_data_report
-from engine.plan.document import Disabled, RankMemory, TrainingPlan
+from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import NetworkPlan, plan_network
@@ -261,9 +261,10 @@ def _launching(
         write_hostfile(path, network)
         return manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
     except OSError as error:
-        return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
+        why = f"the hostfile cannot be written: {error.strerror or error}"
+        return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))
     except (LaunchError, ValueError) as error:
-        return Launching(None, (str(error),), hosts, str(path))
+        return Launching(launch_notes=(str(error),), hostfile=PlannedHostfile(path=str(path), document=hosts))
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:
@@ -300,7 +301,7 @@ async def memory_needs(context: CheckContext) -> dict[str, MemoryNeed]:
 
 def memory_share(need: MemoryNeed) -> float | None:
     """The share of the limit that is needed; None when either is not known."""
-    if isinstance(need, str) or need.needed_bytes is None or not need.limit_bytes:
+    if isinstance(need, str) or not need.limit_bytes:
         return None
     return need.needed_bytes / need.limit_bytes
 
@@ -309,10 +310,8 @@ def describe_memory(need: MemoryNeed) -> str:
     """For example "needs 8.0 of 12.0 GB (by estimate, 1.0 GB of it in reserve, limit by Metal)"."""
     if isinstance(need, str):
         return f"memory not compared: {need}"
-    if need.needed_bytes is None:
-        return "memory not compared: what it needs is not known"
     if need.limit_bytes is None:
-        return f"memory not compared: what the node may use is not known ({need.limit_from or 'not probed'})"
+        return f"memory not compared: what the node may use is not known ({need.limit_from})"
     reserve = f", {need.reserve_bytes / _GB:,.1f} GB of it in reserve" if need.reserve_bytes else ""
-    source = f"by {need.source or 'the plan'}{reserve}, limit by {need.limit_from or 'the node'}"
+    source = f"by {need.source}{reserve}, limit by {need.limit_from}"
     return f"needs {need.needed_bytes / _GB:,.1f} of {need.limit_bytes / _GB:,.1f} GB ({source})"

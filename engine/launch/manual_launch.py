@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import quoted
-from engine.config.formats import on_node
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host
-from engine.plan.context import Launching
+from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.security.redact import is_secret
 
@@ -71,7 +70,8 @@ def manual_launch(
     )
     if any(not node.local for node in config.nodes):
         notes.append("your own ssh must reach every node without a prompt")
-    return Launching(shlex.join(argv), tuple(notes), hostfile_document(network), str(hostfile))
+    written = PlannedHostfile(path=str(hostfile), document=hostfile_document(network))
+    return Launching(mlx_launch_command=shlex.join(argv), launch_notes=tuple(notes), hostfile=written)
 
 
 def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:

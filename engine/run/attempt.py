@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
-from engine.config.formats import on_node
+from engine.config.models import on_node
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile

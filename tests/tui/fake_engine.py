@@ -29,8 +29,8 @@ from engine.models import (
     RunState,
     Topology,
 )
-from engine.plan.context import Launching, PlanInputs, Tools
-from engine.plan.document import TrainingPlan
+from engine.plan.context import PlanInputs, Tools
+from engine.plan.document import Launching, TrainingPlan
 from engine.plan.network import NetworkPlan, plan_network
 from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
@@ -462,7 +462,7 @@ class FakeEngine:
                 examples=512,
                 examples_source="counted in train.jsonl on local-0",
                 calibration=self.taken,
-                launching=Launching(command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
+                launching=Launching(mlx_launch_command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
             )
         )
 

@@ -196,7 +196,7 @@ def _say_next(
         lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each Mac itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
-    there = {"model": job.model or job.has_model, "data": job.data or job.has_data}
+    there = {"model": job.has_model, "data": job.data or job.has_data}
     missing = [key for key, known in there.items() if not known]
     if missing:
         lines.say(f"  edit {target}: [job] {' and '.join(missing)}")

@@ -11,12 +11,12 @@ from engine.errors import LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.plan.document import PlanIssue, RankMemory
 from tests.unit.checks.conftest import run_check
-from tests.unit.checks.recorded import STUDIO, mac, studio
+from tests.unit.checks.recorded import GB, RANK, STUDIO, mac, studio
 
 
 def memory(needed_gb: int) -> RankMemory:
-    needed, limit = needed_gb * 10**9, 412 * 10**9
-    return RankMemory(node="", needed_bytes=needed, source="estimate", limit_bytes=limit, limit_from="Metal")
+    sizes = {"peak_bytes": needed_gb * GB, "reserve_bytes": 0, "limit_bytes": 412 * GB}
+    return RankMemory(**{**RANK, **sizes, "fits": needed_gb <= 412})
 
 
 FITS = memory(300)
