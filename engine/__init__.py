@@ -9,38 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from engine.calibration.custom_benchmark import calibrate_node as calibrate_node
-    from engine.measurements import HardwareMetrics as HardwareMetrics
-    from engine.plan.shares import calculate_workload_distribution as calculate_workload_distribution
-    from engine.security.audit import audit_log as audit_log
-    from engine.security.paths import validate_path as validate_path
-    from engine.validators.checkpoints import validate_checkpoint_consistency as validate_checkpoint_consistency
-    from engine.validators.checkpoints import validate_checkpoint_layer as validate_checkpoint_layer
-    from engine.validators.gradients import validate_gradient_layer as validate_gradient_layer
-    from engine.validators.health import monitor_performance as monitor_performance
-    from engine.validators.health import run_health_checks as run_health_checks
-    from engine.validators.training import validate_distributed_training as validate_distributed_training
-    from engine.validators.workers import ConsistencyMetrics as ConsistencyMetrics
-    from engine.validators.workers import WorkerState as WorkerState
-    from engine.validators.workers import validate_worker_consistency as validate_worker_consistency
+    from engine.calibration.custom_benchmark import calibrate_node
+    from engine.measurements import HardwareMetrics
+    from engine.plan.shares import calculate_workload_distribution
+    from engine.security.audit import audit_log
+    from engine.security.paths import validate_path
+    from engine.validators.checkpoints import validate_checkpoint_consistency, validate_checkpoint_layer
+    from engine.validators.gradients import validate_gradient_layer
+    from engine.validators.health import monitor_performance, run_health_checks
+    from engine.validators.training import validate_distributed_training
+    from engine.validators.workers import ConsistencyMetrics, WorkerState, validate_worker_consistency
 
-_MODULES: Final = {
-    "ConsistencyMetrics": "engine.validators.workers",
-    "HardwareMetrics": "engine.measurements",
-    "WorkerState": "engine.validators.workers",
-    "audit_log": "engine.security.audit",
-    "calculate_workload_distribution": "engine.plan.shares",
-    "calibrate_node": "engine.calibration.custom_benchmark",
-    "monitor_performance": "engine.validators.health",
-    "run_health_checks": "engine.validators.health",
-    "validate_checkpoint_consistency": "engine.validators.checkpoints",
-    "validate_checkpoint_layer": "engine.validators.checkpoints",
-    "validate_distributed_training": "engine.validators.training",
-    "validate_gradient_layer": "engine.validators.gradients",
-    "validate_path": "engine.security.paths",
-    "validate_worker_consistency": "engine.validators.workers",
+_NAMES: Final = {
+    "engine.calibration.custom_benchmark": "calibrate_node",
+    "engine.measurements": "HardwareMetrics",
+    "engine.plan.shares": "calculate_workload_distribution",
+    "engine.security.audit": "audit_log",
+    "engine.security.paths": "validate_path",
+    "engine.validators.checkpoints": "validate_checkpoint_consistency validate_checkpoint_layer",
+    "engine.validators.gradients": "validate_gradient_layer",
+    "engine.validators.health": "monitor_performance run_health_checks",
+    "engine.validators.training": "validate_distributed_training",
+    "engine.validators.workers": "ConsistencyMetrics WorkerState validate_worker_consistency",
 }
-"""Public name → the module that it belongs to."""
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605  (one table, not two)
 

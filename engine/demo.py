@@ -19,6 +19,7 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.security.paths import make_home
+from engine.security.sanitise import last_line
 
 BATCH_SIZE = 8
 MAX_RANKS = 8
@@ -46,9 +47,9 @@ def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> Config:
         "iters": iters,
         "learning_rate": 3e-3,
         "steps_per_report": 1,
-        "steps_per_eval": max(1, min(20, iters)),
+        "steps_per_eval": min(20, iters),
         "val_batches": 2,
-        "save_every": max(1, min(20, iters)),
+        "save_every": min(20, iters),
         "max_seq_length": 256,
     }
     return Config(
@@ -90,24 +91,18 @@ def ensure_made(home: Path) -> Path:
 def make(directory: Path) -> None:
     """Fill an empty directory. Raises LaunchError with the last line of the process."""
     argv = [sys.executable, "-m", "engine.demo_model", str(directory)]
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
-            argv,
-            env=os.environ | offline,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=MAKE_LIMIT_S,
-            check=False,
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=MAKE_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as late:
         raise LaunchError(
             "the demo's model could not be created", why=f"not finished after {MAKE_LIMIT_S:.0f} s"
         ) from late
     if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise LaunchError(
             "the demo's model could not be created",
-            why=lines[-1] if lines else f"exit code {done.returncode}",
+            why=last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}",
             todo="run `flightdeck doctor` to see what this machine lacks",
         )

@@ -1,18 +1,4 @@
-"""Errors that are shown to the user: each has what went wrong, where, why, and what to do.
-
-FlightDeckError
-├── ConfigError        one or more faults in a configuration; nothing was started
-├── InputError         a name, path or argument that is refused
-├── NodeUnreachable    a node did not respond
-│   ├── HostKeyUnknown     its host key was not accepted yet
-│   ├── HostKeyChanged     its host key differs from the accepted one
-│   └── LoginRefused       it refused the login
-├── CheckFailed        preflight blocks the launch
-├── NodesInUse         a calibration or a run already uses the nodes
-├── LaunchError        the launcher or the supervisor could not be started
-├── RunNotFound        no run has that id or name
-└── StateError         the state on disk cannot be read, or is locked by another process
-"""
+"""Errors that are shown to the user: each has what went wrong, where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -22,11 +8,11 @@ from dataclasses import dataclass
 class FlightDeckError(Exception):
     """A problem, where and why it occurred, and what to do (`todo`), printed as one line."""
 
-    def __init__(self, what: str, *, where: str = "", why: str = "", todo: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", why: str | OSError = "", todo: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.why = why
+        self.why = why if isinstance(why, str) else why.strerror or str(why)
         self.todo = todo
 
     def __str__(self) -> str:

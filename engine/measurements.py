@@ -6,22 +6,28 @@ over mean).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Annotated, Literal
 
+import pydantic.dataclasses
 from pydantic import Field
 
 from engine.models import FrozenModel
+from engine.protocol.partition import share_counts
+
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Batch = Annotated[int, Field(ge=1)]
 
 
 class MemoryProbe(FrozenModel):
     """Peak memory of one training step at one batch size."""
 
-    batch: int = Field(ge=1)
+    batch: Batch
     """Sequences of this rank, each of full length."""
-    peak_bytes: int = Field(ge=0)
+    peak_bytes: Count
 
 
 class NodeMeasure(FrozenModel):
@@ -29,23 +35,23 @@ class NodeMeasure(FrozenModel):
 
     node: str
     host: str
-    examples_per_s: float | None = Field(default=None, ge=0)
+    examples_per_s: Figure | None = None
     """0: the node completed no step and counts as offline. None: not measured, see `problem`."""
-    spread: float | None = None
+    spread: Figure | None = None
     """Spread of the throughput over the measurement windows."""
-    windows: int = 0
-    tokens_per_s: float | None = None
-    step_s: float | None = None
+    windows: Count = 0
+    tokens_per_s: Figure | None = None
+    step_s: Figure | None = None
     """Median duration of a step."""
-    batch: int | None = None
+    batch: Batch | None = None
     """Sequences per step."""
-    overhead_s: float | None = Field(default=None, ge=0)
+    overhead_s: Figure | None = None
     """Part of a step that does not depend on the batch, measured with a second, smaller batch."""
-    steps: int = 0
-    measured_s: float = 0.0
-    state_bytes: int | None = None
+    steps: Count = 0
+    measured_s: Figure = 0.0
+    state_bytes: Count | None = None
     """Weights, gradients and moments, as reported by MLX."""
-    probes: tuple[MemoryProbe, ...] = ()
+    probes: tuple[MemoryProbe, ...] = Field(default=(), max_length=10)
     """At batch 1 and 2, since the peak is affine in the batch."""
     qos: str | None = None
     """Description of the trainer's priority."""
@@ -114,27 +120,52 @@ class Calibration(FrozenModel):
         return next((measure for measure in self.nodes if measure.node == node), None)
 
 
-class Division(FrozenModel):
-    """How the global batch is divided over the nodes, with the prediction from the creation of the run. None means
-    unknown, and `why_not` gives the reason."""
+class Shares(FrozenModel):
+    """The share of the global batch that each node gets."""
 
-    source: str
-    """ "fixed" (by [[node]] share), "calibrated" or "equal"."""
-    reason: str
     parts: dict[str, float]
-    """Share by node; they sum to 1."""
+    """Share by node; they sum to 1. In the configuration's order, without the nodes that are left out."""
+    source: Literal["fixed", "calibrated", "equal"]
+    """ "fixed": by [[node]] share."""
+    reason: str
+    """One line."""
+    variation: float | None = None
+    """Coefficient of variation of the measured throughputs; None unless all are known."""
+    noise: float | None = None
+    """Variation between equal nodes that measurement noise alone explains; None if unknown."""
     left_out: tuple[str, ...] = ()
-    """Nodes of the configuration that completed no step during calibration."""
-    excluded: tuple[str, ...] = ()
-    """Nodes that a preflight check excluded."""
+    """Nodes that completed no step during calibration."""
     warnings: tuple[str, ...] = ()
+
+    def micro_batches(self, batch: int) -> dict[str, int]:
+        """Sequences of the global batch by node, as in training. Raises ValueError for a batch that is too small."""
+        counts = share_counts(batch, list(self.parts.values()))
+        return dict(zip(self.parts, counts, strict=True))
+
+
+class ThroughputPrediction(FrozenModel):
+    """Throughput of all ranks together. None means unknown, and `why_not` gives the reason."""
+
     examples_per_s: float | None = None
     tokens_per_s: float | None = None
+    step_s: float | None = None
+    """One iteration over the global batch, communication included."""
     compute_s: dict[str, float] = Field(default_factory=dict)
     """Compute part of an iteration by node."""
+    communicate_s: float | None = None
+    """Communication part of an iteration."""
     speed_up: float | None = None
+    """Throughput over that of the fastest node with the whole batch."""
     efficiency: float | None = None
+    """Throughput over the sum of all nodes running alone, 0 to 1."""
     why_not: str | None = None
+
+
+class Division(Shares, ThroughputPrediction):
+    """How a run divides the global batch over the nodes, with the prediction from its creation."""
+
+    excluded: tuple[str, ...] = ()
+    """Nodes that a preflight check excluded."""
 
     def without(self, nodes: Collection[str]) -> Division:
         """The division over the other nodes, without a prediction."""
@@ -152,24 +183,19 @@ class Division(FrozenModel):
         )
 
 
-@dataclass(frozen=True)
+_NotNegative = Annotated[float, Field(ge=0)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config={"strict": True, "allow_inf_nan": False, "defer_build": True})
 class HardwareMetrics:
     """A benchmark result of one node. Raises ValueError for an empty name, and for a number that is negative or not
     finite."""
 
-    node_id: str
-    model_name: str
-    throughput: float
+    node_id: _Name
+    model_name: _Name
+    throughput: _NotNegative
     """Examples per second; 0 is an offline node."""
-    memory_gb: float
-    latency_ms: float
+    memory_gb: _NotNegative
+    latency_ms: _NotNegative
     timestamp: datetime
-
-    def __post_init__(self) -> None:
-        for name in ("node_id", "model_name"):
-            if not (isinstance(text := getattr(self, name), str) and text):
-                raise ValueError(f"{name} must be a non-empty string: {text!r}")
-        for name in ("throughput", "memory_gb", "latency_ms"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be a number, 0 or more: {value!r}")

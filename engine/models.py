@@ -262,8 +262,6 @@ class HostKeyChange(FrozenModel):
 
 
 class Interface(FrozenModel):
-    """One network interface."""
-
     name: str
     """Device: "en5", "bridge0", "eth0"."""
     ipv4: tuple[str, ...] = ()
@@ -290,8 +288,6 @@ class ThunderboltPort(FrozenModel):
 
 
 class RdmaDevice(FrozenModel):
-    """One RDMA device."""
-
     name: str
     """ "rdma_en5"."""
     port_state: str | None = None

@@ -385,7 +385,7 @@ class EngineClient:
         """Make the demo's model where it is missing (seconds), then launch it."""
         self._store.change(busy="making the demo's model")
         try:
-            config = await asyncio.to_thread(self.engine.configs.demo)
+            config = await asyncio.to_thread(self.engine.demo_config)
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error), busy=None)
             return

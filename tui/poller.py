@@ -180,7 +180,7 @@ class RunPoller:
             self._post(EngineFailed(f"the engine cannot be loaded: {_error_text(trouble)}", ExitCode.FAILED))
             return None
         try:
-            config = engine.configs.load(self._config) if isinstance(self._config, Path) else self._config
+            config = engine.load_config(self._config) if isinstance(self._config, Path) else self._config
         except Exception as trouble:
             self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
             return None

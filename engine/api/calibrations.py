@@ -23,39 +23,31 @@ from engine.security.paths import make_home
 
 
 class CalibrationsApi:
-    """The throughput of a configuration's nodes and links with its own job."""
-
     def __init__(self, session: Session, nodes: NodesApi, runs: RunsApi) -> None:
         self._session = session
         self._nodes = nodes
         self._runs = runs
 
-    async def measure(
+    def measure(
         self, config: Config, *, quick: bool = False
     ) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
         """Measure the job's step on every node and the links between them: progress, and at last the calibration,
         stored when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse while a run
         or another calibration uses them, StateError, and the first node's error when none can be reached."""
-        home = self._session.home
-        make_home(home)
-        with exclusive_hosts(home, [node.ssh for node in config.nodes], f"a calibration of {config.job.name}"):
-            await asyncio.to_thread(self.check_idle, config)
-            async with contextlib.aclosing(self._measuring(config, quick=quick)) as steps:
-                async for step in steps:
-                    yield step
-
-    def _measuring(self, config: Config, *, quick: bool) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
-        """The calibration itself, once the nodes are reserved."""
+        session, hosts = self._session, [node.ssh for node in config.nodes]
 
         async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:
-            before = await asyncio.to_thread(self._nodes.last_facts, config)
-            async with CheckContext(config, self._session.fleet(config)) as context:
-                taken = await calibrate(context, quick=quick, known=before, on_progress=report)
-                if is_complete(taken):
-                    facts = (await context.facts()).values()
-                    await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, facts)
-                    await asyncio.to_thread(self._session.store.put_calibration, taken)
-            report(taken)
+            make_home(session.home)
+            with exclusive_hosts(session.home, hosts, f"a calibration of {config.job.name}"):
+                await asyncio.to_thread(self.check_idle, config)
+                before = await asyncio.to_thread(self._nodes.last_facts, config)
+                async with CheckContext(config, session.fleet(config)) as context:
+                    taken = await calibrate(context, quick=quick, known=before, on_progress=report)
+                    if is_complete(taken):
+                        facts = (await context.facts()).values()
+                        await asyncio.to_thread(session.store.put_facts, config.cluster.name, facts)
+                        await asyncio.to_thread(session.store.put_calibration, taken)
+                report(taken)
 
         return stream(work, name="calibration")
 

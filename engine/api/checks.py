@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable
 from datetime import UTC, datetime
@@ -21,26 +20,22 @@ from engine.security.audit import audit_log
 
 
 class ChecksApi:
-    """Checks of the nodes and of this machine before a launch."""
-
     def __init__(self, session: Session, calibrations: CalibrationsApi) -> None:
         self._session = session
         self._calibrations = calibrations
 
-    async def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncGenerator[CheckResult, None]:
+    def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncGenerator[CheckResult, None]:
         """Run the checks that a launch would run, on the nodes that it would use; each is yielded as RUNNING and again
         when it ends. Closing the iterator ends them. Raises InputError for a name in `skip` that is no check or when
         no node would be left, and StateError."""
-        used, division, calibration = await asyncio.to_thread(self._calibrations.divide, config)
         fleet, audit = self._session.fleet(config), functools.partial(audit_log, home=self._session.home)
 
         async def work(report: Callable[[CheckResult], None]) -> None:
+            used, division, calibration = await asyncio.to_thread(self._calibrations.divide, config)
             async with CheckContext(used, fleet, division=division, calibration=calibration) as context:
                 await run_checks(context, skip=skip, on_result=report, audit=audit)
 
-        async with contextlib.aclosing(stream(work, name="preflight")) as results:
-            async for result in results:
-                yield result
+        return stream(work, name="preflight")
 
     def report(self, config: Config, results: Iterable[CheckResult], *, skip: Iterable[str] = ()) -> PreflightReport:
         """The report on results of `preflight`. Raises InputError as it does."""

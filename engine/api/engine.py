@@ -11,10 +11,10 @@ from engine.api.session import Session
 if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
     from engine.api.checks import ChecksApi
-    from engine.api.configs import ConfigsApi
     from engine.api.launches import LaunchesApi, PlansApi
     from engine.api.nodes import NodesApi
     from engine.api.runs import RunsApi
+    from engine.config.models import Config
 
 
 class Engine:
@@ -25,7 +25,6 @@ class Engine:
 
     @property
     def home(self) -> Path:
-        """The state directory."""
         return self.session.home
 
     @property
@@ -43,11 +42,17 @@ class Engine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @cached_property
-    def configs(self) -> ConfigsApi:
-        from engine.api.configs import ConfigsApi
+    def load_config(self, path: Path) -> Config:
+        """Read a flightdeck.toml. Raises ConfigError with all its faults."""
+        from engine.config.load import load_config
 
-        return ConfigsApi(self.session)
+        return load_config(path)
+
+    def demo_config(self, *, ranks: int = 2, iters: int = 60) -> Config:
+        """The demo's configuration; its model and corpus are made first when not cached (seconds; blocking)."""
+        from engine.demo import demo_config
+
+        return demo_config(self.home, ranks=ranks, iters=iters)
 
     @cached_property
     def nodes(self) -> NodesApi:

@@ -20,7 +20,6 @@ from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
-from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.identifiers import validate_identifier
 from engine.security.paths import make_home
@@ -40,7 +39,7 @@ class PlansApi:
         a node that does not answer its last facts are used."""
         async with CheckContext(config, self._session.fleet(config)) as context:
             seen = list(facts) if facts is not None else list((await context.facts()).values())
-            plan = await make_training_plan(context, self._session.store, seen, strategy=strategy)
+            plan = await make_training_plan(context, seen, strategy=strategy)
         # A state that cannot be written is no reason to withhold the plan.
         with contextlib.suppress(StateError):
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
@@ -61,7 +60,7 @@ class LaunchesApi:
         calibration uses them."""
         directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
         await asyncio.to_thread(start_supervisor, directory)
-        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+        return await asyncio.to_thread(self._runs.record, directory.id)
 
     async def resume(self, run: str) -> RunRecord:
         """Resume a run that has ended from the state that it saved; return once a supervisor is in charge. Raises
@@ -69,10 +68,10 @@ class LaunchesApi:
         directory = await asyncio.to_thread(self._runs.find, run)
         await asyncio.to_thread(self._resume, directory)
         audit_log("resume", "started", {"run": directory.id}, home=self._session.home)
-        return await asyncio.to_thread(lambda: RunWatch(directory).poll().record)
+        return await asyncio.to_thread(self._runs.record, directory.id)
 
     def _resume(self, directory: RunDir) -> None:
-        plan = read_plan(directory.plan).without(RunWatch(directory).poll().record.excluded)
+        plan = read_plan(directory.plan).without(self._runs.record(directory.id).excluded)
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory)
 
@@ -82,16 +81,9 @@ class LaunchesApi:
         make_home(self._session.home)
         # A calibration under way keeps the launch out; a later one sees the run in the store.
         with shared_hosts(self._session.home, [node.ssh for node in config.nodes]):
-            return self._make(config, skip)
-
-    def _make(self, config: Config, skip: tuple[str, ...]) -> RunDir:
-        config, division, calibration = self._calibrations.divide(config)
-        created = datetime.now(UTC)
-        directory = self._runs.directory(run_id(config.job.name, created))
-        try:
-            directory.path.parent.mkdir(mode=0o700, exist_ok=True)
-            directory.path.mkdir(mode=0o700)
-            directory.requests.mkdir(mode=0o700)
+            config, division, calibration = self._calibrations.divide(config)
+            created = datetime.now(UTC)
+            directory = self._runs.directory(run_id(config.job.name, created))
             plan = RunPlan(
                 run_id=directory.id,
                 created_at=created,
@@ -100,13 +92,16 @@ class LaunchesApi:
                 division=division,
                 calibration=calibration,
             )
-            write_plan(directory.plan, plan)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise StateError("the run's directory cannot be made", where=str(directory.path), why=why) from error
-        self._session.store.put_run(plan.record())
-        overridden = list(plan.skip)
-        context = {"run": directory.id, "ranks": len(plan.nodes), "overridden": overridden, "shares": division.source}
+            try:
+                directory.path.parent.mkdir(mode=0o700, exist_ok=True)
+                directory.path.mkdir(mode=0o700)
+                directory.requests.mkdir(mode=0o700)
+                write_plan(directory.plan, plan)
+            except OSError as error:
+                raise StateError("the run's directory cannot be made", where=str(directory.path), why=error) from error
+            self._session.store.put_run(plan.record())
+        overridden, ranks = list(plan.skip), len(plan.nodes)
+        context = {"run": directory.id, "ranks": ranks, "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self._session.home)
         return directory
 

@@ -27,8 +27,6 @@ _FIX_LIMIT_S = 600.0
 
 
 class NodesApi:
-    """The configuration's nodes, and hosts that could be nodes."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._home = session.home
@@ -60,7 +58,6 @@ class NodesApi:
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
-        """The Thunderbolt cables between the nodes."""
         return topology(facts)
 
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:

@@ -31,8 +31,6 @@ _SUPERVISOR_STARTS = 3
 
 
 class RunsApi:
-    """Every run of the state directory."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watches: dict[str, RunWatch] = {}
@@ -83,16 +81,12 @@ class RunsApi:
         source = found.source if found is not None and found.source is not None else record.rank
         if not record.state.ended or record.reason is None or (source is None and found is None):
             return []
-        reader = LogReader(self.find(run), LAUNCHER_SOURCE if source is None else source)
-        try:
-            reader.refresh()
+        with contextlib.closing(LogReader(self.find(run), LAUNCHER_SOURCE if source is None else source)) as reader:
             number = None
             if found is not None and found.offset is not None and source is not None:
                 number = reader.number_of(source, found.offset)
             start = max(0, reader.line_count - limit) if number is None else max(0, number - limit // 2)
             return [line.text for line in reader.lines(start, start + limit)]
-        finally:
-            reader.close()
 
     def adopt_orphans(self) -> list[str]:
         """Start a supervisor for every run that has lost its own, which adopts or fences it; the ids."""
@@ -134,8 +128,9 @@ class RunsApi:
         store = self._session.store
         records = {record.id: record for record in store.runs()}
         known = len(records)
-        for directory in self._directories():
-            if directory.id not in records and directory.plan.exists():
+        for plan in (self._session.home / "runs").glob("*/plan.json"):
+            directory = RunDir(plan.parent)
+            if directory.id not in records:
                 with contextlib.suppress(StateError):
                     records[directory.id] = RunWatch(directory).poll().record
         if store.notices and len(records) > known:
@@ -144,14 +139,7 @@ class RunsApi:
         self._session.report_damage(store)
         return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
 
-    def _directories(self) -> list[RunDir]:
-        try:
-            return [RunDir(path) for path in (self._session.home / "runs").iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
     def directory(self, run: str) -> RunDir:
-        """The directory of the run with this id."""
         return RunDir(self._session.home / "runs" / run)
 
     def _live(self, record: RunRecord) -> RunRecord:

@@ -19,12 +19,9 @@ Item = TypeVar("Item")
 
 
 class Session:
-    """One state directory and one set of connections."""
-
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or state_home()
         self.notices: list[str] = []
-        """Damage found in the state and how it was handled, one line each, for people."""
         self._fleets: dict[tuple[str, ...], Fleet] = {}
 
     @property
@@ -47,10 +44,8 @@ class Session:
         return self._fleets[hosts]
 
     async def close(self) -> None:
-        """Close all connections to nodes; runs go on."""
-        fleets = list(self._fleets.values())
-        self._fleets.clear()
-        for fleet in fleets:
+        while self._fleets:
+            _, fleet = self._fleets.popitem()
             await fleet.close()
 
 

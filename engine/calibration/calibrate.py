@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
@@ -35,11 +36,8 @@ async def calibrate(
     unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
     if len(unreachable) == len(config.nodes):
         raise next(iter(unreachable.values()))
-    async with contextlib.AsyncExitStack() as stack:
-        reachable = context
-        if unreachable:
-            kept = select_nodes(config, layouts.keys() - unreachable.keys())
-            reachable = await stack.enter_async_context(CheckContext(kept, context.fleet))
+    kept = select_nodes(config, layouts.keys() - unreachable.keys())
+    async with CheckContext(kept, context.fleet) if unreachable else contextlib.nullcontext(context) as reachable:
         results = await measure_nodes(reachable, QUICK_S if quick else config.calibration.seconds, on_progress)
         links, all_ranks = await measure_links(reachable, on_progress)
         backend = await _backend(reachable)
@@ -99,9 +97,8 @@ def _notes(config: Config, leftovers: str) -> tuple[str, ...]:
 
 def ring_pairs(nodes: tuple[str, ...]) -> list[tuple[str, str]]:
     """The pairs of a ring through the nodes in rank order, each once."""
-    if len(nodes) < 3:
-        return [(nodes[0], nodes[1])] if len(nodes) == 2 else []
-    return list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
+    pairs = list(pairwise(nodes))
+    return [*pairs, (nodes[-1], nodes[0])] if len(nodes) > 2 else pairs
 
 
 async def measure_links(

@@ -40,16 +40,13 @@ def calibrate_node(
         raise ValueError(f"duration_s must be above 0: {duration_s!r}")
     # It may be anywhere, but a symlink may not lead out of its folder.
     path = validate_path(fspath(benchmark_path), "benchmark", roots=(*default_roots(), Path(benchmark_path).parent))
-    argv = [*_program(path), "--node-id", node_id, "--model-name", model_name, "--duration", f"{duration_s:g}"]
+    program = [str(path)] if path.suffix != ".py" and os.access(path, os.X_OK) else [sys.executable, str(path)]
+    argv = [*program, "--node-id", node_id, "--model-name", model_name, "--duration", f"{duration_s:g}"]
     code, output, errors = _run(argv, str(path), duration_s + _ALLOWANCE_S)
     if code != 0:
         raise RuntimeError(f"{path} ended with {code}: {plain(errors.decode(errors='replace'), _STDERR_LENGTH)}")
     figures = _figures(output, str(path))
     return HardwareMetrics(node_id, model_name, **figures, timestamp=datetime.now(UTC))
-
-
-def _program(path: Path) -> list[str]:
-    return [str(path)] if path.suffix != ".py" and os.access(path, os.X_OK) else [sys.executable, str(path)]
 
 
 def _run(argv: list[str], where: str, limit_s: float) -> tuple[int, bytes, bytes]:

@@ -8,60 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Annotated
-
-from pydantic import Field
+from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
-from engine.cluster.probe_results import Count, ShortText
+from engine.checks.leases import Leases, leased
+from engine.cluster.probe_results import ShortText
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import trainer_job
-from engine.measurements import CalibrationProgress, MemoryProbe, NodeMeasure
+from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
 from engine.models import FrozenModel
-from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
-from engine.security.paths import make_private
 from engine.security.sanitise import plain
-from engine.store.layout import node_root
-
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Batch = Annotated[int, Field(ge=1)]
 
 
 class ProgressResult(FrozenModel):
-    """engine.protocol.attempt.MeasureProgress"""
+    """engine.protocol.measurements.MeasureProgress"""
 
     phase: ShortText
     elapsed_s: Figure = 0.0
-    steps: Count = 0
     examples_per_s: Figure | None = None
 
 
-class MeasureResult(FrozenModel):
-    """engine.protocol.attempt.MeasureResult"""
+class MeasureResult(NodeMeasure):
+    """engine.protocol.measurements.MeasureReport; a node does not say which one it is."""
 
-    examples_per_s: Figure | None = None
-    spread: Figure | None = None
-    windows: Count = 0
-    tokens_per_s: Figure | None = None
-    step_s: Figure | None = None
-    batch: Batch | None = None
-    overhead_s: Figure | None = None
-    steps: Count = 0
-    measured_s: Figure = 0.0
-    state_bytes: Count | None = None
+    node: str = ""
+    host: str = ""
     gradient_bytes: Count | None = None
-    probes: Annotated[tuple[tuple[Batch, Count], ...], Field(max_length=10)] = ()
     qos: ShortText | None = None
     problem: ShortText | None = None
 
@@ -104,50 +84,28 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnProgress) -> SingleNodeResults:
     """Measure every node for `seconds`; one that cannot be measured has a problem instead. Cancelled, it first ends
     what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
-    check = _Measurement.new(context, seconds, on_progress)
-    make_private(node_root())
-    leases = Leases(context, check.nonce)
-    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
-        try:
-            await leases.acquire(check.check_id, Path(here))
-            await gather_all(check.put(layout) for layout in await context.layouts())
-            hosts = hosts_of(context.config.nodes).values()
-            measured = [
-                found for host in await gather_all(check.host(ranks) for ranks in hosts) for found in host.items()
-            ]
-        finally:
-            leftovers = await asyncio.shield(leases.release())
-    figures: Mapping[int, tuple[NodeMeasure, int | None]] = dict(measured)
+    async with leased(context) as leases:
+        measurement = _Measurement(context, seconds, on_progress, leases)
+        await leases.acquire()
+        await gather_all(measurement.put(layout) for layout in await context.layouts())
+        hosts = hosts_of(context.config.nodes).values()
+        measured = await gather_all(measurement.host(ranks) for ranks in hosts)
+    figures = {rank: found for host in measured for rank, found in host.items()}
     sizes = {size for _, size in figures.values() if size is not None}
     nodes = tuple(figures[rank][0] for rank in sorted(figures))
-    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leftovers)
+    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers)
 
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One measurement while it runs."""
-
     context: CheckContext
     seconds: float
     on_progress: OnProgress
-    nonce: str
-    check_id: str
-    """Names its folders on the nodes; the prefix is what a lease removes."""
-
-    @classmethod
-    def new(cls, context: CheckContext, seconds: float, on_progress: OnProgress) -> _Measurement:
-        nonce = secrets.token_hex(16)
-        return cls(context, seconds, on_progress, nonce, f"{CHECK_PREFIX}{nonce[:12]}")
+    leases: Leases
 
     async def put(self, layout: HostLayout) -> None:
-        """Write the spec of each rank of the host."""
         files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
-        node = self.context.config.nodes[layout.ranks[0]]
-        try:
-            await self.context.agent(node).write(self._folder(layout), files)
-        except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{self._folder(layout)}"
-            raise LaunchError("the calibration's files could not be written", where=where, why=why) from error
+        await self.leases.write(layout, self._folder(layout), files)
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
         """The measures of a machine's ranks, one after another, and the bytes of their gradients."""
@@ -166,10 +124,10 @@ class _Measurement:
     async def _measured(self, rank: int, node: NodeConfig) -> MeasureResult:
         layout = await self.context.layout_of(node)
         spec = self._folder(layout) / f"rank{rank}.json"
-        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.nonce}", layout.expanded(node.python)]
+        argv = ["/usr/bin/env", f"{NONCE_ENV}={self.leases.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
-        limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
+        limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         try:
             async with asyncio.timeout(limit_s):
                 while isinstance(line := await request.next_line(limit_s), bytes):
@@ -213,10 +171,8 @@ class _Measurement:
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.check_id / "calibration"
+        return self.leases.folder(layout) / "calibration"
 
 
 def _measure(node: NodeConfig, figures: MeasureResult) -> NodeMeasure:
-    known = figures.model_dump(exclude={"probes", "gradient_bytes"})
-    probes = tuple(MemoryProbe(batch=batch, peak_bytes=peak) for batch, peak in figures.probes)
-    return NodeMeasure(node=node.name, host=node.ssh, probes=probes, **known)
+    return NodeMeasure.model_validate(figures.model_dump() | {"node": node.name, "host": node.ssh})

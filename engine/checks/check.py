@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.checks.context import CheckContext
-from engine.checks.fixes import as_shell_line
+from engine.checks.fixes import as_shell_line, chained
+from engine.cluster import agent_client
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
-from engine.security.identifiers import LOCAL
 
 CheckFunction = Callable[[CheckContext], Awaitable[CheckResult]]
 SkipReason = Callable[[Config], str | None]
 Answer = TypeVar("Answer")
 
-THIS_MACHINE = "this machine"
+THIS_MACHINE = agent_client.THIS_MACHINE.name
 """The head in messages, and in place of a node's name where it is none."""
+_NAMED = 4
 
 
 def _never_skipped(_: Config) -> str | None:
@@ -149,20 +149,20 @@ class Findings:
             if commands:
                 fixes[node] = " && ".join(dict.fromkeys(commands))
         seen = {node: self.evidence.get(node, found.describe()) for node, found in self._nodes.items()}
-        parts, lines = [*self.overall.faults, *self.overall.warnings], [*self.overall.reported(status)[1]]
+        parts = [*self.overall.faults, *self.overall.warnings]
+        lines: list[str | None] = [*self.overall.reported(status)[1]]
         if messages:
             parts.append(self._summary(messages) + (f"; {advice}" if advice else ""))
-            line = fix_command or as_shell_line(self._config, fixes)
-            if line is not None and on_nodes is status:
-                lines.append(line)
+            if on_nodes is status:
+                lines.append(fix_command or as_shell_line(self._config, fixes))
         return CheckResult(
             name=self._name,
             status=status,
             summary="; ".join(parts) or passed,
             evidence={node: text for node, text in seen.items() if text},
-            fix_command=" && ".join(dict.fromkeys(lines)) or None,
+            fix_command=chained(lines),
             fixes=fixes,
-            blames=next(((rank, node.name) for rank, node in ranks_of(self._config) if node in self.faulty), None),
+            blames=next(((self._config.nodes.index(node), node.name) for node in self.faulty), None),
         )
 
     def _summary(self, reported: Mapping[str, str]) -> str:
@@ -185,12 +185,17 @@ def skip_for_command(config: Config) -> str | None:
 
 def this_machine(folder: str) -> NodeConfig:
     """The head where it is no node, with a folder as its workdir."""
-    return NodeConfig(name=THIS_MACHINE, ssh=LOCAL, python=sys.executable, workdir=folder)
-
-
-def ranks_of(config: Config) -> list[tuple[int, NodeConfig]]:
-    return list(enumerate(config.nodes))
+    return agent_client.THIS_MACHINE.model_copy(update={"workdir": folder})
 
 
 def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def differing_items(items: Mapping[str, str | None], reference: Mapping[str, str | None]) -> list[str]:
+    return sorted(name for name in {*items, *reference} if items.get(name) != reference.get(name))
+
+
+def first_of(names: Sequence[str]) -> str:
+    """For example "a, b, c, d and 3 more"."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else "")

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
+from engine.checks.check import Check, Findings, NodeFindings, first_of, skip_for_command
 from engine.checks.context import CheckContext
-from engine.cluster.probe_results import AdapterWeights, CheckpointStorage, ModelConfiguration
+from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
+from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, InputError
 from engine.models import CheckResult
-from engine.plan.memory.estimate import RankWorkload, estimate
+from engine.plan.document import Disabled
 from engine.plan.memory.shape import ModelShape
 
 NAME = "checkpoint_layer"
@@ -32,21 +32,15 @@ _ADAPTER_BYTES = 4
 
 @dataclass(frozen=True)
 class SaveSize:
-    """The size of one save, and how often the job saves."""
+    """The size of one save, and of all that is kept."""
 
     saved_bytes: int | None
     """None when it is not known, for the reason in `unknown`."""
-    saves: int
-    layers: int | None
+    needed_bytes: int = 0
+    """All numbered adapters, and the states that are kept at a time."""
+    layers: int | None = None
     """The model's; None when it is not known."""
     unknown: str | None = None
-    states_bytes: int = 0
-    """All states that are kept at a time."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """All numbered adapters, which are kept, and the states."""
-        return (self.saved_bytes or 0) * (self.saves + 2) + self.states_bytes
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -95,17 +89,17 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
     if resume.kind != wanted:
         return [f"holds weights of {resume.kind}, and the job trains {wanted}: set fine_tune_type, or leave it out"]
     found = []
-    settings = config.job.mlx_lm
-    lora = settings.get("lora_parameters") or {}
+    lora = config.job.mlx_lm["lora_parameters"]
     rank = int(lora.get("rank", 8))
     if resume.ranks and resume.ranks != [rank]:
         theirs = ", ".join(map(str, resume.ranks))
         found.append(f"has rank {theirs}, and lora_parameters say {rank}: set rank = {theirs}, or leave it out")
     keys = lora.get("keys")
     if keys is not None and resume.modules and sorted(set(keys)) != resume.modules:
-        found.append(f"adapts {_first(resume.modules)}, and lora_parameters.keys say {_first(sorted(set(keys)))}")
+        found.append(f"adapts {first_of(resume.modules)}, and lora_parameters.keys say {first_of(sorted(set(keys)))}")
     if layers is not None and resume.layers:
-        trained = _trained_layers(config, layers)
+        count = int(config.job.mlx_lm["num_layers"])
+        trained = list(range(max(0, layers - count) if count >= 0 else 0, layers))
         if resume.layers != trained:
             ours = f"{trained[0]} to {trained[-1]}" if trained else "none"
             theirs = f"{resume.layers[0]} to {resume.layers[-1]}"
@@ -114,21 +108,16 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
 
 
 async def save_size(context: CheckContext) -> SaveSize:
-    """Estimated from the model's config.json on the first node."""
-    config, first = context.config, context.config.nodes[0]
-    settings = config.job.mlx_lm
-    saves = int(settings.get("iters", 1000)) // max(1, int(settings.get("save_every", 100)))
-    try:
-        model = context.path(first, first.model or config.job.model or "")
-        storage = await context.probe(first, "configuration", model, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
-        if storage.configuration is None:
-            return SaveSize(None, saves, None, storage.problem)
-        shape = ModelShape.from_config(storage.configuration)
-        trained = estimate(shape, _workload(config, shape.layers)).trainable_parameters
-    except (FlightDeckError, InputError) as error:
-        return SaveSize(None, saves, None, str(error))
-    size = shape.dtype_bytes if config.job.fine_tune_type == "full" else _ADAPTER_BYTES
-    return SaveSize(trained * size, saves, shape.layers, states_bytes=trained * _STATE_BYTES * state_count(config))
+    """Estimated from what the plan knows of the model."""
+    config, memory = context.config, (await shared_plan(context)).memory
+    if isinstance(memory, Disabled):
+        return SaveSize(None, unknown=memory.reason)
+    trained, size = memory.trainable_parameters, _ADAPTER_BYTES
+    if config.job.fine_tune_type == "full":
+        size = ModelShape.from_config((await shared_plan_inputs(context)).model or {}).dtype_bytes
+    saves = int(config.job.mlx_lm["iters"]) // int(config.job.mlx_lm["save_every"]) + 2
+    states = _STATE_BYTES * state_count(config)
+    return SaveSize(trained * size, trained * (size * saves + states), memory.layers)
 
 
 def state_count(config: Config) -> int:
@@ -137,26 +126,6 @@ def state_count(config: Config) -> int:
     checkpoint = config.checkpoint
     elsewhere = checkpoint.destination is not None and "://" not in checkpoint.destination
     return 2 * checkpoint.keep if checkpoint.enabled and not elsewhere else 1
-
-
-def _workload(config: Config, layers: int) -> RankWorkload:
-    lora = config.job.mlx_lm.get("lora_parameters") or {}
-    keys = lora.get("keys")
-    return RankWorkload(
-        fine_tune_type=config.job.fine_tune_type,
-        num_layers=len(_trained_layers(config, layers)) or -1,
-        lora_rank=int(lora.get("rank", 8)),
-        lora_keys=tuple(keys) if keys is not None else None,
-    )
-
-
-def _trained_layers(config: Config, layers: int) -> list[int]:
-    """As in engine.protocol.job: the last `num_layers`; by default all for "full"."""
-    wanted = config.job.mlx_lm.get("num_layers")
-    if wanted is None:
-        wanted = -1 if config.job.fine_tune_type == "full" else 16
-    count = layers if int(wanted) < 0 else min(int(wanted), layers)
-    return list(range(layers - count, layers))
 
 
 async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> dict[str, Any]:
@@ -200,10 +169,6 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
     )
     resumed = f", resumes {storage.resume.kind} of {len(storage.resume.layers)} layers" if storage.resume else ""
     return f"{storage.directory}{free}{needed}{resumed}"
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 CHECK = Check(

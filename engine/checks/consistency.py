@@ -13,18 +13,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import PurePosixPath
+from typing import Literal
 
 from engine.checks import connectivity, sync
-from engine.checks.check import THIS_MACHINE, Check, Findings, this_machine
+from engine.checks.check import THIS_MACHINE, Check, Findings, differing_items, this_machine
 from engine.checks.context import CheckContext
-from engine.checks.fixes import copy_file, copy_folder, move_aside
+from engine.checks.fixes import chained, copy_file, copy_folder, move_aside
 from engine.cluster.probe_results import FileHashes
-from engine.cluster.replies import probe_here
 from engine.config.models import Config, NodeConfig
-from engine.errors import LaunchError
-from engine.models import CheckResult, NoValue, WorkerConsistency
+from engine.models import CheckResult, WorkerConsistency
 from engine.plan.preflight import command_files, comparison_not_applicable, comparison_switched_off
 
 NAME = "worker_consistency"
@@ -83,9 +81,7 @@ def agreement(workers: Mapping[str, ItemHashes], head: ItemHashes) -> Agreement:
         if most is None:
             return Agreement(None, None, (), tuple(workers))
         reference |= dict(zip(unknown, most, strict=True))
-    agreeing = tuple(
-        name for name, hashes in workers.items() if all(hashes.get(item) == reference[item] for item in items)
-    )
+    agreeing = tuple(name for name, hashes in workers.items() if not differing_items(hashes, reference))
     divergent = tuple(name for name in workers if name not in agreeing)
     return Agreement(reference, "plurality" if unknown else "head", agreeing, divergent)
 
@@ -109,23 +105,16 @@ def _plurality(values: list[tuple[str | None, ...]]) -> tuple[str | None, ...] |
 
 async def run(context: CheckContext) -> CheckResult:
     config = context.config
-    models = {node.name: _model(context, node) for node in config.nodes}
+    here = this_machine(str(config.folder))
+    models = {node.name: _model(context, node) for node in (*config.nodes, here)}
     answers = await context.on_all_nodes(lambda node: _hashes(context, node, models[node.name]))
     found = Findings(NAME, config)
     workers = {node.name: hashes for node, hashes in found.answered(answers)}
     if found.faulty:
         return found.verdict()
-    local = next((node for node in config.nodes if node.local), None)
-    head = head_reference(workers[local.name] if local is not None else await _head_hashes(config), workers)
-    return evaluate(config, workers, head, models)
-
-
-def hashes_request(config: Config, node: NodeConfig, model: str | None) -> dict[str, Any]:
-    """The request of the `hashes` probe."""
-    files = {word: _path(node, word) for word in command_files(config)}
-    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
-    job = None if config.job.command else {**config.job.mlx_lm, **own}
-    return {"files": files, "model": model, "job": job}
+    local = next((node.name for node in config.nodes if node.local), None)
+    head = workers[local] if local is not None else await _hashes(context, here, models[here.name])
+    return evaluate(config, workers, head_reference(head, workers), models)
 
 
 def head_reference(head: ItemHashes, workers: Mapping[str, ItemHashes]) -> dict[str, str | None]:
@@ -142,7 +131,7 @@ def evaluate(
     config: Config, workers: Mapping[str, ItemHashes], head: ItemHashes, models: Mapping[str, str | None]
 ) -> CheckResult:
     """A divergent minority is left out when the configuration allows it, and blocks otherwise. `models` is each node's
-    path of the model."""
+    path of the model, and this machine's."""
     settings = config.preflight
     compared = agreement(workers, head)
     decision = decide(compared, settings.consistency_threshold, exclude_divergent=settings.exclude_divergent)
@@ -184,14 +173,10 @@ def _advice(compared: Agreement, decision: Decision, threshold: float) -> str:
     return ratio
 
 
-def _differing_items(hashes: ItemHashes, reference: ItemHashes) -> list[str]:
-    return sorted(name for name in {*hashes, *reference} if hashes.get(name) != reference.get(name))
-
-
 def _describe_difference(hashes: ItemHashes, reference: ItemHashes | None, against: str) -> str:
     if reference is None:
         return _list_hashes(hashes)
-    names = _differing_items(hashes, reference)
+    names = differing_items(hashes, reference)
     shown = [f"{name} is {_short(hashes.get(name))}, {_short(reference.get(name))} on {against}" for name in names]
     return "; ".join(shown[:_NAMED]) + (f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else "")
 
@@ -211,25 +196,22 @@ def _fix(
     reference, source = compared.reference, _source(config, compared)
     if reference is None or source is None:
         return None
+    known = {name: folder for name, folder in models.items() if folder is not None}
     lines: list[str | None] = []
     for node in config.nodes:
         if node.name not in compared.divergent:
             continue
-        differing = _differing_items(workers[node.name], reference)
+        differing = differing_items(workers[node.name], reference)
         wanted = [name for name in differing if reference.get(name) is not None]
         for word in command_files(config):
             if word in wanted:
-                lines.append(
-                    copy_file(source, [node], {each.name: _path(each, word) for each in (*config.nodes, source)})
-                )
-        if any(name.startswith(_MODEL) for name in wanted):
-            folders = {**models, source.name: models.get(source.name) or _head_model(config)}
-            known = {name: folder for name, folder in folders.items() if folder is not None}
-            if {source.name, node.name} <= set(known):
-                lines.append(copy_folder(source, [node], known))
+                here, there = (PurePosixPath(_path(each, word)) for each in (source, node))
+                lines.append(copy_file(source, here, node, there.parent))
+        if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
+            lines.append(copy_folder(source, [node], known))
         unwanted = (_file(config, node, models[node.name], name) for name in differing if name not in wanted)
         lines += [move_aside(node, file) for file in unwanted if file is not None]
-    return " && ".join(dict.fromkeys(filter(None, lines))) or None
+    return chained(lines)
 
 
 def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:
@@ -242,35 +224,22 @@ def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str
 def _source(config: Config, compared: Agreement) -> NodeConfig | None:
     """Who has the reference: this machine, else the first that agrees; None where nobody has all of it."""
     if compared.source == "head":
-        return next((node for node in config.nodes if node.local), None) or this_machine(str(_base(config)))
+        return next((node for node in config.nodes if node.local), None) or this_machine(str(config.folder))
     return next((node for node in config.nodes if node.name in compared.agreeing), None)
 
 
 async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) -> ItemHashes:
     """Nodes of one host with the same request are probed once."""
-    request = json.dumps(hashes_request(context.config, node, model))
+    config = context.config
+    files = {word: _path(node, word) for word in command_files(config)}
+    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
+    job = None if config.job.command else {**config.job.mlx_lm, **own}
+    request = json.dumps({"files": files, "model": model, "job": job})
     answer = await context.shared(
         f"hashes of {node.ssh}: {request}",
         lambda: context.probe(node, "hashes", request, result_type=FileHashes, timeout_s=_LIMIT_S),
     )
     return answer.hashes
-
-
-async def _head_hashes(config: Config) -> dict[str, str | None]:
-    """This machine's hashes where it is no node."""
-    request = hashes_request(config, this_machine(str(_base(config))), _head_model(config))
-    outcome = await probe_here("hashes", json.dumps(request), result_type=FileHashes, timeout_s=_LIMIT_S)
-    if isinstance(outcome, NoValue):
-        raise LaunchError("this machine's own files could not be read", where=THIS_MACHINE, why=str(outcome))
-    return outcome.hashes
-
-
-def _base(config: Config) -> Path:
-    return config.file.parent if config.file is not None else Path("/")
-
-
-def _head_model(config: Config) -> str | None:
-    return str(_base(config) / Path(config.job.model).expanduser()) if config.job.model else None
 
 
 def _model(context: CheckContext, node: NodeConfig) -> str | None:

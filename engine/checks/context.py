@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from engine.checks.interpreter import Interpreter, probe_interpreter
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.facts import probe_all
-from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
+from engine.cluster.staging import HostLayout, gather_all, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
-from engine.config.formats import on_node
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, on_node
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.measurements import Calibration, Division
-from engine.models import FrozenModel, NodeFacts, NoValue, Topology
+from engine.models import FrozenModel, NodeFacts, NoValue
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound=FrozenModel)
 
 
-class _Once(Generic[T]):
-    """A result that is computed once, whoever calls first; a caller who is cancelled does not spoil it for the others.
-    An error is a result too, and raised to each."""
+def once(
+    work: Callable[[CheckContext], Coroutine[Any, Any, T]],
+) -> Callable[[CheckContext], Coroutine[Any, Any, T]]:
+    """`work` as it is done once for a context, and shared by all who call it."""
 
-    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
-        self._work = work
-        self._task: asyncio.Task[T] | None = None
+    @functools.wraps(work)
+    async def shared(context: CheckContext) -> T:
+        return await context.shared(work.__qualname__, lambda: work(context))
 
-    async def __call__(self) -> T:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-        return await asyncio.shield(self._task)
-
-    async def _run(self) -> T:
-        return await self._work()
-
-    async def end(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    return shared
 
 
 class CheckContext:
@@ -65,40 +53,55 @@ class CheckContext:
         self.fleet = fleet
         self.division = division
         self.calibration = calibration
-        self.progress: Callable[[str, str], None] = _ignore_progress
+        self.progress: Callable[[str, str], None] = lambda check, line: None
         """Called with a check's name and one line about its progress."""
-        self.facts = _Once(self._facts)
-        """Node name → NodeFacts, with the `problem` of one that is unreachable."""
-        self.topology = _Once(self._topology)
-        self.network_plan = _Once(self._network_plan)
-        """Raises LaunchError, naming what is in the way."""
-        self.layouts = _Once(self._layouts)
-        """One HostLayout per distinct host. Raises the first host's LaunchError or NodeUnreachable."""
-        self.interpreters = _Once(self._interpreters)
-        """Node name → Interpreter, without mlx-lm."""
-        self._shared: dict[str, _Once[Any]] = {}
-        self._hosts = {host: _Once(partial(self._layout, ranks)) for host, ranks in hosts_of(config.nodes).items()}
-
-    @property
-    def remote(self) -> bool:
-        """Some node is reached by ssh."""
-        return not all(node.local for node in self.config.nodes)
+        self._shared: dict[str, asyncio.Task[Any]] = {}
 
     def agent(self, node: NodeConfig) -> AgentClient:
         return self.fleet.agent(node)
 
+    @once
+    async def facts(self) -> dict[str, NodeFacts]:
+        """Node name → its facts, with the `problem` of one that is unreachable."""
+        return {facts.node: facts for facts in await probe_all(self.config, self.fleet)}
+
+    @once
+    async def network_plan(self) -> NetworkPlan:
+        """Raises LaunchError, naming what is in the way."""
+        facts = list((await self.facts()).values())
+        return plan_network(self.config, facts, topology(facts))
+
+    @once
+    async def interpreters(self) -> dict[str, Interpreter]:
+        """Node name → Interpreter, without mlx-lm."""
+        return await self.of_interpreters(self._interpreter)
+
+    @once
+    async def layouts(self) -> tuple[HostLayout, ...]:
+        """One HostLayout per distinct host. Raises the first host's LaunchError or NodeUnreachable."""
+        hosts = {node.ssh: node for node in self.config.nodes}
+        return tuple(await gather_all(map(self.layout_of, hosts.values())))
+
     async def layout_of(self, node: NodeConfig) -> HostLayout:
         """The layout of the node's host, whatever other hosts lack. Raises LaunchError, NodeUnreachable."""
-        return await self._hosts[node.ssh]()
+
+        async def prepared() -> HostLayout:
+            ranks = tuple(rank for rank, other in enumerate(self.config.nodes) if other.ssh == node.ssh)
+            (layout,) = await prepare(self.fleet, [self.config.nodes[rank] for rank in ranks] or [node])
+            return replace(layout, ranks=ranks)
+
+        return await self.shared(f"layout of {node.ssh}", prepared)
 
     def path(self, node: NodeConfig, text: str) -> str:
         """A path of [job] as `node` has it, the same as for its rank; it may begin with `~/`."""
-        base = self.config.file.parent if self.config.file is not None else Path("/")
-        return on_node(text, node, base)
+        return on_node(text, node, self.config.folder)
 
-    async def shared(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, shared by all checks that ask by this name: the first one's `work` is run."""
-        answer: T = await self._shared.setdefault(name, _Once(work))()
+    async def shared(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work`, shared by all who ask by this name: the first one's `work` is run. One who is
+        cancelled does not spoil it for the others; an error is a result too, and raised to each."""
+        if name not in self._shared:
+            self._shared[name] = asyncio.create_task(work())
+        answer: T = await asyncio.shield(self._shared[name])
         return answer
 
     async def probe(
@@ -110,8 +113,10 @@ class CheckContext:
             await self.agent(node).probe(name, *arguments, result_type=result_type, timeout_s=timeout_s), node
         )
 
-    async def on_all_nodes(self, ask: Callable[[NodeConfig], Awaitable[T]]) -> dict[str, T | FlightDeckError]:
-        """`ask` for every node at once: node name → its result, or the error in its place."""
+    async def on_all_nodes(
+        self, ask: Callable[[NodeConfig], Awaitable[T]], nodes: Iterable[NodeConfig] | None = None
+    ) -> dict[str, T | FlightDeckError]:
+        """`ask` for every node, or these, at once: node name → its result, or the error in its place."""
 
         async def one(node: NodeConfig) -> T | FlightDeckError:
             try:
@@ -119,9 +124,9 @@ class CheckContext:
             except FlightDeckError as error:
                 return error
 
-        nodes: Sequence[NodeConfig] = self.config.nodes
-        answers = await asyncio.gather(*(one(node) for node in nodes))
-        return {node.name: answer for node, answer in zip(nodes, answers, strict=True)}
+        asked = self.config.nodes if nodes is None else tuple(nodes)
+        answers = await asyncio.gather(*map(one, asked))
+        return {node.name: answer for node, answer in zip(asked, answers, strict=True)}
 
     async def __aenter__(self) -> CheckContext:
         return self
@@ -137,28 +142,9 @@ class CheckContext:
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        found: tuple[_Once[Any], ...] = (self.network_plan, self.topology, self.facts, self.interpreters, self.layouts)
-        for once in (*self._shared.values(), *found, *self._hosts.values()):
-            await once.end()
-
-    async def _facts(self) -> dict[str, NodeFacts]:
-        return {facts.node: facts for facts in await probe_all(self.config, self.fleet)}
-
-    async def _topology(self) -> Topology:
-        return topology(list((await self.facts()).values()))
-
-    async def _network_plan(self) -> NetworkPlan:
-        return plan_network(self.config, list((await self.facts()).values()), await self.topology())
-
-    async def _layout(self, ranks: tuple[int, ...]) -> HostLayout:
-        (layout,) = await prepare(self.fleet, [self.config.nodes[rank] for rank in ranks])
-        return replace(layout, ranks=ranks)
-
-    async def _layouts(self) -> tuple[HostLayout, ...]:
-        return tuple(await gather_all(layout() for layout in self._hosts.values()))
-
-    async def _interpreters(self) -> dict[str, Interpreter]:
-        return await self.of_interpreters(self._interpreter)
+        for task in self._shared.values():
+            task.cancel()
+        await asyncio.gather(*self._shared.values(), return_exceptions=True)
 
     async def _interpreter(self, node: NodeConfig) -> Interpreter:
         try:
@@ -172,7 +158,3 @@ def value_of(outcome: Result | NoValue, node: NodeConfig) -> Result:
     if isinstance(outcome, NoValue):
         raise LaunchError(str(outcome), where=node.name)
     return outcome
-
-
-def _ignore_progress(check: str, line: str) -> None:
-    """For a context whose owner shows no progress."""

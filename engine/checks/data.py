@@ -20,7 +20,6 @@ from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.models import CheckResult
-from engine.plan.data_report import DataReport
 
 NAME = "data_matches"
 _CLEAN = "the data quality report has no objection"
@@ -35,34 +34,30 @@ class DataFile:
     """One JSONL file as one node would read it."""
 
     path: PurePath
-    lines: int = 0
-    examples: int = 0
-    sha256: str = ""
-    form: str | None = None
+    seen: JsonlSummary
     fault: str | None = None
     fix: str | None = None
-    absent: bool = False
-    """Missing, or without an example."""
+
+    @property
+    def absent(self) -> bool:
+        """Missing, or without an example."""
+        return self.seen.absent or (self.seen.problem is None and self.seen.examples == 0)
 
     def describe(self) -> str:
-        return self.fault or f"{self.path.name} {self.examples:,} examples, {self.form}, sha256 {self.sha256[:12]}"
+        seen = f"{self.seen.examples:,} examples, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
+        return self.fault or f"{self.path.name} {seen}"
 
 
 async def run(context: CheckContext) -> CheckResult:
     config = context.config
     report, problem = await asyncio.to_thread(load_data_report, config)
-    found = Findings(NAME, config)
-    _check_report(report, problem, found.overall)
-    return await _check_files(context, found) if config.job.command is None else found.verdict(_CLEAN)
-
-
-def _check_report(report: DataReport | None, problem: str | None, findings: NodeFindings) -> None:
-    """Findings for what the data quality report objects to, or why it could not be read."""
     blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
+    found = Findings(NAME, config)
     if blocks is not None:
-        findings.fault(f"{blocks}: clean the data, then make a new report")
+        found.overall.fault(f"{blocks}: clean the data, then make a new report")
     elif warns is not None:
-        findings.warn(warns)
+        found.overall.warn(warns)
+    return await _check_files(context, found) if config.job.command is None else found.verdict(_CLEAN)
 
 
 async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
@@ -96,12 +91,11 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
     for node in config.nodes:
-        theirs = complete.get(node.name, ours)
-        if [file.sha256 for file in theirs] != [file.sha256 for file in ours]:
-            found.fault(node, f"the data on {node.name} differs from {first.name}: {_differing(ours, theirs)}")
+        if differing := _differing(ours, complete.get(node.name, ours)):
+            found.fault(node, f"the data on {node.name} differs from {first.name}: {differing}")
     lacking = [node for node in found.faulty if isinstance(answers[node.name], list)]
-    summary = ", ".join(f"{file.path.stem} {file.examples:,}" for file in ours)
-    return found.verdict(f"{summary} examples, {ours[0].form}", fix_command=copy_folder(first, lacking, folders))
+    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
+    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=copy_folder(first, lacking, folders))
 
 
 def _check_node(files: list[DataFile], batch_size: int, findings: NodeFindings) -> None:
@@ -113,29 +107,34 @@ def _check_node(files: list[DataFile], batch_size: int, findings: NodeFindings) 
             continue
         missing_validation = file.path.stem == "valid" and file.absent
         fix = file.fix
-        if missing_validation and not train.fault and train.lines > 1:
+        if missing_validation and not train.fault and train.seen.lines > 1:
             fix = _split_off(train, file.path)
         (findings.warn if missing_validation else findings.fault)(file.fault, fix)
-    if train.fault is None and train.examples < batch_size:
-        findings.fault(f"{train.path} has fewer examples ({train.examples}) than batch_size = {batch_size}")
+    examples = train.seen.examples
+    if train.fault is None and examples < batch_size:
+        findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
 
 
 def _split_off(train: DataFile, valid: PurePath) -> str:
     """A command that moves the last lines of train.jsonl into valid.jsonl."""
-    count = max(1, train.lines // _VALIDATION_SHARE)
+    lines = train.seen.lines
+    count = max(1, lines // _VALIDATION_SHARE)
     source, target = quoted(train.path), quoted(valid)
-    return f"tail -n {count} {source} > {target} && sed -i.bak '{train.lines - count + 1},$d' {source}"
+    return f"tail -n {count} {source} > {target} && sed -i.bak '{lines - count + 1},$d' {source}"
 
 
 def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
-    pairs = [(one, other) for one, other in zip(first, theirs, strict=True) if one.sha256 != other.sha256]
-    return ", ".join(f"{other.path.name} {other.lines:,} lines against {one.lines:,}" for one, other in pairs)
+    return ", ".join(
+        f"{other.path.name} {other.seen.lines:,} lines against {one.seen.lines:,}"
+        for one, other in zip(first, theirs, strict=True)
+        if one.seen.sha256 != other.seen.sha256
+    )
 
 
 def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) -> DataFile:
     """The file with its fault as a message, and a command that takes bad lines out."""
     if summary.problem is not None:
-        return DataFile(path, fault=summary.problem, absent=summary.absent)
+        return DataFile(path, summary, summary.problem)
     fault = fix = None
     if summary.examples == 0:
         fault = f"{path} is empty"
@@ -148,8 +147,7 @@ def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) 
             fix = f"sed -i.bak {shlex.quote(deletions)} {quoted(path)}"
     elif mask_prompt and summary.form == "text":
         fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
-    counted = (summary.lines, summary.examples, summary.sha256, summary.form)
-    return DataFile(path, *counted, fault, fix, absent=summary.examples == 0)
+    return DataFile(path, summary, fault, fix)
 
 
 def _not_applicable(config: Config) -> str | None:

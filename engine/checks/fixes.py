@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
 
 from engine.cluster.transport.base import in_home, quoted
 from engine.config.models import Config, NodeConfig
@@ -29,10 +29,14 @@ def flightdeck_command(config: Config, command: str) -> str:
     return f"{FLIGHTDECK}{command} -c {shlex.quote(str(config.file))}"
 
 
+def chained(lines: Iterable[str | None]) -> str | None:
+    """The lines as one, each once; None where there is none."""
+    return " && ".join(dict.fromkeys(filter(None, lines))) or None
+
+
 def as_shell_line(config: Config, fixes: Mapping[str, str]) -> str | None:
     """All of `fixes` (node → command to be run there) as one line for this machine's shell, each host's once."""
-    lines = [_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes]
-    return " && ".join(dict.fromkeys(lines)) or None
+    return chained(_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes)
 
 
 def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
@@ -57,15 +61,10 @@ def copy_tree(
     return _for_each(source, targets, folders, lambda node, path: f"{pack} | {_unpack(node, path)}")
 
 
-def copy_file(source: NodeConfig, targets: Sequence[NodeConfig], files: Mapping[str, str]) -> str | None:
-    """Like `copy_folder`, for one file with its permissions; `files` has each node's own path of it. A target whose
-    file has another name is left out."""
-    path = PurePosixPath(files[source.name])
-    same_name = [node for node in targets if PurePosixPath(files[node.name]).name == path.name]
-    pack = _on(source, f"{_PACK} -C {quoted(path.parent)} -chf - {shlex.quote(f'./{path.name}')}")
-    return _for_each(
-        source, same_name, files, lambda node, file: f"{pack} | {_unpack(node, str(PurePosixPath(file).parent))}"
-    )
+def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folder: PurePosixPath) -> str:
+    """A line for this machine's shell that copies a file of `source`, with its permissions, to a folder of `target`."""
+    pack = _on(source, f"{_PACK} -C {quoted(file.parent)} -chf - {shlex.quote(f'./{file.name}')}")
+    return f"{pack} | {_unpack(target, folder)}"
 
 
 def move_aside(node: NodeConfig, file: str) -> str:
@@ -82,10 +81,10 @@ def _for_each(
     """`command` of each distinct path of `targets` other than the source's, chained."""
     distinct = {(node.ssh, paths[node.name]): node for node in targets}
     distinct.pop((source.ssh, paths[source.name]), None)
-    return " && ".join(command(node, path) for (_, path), node in distinct.items()) or None
+    return chained(command(node, path) for (_, path), node in distinct.items())
 
 
-def _unpack(node: NodeConfig, folder: str) -> str:
+def _unpack(node: NodeConfig, folder: PurePath | str) -> str:
     command = f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} -xf -"
     # In a subshell here: its && would end the pipe.
     return f"({command})" if node.local else _on(node, command)

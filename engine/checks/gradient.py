@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
 import shlex
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,16 +18,16 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from engine.checks import connectivity, hostfile, sync, versions
-from engine.checks.check import Check, ranks_of, verdict
+from engine.checks.check import Check, verdict
 from engine.checks.context import CheckContext
-from engine.checks.leases import Leases
+from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError
 from engine.launch import ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
@@ -45,11 +43,9 @@ from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankProgram, ranks_script, run_start_script
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import CHECK_PREFIX, NONCE_ENV
+from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import AllSumResult
-from engine.security.paths import make_private
-from engine.security.sanitise import plain
-from engine.store.layout import node_root
+from engine.security.sanitise import last_line, plain
 
 START_ALLOWANCE_S = 55.0
 """For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
@@ -76,30 +72,20 @@ class AllSumOutcome:
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
     not be started."""
-    nonce = secrets.token_hex(16)
-    # A folder like an attempt's, so that what starts an attempt's ranks starts these.
-    check_id = f"{CHECK_PREFIX}{nonce[:12]}"
-    make_private(node_root())
-    leases = Leases(context, nonce)
-    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
-        try:
-            network, layouts = await context.network_plan(), await context.layouts()
-            all_sum = _AllSum(context, check_id, nonce, Path(here), network, layouts)
-            starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire(check_id, Path(here))])
-            assert starting_port is not None
-            codes, ssh_output = await all_sum.run(starting_port)
-            found = await context.on_all_nodes(all_sum.read)
-        finally:
-            leftovers = await asyncio.shield(leases.release())
+    async with leased(context) as leases:
+        network, layouts = await context.network_plan(), await context.layouts()
+        all_sum = _AllSum(context, leases, network, layouts)
+        starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire()])
+        assert starting_port is not None
+        codes, ssh_output = await all_sum.run(starting_port)
+        found = await context.on_all_nodes(all_sum.read)
     results: dict[int, AllSumResult | None] = {}
     messages: dict[int, str] = {}
-    for rank, node in ranks_of(context.config):
+    for rank, node in enumerate(context.config.nodes):
         answer = found[node.name]
-        if isinstance(answer, FlightDeckError):
-            results[rank], messages[rank] = None, str(answer)
-        else:
-            results[rank], messages[rank] = answer[rank][0], answer[rank][1] or ssh_output.get(rank, "")
-    return AllSumOutcome(results, messages, codes, leftovers)
+        results[rank], output = (None, str(answer)) if isinstance(answer, FlightDeckError) else answer
+        messages[rank] = output or ssh_output.get(rank, "")
+    return AllSumOutcome(results, messages, codes, leases.leftovers)
 
 
 @dataclass(frozen=True)
@@ -107,10 +93,7 @@ class _AllSum:
     """One run of the ranks."""
 
     context: CheckContext
-    check_id: str
-    nonce: str
-    here: Path
-    """A folder on this machine."""
+    leases: Leases
     network: NetworkPlan
     layouts: tuple[HostLayout, ...]
 
@@ -123,21 +106,20 @@ class _AllSum:
             return await self._run_direct(environment)
         return await self._with_launcher(starting_port)
 
-    async def read(self, node: NodeConfig) -> dict[int, tuple[AllSumResult | None, str]]:
-        """Rank → its result and the last line of its output."""
-        layout = await self.context.layout_of(node)
-        agent, found = self._agent(layout), {}
-        for rank in layout.ranks:
-            if self.context.config.nodes[rank].name == node.name:
-                result = await agent.read_end(self._folder(layout) / f"rank{rank}.json", _RESULT_BYTES)
-                output = await agent.read_end(self._folder(layout) / f"rank{rank}.log", _OUTPUT_BYTES)
-                found[rank] = parse_result(result), _last_line(output)
-        return found
+    async def read(self, node: NodeConfig) -> tuple[AllSumResult | None, str]:
+        """The result of the node's rank, None where it wrote none; and the last line of its output."""
+        layout, rank = await self.context.layout_of(node), self.context.config.nodes.index(node)
+        agent, folder = self._agent(layout), self._folder(layout)
+        result = await agent.read_end(folder / f"rank{rank}.json", _RESULT_BYTES)
+        output = _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
+        try:
+            return _RESULT.validate_json(result), output
+        except ValidationError:
+            return None, output
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
         """Write start.sh, and without mlx.launch the files that it would have written."""
-        node, folder = self.context.config.nodes[layout.ranks[0]], self._folder(layout)
-        launcher_here = node.local and environment is None
+        launcher_here = self.context.config.nodes[layout.ranks[0]].local and environment is None
         script = ranks_script(
             {rank: self._program(rank, layout) for rank in layout.ranks},
             PurePosixPath(layout.bundle),
@@ -151,11 +133,7 @@ class _AllSum:
         files = {"start.sh": script}
         if environment is not None:
             files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
-        try:
-            await self.context.agent(node).write(folder, files)
-        except OSError as error:
-            why, where = error.strerror or str(error), f"{node.name}:{folder}"
-            raise LaunchError("the check's files could not be written", where=where, why=why) from error
+        await self.leases.write(layout, self._folder(layout), files)
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
         config, folder = self.context.config, self._folder(layout)
@@ -165,36 +143,36 @@ class _AllSum:
         return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
-        write_hostfile(self.here / "hostfile.json", self.network)
+        check_id, here, nonce = self.leases.check_id, self.leases.here, {NONCE_ENV: self.leases.nonce}
+        write_hostfile(here / "hostfile.json", self.network)
         argv = arguments(
-            hostfile=self.here / "hostfile.json",
+            hostfile=here / "hostfile.json",
             starting_port=starting_port,
-            program=ssh_shim.program(self.check_id, _ATTEMPT),
-            environment={NONCE_ENV: self.nonce},
+            program=ssh_shim.program(check_id, _ATTEMPT),
+            environment=nonce,
             backend=self.network.backend,
             ranks_per_host=ranks_per_host(self.network),
         )
         home, nodes = self.context.fleet.home, self.context.config.nodes
         launcher_variables = launcher_environment(
-            self.here, nodes, self.layouts, home=home, run_id=self.check_id, attempt=_ATTEMPT
+            here, nodes, self.layouts, home=home, run_id=check_id, attempt=_ATTEMPT
         )
-        environment = {NONCE_ENV: self.nonce, **launcher_variables}
-        finished = await LocalProgram(argv, environment=environment, newlines=True).run(self._limit_s)
-        last = _last_line(finished.stderr.encode())
-        messages = {rank: _ssh_output(self.here, rank) or last for rank, _ in ranks_of(self.context.config)}
-        return dict(rank_ends(finished.stderr + finished.stdout)), messages
+        program = LocalProgram(argv, environment={**nonce, **launcher_variables}, newlines=True)
+        finished = await program.run(self._limit_s)
+        last = _last_line(finished.stderr)
+        messages = {rank: _ssh_output(here, rank) or last for rank in range(len(nodes))}
+        return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), messages
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
-        ranks = ranks_of(self.context.config)
-        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in ranks))
-        codes = {rank: end.code for (rank, _), end in zip(ranks, ended, strict=True) if end.code}
-        messages = {rank: plain(end.exit_output) for (rank, _), end in zip(ranks, ended, strict=True)}
-        return codes, messages
+        nodes = self.context.config.nodes
+        ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in enumerate(nodes)))
+        codes = {rank: end.code for rank, end in enumerate(ended) if end.code}
+        return codes, {rank: plain(end.exit_output) for rank, end in enumerate(ended)}
 
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
         folder = self._folder(layout)
-        variables = {NONCE_ENV: self.nonce, **rank_variables(environment, self.network, rank)}
+        variables = {NONCE_ENV: self.leases.nonce, **rank_variables(environment, self.network, rank)}
         variables |= {name: str(folder / file_name(name)) for name in environment.files}
         try:
             return await run_start_script(self._agent(layout), folder / "start.sh", variables, self._limit_s)
@@ -210,19 +188,12 @@ class _AllSum:
         return START_ALLOWANCE_S + 5 * self.context.config.preflight.all_sum_s
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
-        return PurePosixPath(layout.root) / "runs" / self.check_id / "attempts" / str(_ATTEMPT)
-
-
-def parse_result(content: bytes) -> AllSumResult | None:
-    """None when the rank wrote no result."""
-    try:
-        return _RESULT.validate_json(content)
-    except ValidationError:
-        return None
+        # Like an attempt's, so that what starts an attempt's ranks starts these.
+        return self.leases.folder(layout) / "attempts" / str(_ATTEMPT)
 
 
 def _last_line(output: bytes) -> str:
-    return plain(Completed(None, output[-_OUTPUT_BYTES:], b"").exit_output)
+    return plain(last_line(output[-_OUTPUT_BYTES:].decode(errors="replace")))
 
 
 def _ssh_output(here: Path, rank: int) -> str:
@@ -251,10 +222,10 @@ async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
     if unfit := versions.without_mlx(seen, backend):
-        first = next((rank, node.name) for rank, node in ranks_of(context.config) if node.name in unfit)
-        why = seen[first[1]].problem or f"no {backend} there"
+        why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
-        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=first)
+        first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])
+        return CheckResult(name=NAME, status=CheckStatus.FAIL, summary=summary, blames=(first, unfit[0]))
     return evaluate(context.config, await run_all_sum(context))
 
 
@@ -269,17 +240,16 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
 def _evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     world_size, results = len(config.nodes), found.results
     faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
-    evidence = {
-        node.name: f"rank {rank}: {faults[rank] or _describe(results[rank])}" for rank, node in ranks_of(config)
-    }
+    described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
+    evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     if failed:
         first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
         node = config.nodes[first].name
         advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
         summary = f"rank {first} on {node}: {failed[first]}" + (f"; {advice}" if advice else "")
-        result = verdict(NAME, CheckStatus.FAIL, summary, evidence=evidence)
-        return result.model_copy(update={"blames": (first, node)})
+        failure = CheckStatus.FAIL
+        return CheckResult(name=NAME, status=failure, summary=summary, evidence=evidence, blames=(first, node))
     if world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
         return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)

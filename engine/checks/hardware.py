@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from engine.checks import connectivity, ports, sync
 from engine.checks.check import Check, Findings, NodeFindings, plural
 from engine.checks.context import CheckContext
-from engine.checks.plan_inputs import MemoryNeed, memory_needs, shared_plan
+from engine.checks.plan_inputs import MemoryNeed, describe_memory, memory_needs, memory_share, shared_plan
 from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
@@ -36,12 +36,8 @@ async def run(context: CheckContext) -> CheckResult:
 
 
 async def _held_ports(context: CheckContext) -> HeldPorts:
-    first = context.config.cluster.starting_port
-    if first is None:
-        # Each attempt takes ports that are free then.
-        return {}
     try:
-        return await ports.held_ports(context, await context.network_plan(), first)
+        return await ports.held_ports(context)
     except LaunchError:
         # There is no network plan, which hostfile_valid reports.
         return {}
@@ -63,11 +59,11 @@ def evaluate(
             findings.warn(f"its hardware is not known: {seen.problem}")
         else:
             _check_gpu(node, seen, findings)
-            _check_memory(needed[node.name], findings)
+            _check_memory(config, needed[node.name], findings)
             _check_rdma(config, seen, findings)
             _check_power(seen, findings)
         _check_ports(node, held.get(node.name, {}), findings)
-    reported = any(need.fits is False for need in needed.values())
+    reported = any((memory_share(need) or 0) > 1 for need in needed.values())
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
     found.overall.faults += [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
     return found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
@@ -87,13 +83,14 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 
 
-def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
-    if need.fits is False:
-        findings.fault(f"{need.describe()}: lower batch_size or max_seq_length, or set grad_checkpoint = true in [job]")
-    elif need.fits is None and need.applicable:
-        findings.warn(need.describe())
+def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> None:
+    share, described = memory_share(need), describe_memory(need)
+    if share is not None and share > 1:
+        findings.fault(f"{described}: lower batch_size or max_seq_length, or set grad_checkpoint = true in [job]")
+    elif share is None and config.job.command is None:
+        findings.warn(described)
     else:
-        findings.passed.append(need.describe())
+        findings.passed.append(described)
 
 
 def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> None:

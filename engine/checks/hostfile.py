@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.checks import connectivity
-from engine.checks.check import Check, Findings, plural, ranks_of, verdict
+from engine.checks.check import Check, Findings, plural, verdict
 from engine.checks.context import CheckContext, value_of
 from engine.cluster.agent_client import AgentRequest
 from engine.cluster.probe_results import AddressProblems, ListeningPorts
@@ -63,9 +63,10 @@ async def _parse_problem(network: NetworkPlan) -> str | None:
 
 
 async def _check_addresses(context: CheckContext, network: NetworkPlan) -> CheckResult:
-    ips = {node.name: list(network.hosts[rank].ips) for rank, node in ranks_of(context.config)}
+    nodes = context.config.nodes
+    ips = {node.name: list(host.ips) for node, host in zip(nodes, network.hosts, strict=True)}
     found = Findings(NAME, context.config)
-    for rank, node in ranks_of(context.config):
+    for rank, node in enumerate(nodes):
         if (fault := _form_problem(ips[node.name])) is not None:
             found.fault(node, fault)
         else:
@@ -74,23 +75,19 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
         await _check_ownership(context, ips, found)
     if found.faulty:
         return found.verdict(advice="give the node's own address as `ips` in its [[node]]")
-    if context.remote:
+    if not all(node.local for node in nodes):
         await _check_connections(context, neighbours(network), ips, found)
-    ranks = plural(len(context.config.nodes), "rank")
-    return found.verdict(
-        f"MLX reads {ranks}, {network.backend}", advice="check the cable and the firewall between them"
-    )
+    passed = f"MLX reads {plural(len(nodes), 'rank')}, {network.backend}"
+    return found.verdict(passed, advice="check the cable and the firewall between them")
 
 
 def _form_problem(ips: list[str]) -> str | None:
     """Why an address cannot be in a hostfile at all."""
     for ip in ips:
         try:
-            version = ipaddress.ip_address(ip).version
+            ipaddress.IPv4Address(ip)
         except ValueError:
-            return f"{ip} is not an IP address: the ring takes no names"
-        if version != 4:
-            return f"{ip} is IPv6: MLX's ring splits an address at its first colon"
+            return f"{ip} is no IPv4 address: MLX's ring takes no names, and splits IPv6 at its first colon"
     return None
 
 
@@ -104,11 +101,10 @@ def neighbours(network: NetworkPlan) -> dict[int, int]:
 
 async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], found: Findings) -> None:
     async def probe(node: NodeConfig) -> list[str | None]:
-        if not ips[node.name]:
+        own = ips[node.name]
+        if not own:
             return []
-        answer = await context.probe(
-            node, "addresses", *ips[node.name], result_type=AddressProblems, timeout_s=_LIMIT_S
-        )
+        answer = await context.probe(node, "addresses", *own, result_type=AddressProblems, timeout_s=_LIMIT_S)
         return answer.problems
 
     answers = await context.on_all_nodes(probe)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.cluster.agent_client import AgentClient, InterpreterMissing
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.errors import LaunchError
-from engine.models import Failed, Late, NoValue
+from engine.models import NoValue
 
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm from a cold disk; from a warm one it takes one or two."""
@@ -31,12 +31,9 @@ class Interpreter:
     """The head's own system where the interpreter has not answered."""
 
     def describe(self) -> str:
-        seen = ", ".join(
-            f"{name} {version}"
-            for name, version in (("python", self.python), ("mlx", self.mlx), ("mlx-lm", self.mlx_lm))
-            if version
-        )
-        return "; ".join(part for part in (seen, self.problem) if part)
+        versions = {"python": self.python, "mlx": self.mlx, "mlx-lm": self.mlx_lm}
+        seen = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        return "; ".join(filter(None, (seen, self.problem)))
 
 
 async def probe_interpreter(agent: AgentClient) -> Interpreter:
@@ -50,7 +47,7 @@ async def probe_interpreter(agent: AgentClient) -> Interpreter:
     return as_interpreter(report, agent.node.python)
 
 
-async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool = True) -> Interpreter:
+async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool) -> Interpreter:
     """`seen`, and whether that interpreter can also import mlx-lm: seconds of work where nothing proves it; not
     `imported`, it is only looked for. Raises NodeUnreachable, LaunchError."""
     if seen.python is None:
@@ -60,10 +57,8 @@ async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool 
 
 
 def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
-    if isinstance(report, Late):
-        return Interpreter(problem=f"{python} did not answer in {report.after_s:.0f} s")
     if isinstance(report, NoValue):
-        return Interpreter(problem=f"the interpreter {_how_it_ended(report)}")
+        return Interpreter(problem=f"{python}: {report}")
     return Interpreter(
         report.python,
         report.mlx,
@@ -75,18 +70,7 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
 
 
 def with_mlx_lm(seen: Interpreter, report: MlxLmReport | NoValue) -> Interpreter:
-    if isinstance(report, Late):
-        problem = f"not within {report.after_s:.0f} s"
-    elif isinstance(report, NoValue):
-        problem = f"python {_how_it_ended(report)}"
-    elif report.mlx_lm_error is not None:
-        problem = report.mlx_lm_error
-    else:
+    if isinstance(report, MlxLmReport) and report.mlx_lm_error is None:
         return replace(seen, mlx_lm=report.mlx_lm)
-    found = f"mlx-lm cannot be imported: {problem}"
-    return replace(seen, problem="; ".join(part for part in (seen.problem, found) if part))
-
-
-def _how_it_ended(outcome: NoValue) -> str:
-    code, output = (outcome.exit_code, outcome.stderr) if isinstance(outcome, Failed) else (0, "")
-    return f"ended with {code}: {output or 'no output'}"
+    why = report.mlx_lm_error if isinstance(report, MlxLmReport) else report
+    return replace(seen, problem="; ".join(filter(None, (seen.problem, f"mlx-lm cannot be imported: {why}"))))

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from engine.checks.context import CheckContext, value_of
 from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
 from engine.cluster.probe_results import LeaseHeld, LeaseReleased
-from engine.cluster.staging import gather_all
+from engine.cluster.staging import HostLayout, gather_all
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, LaunchError
+from engine.protocol.attempt import CHECK_PREFIX
+from engine.security.paths import make_private
+from engine.store.layout import node_root
 
 LEASE_S = 7.0
 _HEARTBEAT_S = 1.0
@@ -33,42 +38,72 @@ class _Lease:
     request: AgentRequest
 
 
+@contextlib.asynccontextmanager
+async def leased(context: CheckContext) -> AsyncIterator[Leases]:
+    """The leases of one check, not acquired yet. Leaving the context ends what the check has started everywhere."""
+    make_private(node_root())
+    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX, dir=node_root(), ignore_cleanup_errors=True) as here:
+        leases = Leases(context, Path(here))
+        try:
+            yield leases
+        finally:
+            await asyncio.shield(leases.release())
+
+
 class Leases:
     """The leases of one check, on every host and on this machine."""
 
-    def __init__(self, context: CheckContext, nonce: str) -> None:
+    def __init__(self, context: CheckContext, here: Path) -> None:
+        self.here = here
+        """A folder on this machine."""
+        self.nonce = secrets.token_hex(16)
+        self.check_id = f"{CHECK_PREFIX}{self.nonce[:12]}"
+        """Names the check's folders on the hosts, like an attempt's; the prefix is what a lease removes."""
+        self.leftovers = ""
+        """After the release: processes that could not be ended, as a message; "" for none."""
         self._context = context
-        self._nonce = nonce
         self._held: list[_Lease] = []
         self._heartbeats: asyncio.Task[None] | None = None
 
-    async def acquire(self, check_id: str, here: Path) -> None:
+    async def acquire(self) -> None:
         """From now on, everything with the nonce, the folder `here`, and the one of `check_id` on each host live only
-        as long as heartbeats are sent. Raises LaunchError, NodeUnreachable; what was acquired by then is to be
-        released."""
+        as long as heartbeats are sent. Raises LaunchError, NodeUnreachable."""
         layouts = await self._context.layouts()
-        folders = {layout.ranks[0]: [str(PurePosixPath(layout.root) / "runs" / check_id)] for layout in layouts}
-        wanted = [(self._context.config.nodes[rank], folder) for rank, folder in folders.items()]
+        wanted = [(self._context.config.nodes[layout.ranks[0]], [str(self.folder(layout))]) for layout in layouts]
         # mlx.launch and its ssh run on this machine also where no rank does.
         local = next((folder for node, folder in wanted if node.local), None)
         if local is None:
-            wanted.append((THIS_MACHINE, [str(here)]))
+            wanted.append((THIS_MACHINE, [str(self.here)]))
         else:
-            local.append(str(here))
+            local.append(str(self.here))
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="leases")
         await gather_all(self._acquire_on(node, folder) for node, folder in wanted)
 
-    async def release(self) -> str:
-        """End what is left everywhere; a message about what could not be ended, or ""."""
+    def folder(self, layout: HostLayout) -> PurePosixPath:
+        """The check's folder on a host."""
+        return PurePosixPath(layout.root) / "runs" / self.check_id
+
+    async def write(self, layout: HostLayout, folder: PurePath, files: Mapping[str, str]) -> None:
+        """Put a folder with these files (name → text) in place on a host. Raises LaunchError, NodeUnreachable."""
+        node = self._context.config.nodes[layout.ranks[0]]
+        try:
+            await self._context.agent(node).write(folder, files)
+        except OSError as error:
+            raise LaunchError(
+                "the check's files could not be written", where=f"{node.name}:{folder}", why=error
+            ) from error
+
+    async def release(self) -> None:
+        """End what is left everywhere."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             await asyncio.gather(self._heartbeats, return_exceptions=True)
         problems = await asyncio.gather(*(self._release(lease) for lease in self._held))
         self._held.clear()
-        return "; ".join(filter(None, problems))
+        self.leftovers = "; ".join(filter(None, problems))
 
     async def _acquire_on(self, node: NodeConfig, folders: Sequence[str]) -> None:
-        request = await self._context.agent(node).start_probe("lease", self._nonce, str(LEASE_S), *folders)
+        request = await self._context.agent(node).start_probe("lease", self.nonce, str(LEASE_S), *folders)
         self._held.append(_Lease(node, request))
         value_of(await request.next_result("lease", LeaseHeld, _ACQUIRE_LIMIT_S), node)
 

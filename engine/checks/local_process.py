@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.cluster.transport.base import Completed
 from engine.node.processes import kill_group
 from engine.security.sanitise import plain
 
@@ -33,23 +34,6 @@ _GROUP_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class ProcessResult:
-    """How a program ended."""
-
-    code: int | None
-    """Exit code, negative for a signal; None when the time limit ended it."""
-    stdout: str
-    """The last MiB, decoded with replacement."""
-    stderr: str
-
-    @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The last lines of stdout, sanitised, without empty ones."""
-        lines = [line for line in self.stdout.splitlines() if line.strip()]
-        return tuple(plain(line, _LINE_LIMIT) for line in lines[-LAST_LINES:])
-
-
-@dataclass(frozen=True)
 class LocalProgram:
     """A program of this machine.
 
@@ -65,9 +49,10 @@ class LocalProgram:
     """Keep its stdin open and send newlines: mlx.launch crashes on a closed one, and at a newline it drops pipes that
     its ranks have left, instead of burning a core."""
 
-    async def run(self, time_limit_s: float, on_line: Callable[[str], None] | None = None) -> ProcessResult:
-        """Run it to its end. With `on_line`, which gets each line as it comes, stderr goes to stdout. Cancelling ends
-        its whole process group first. Raises OSError when it cannot be started."""
+    async def run(self, time_limit_s: float, on_line: Callable[[str], None] | None = None) -> Completed:
+        """Run it to its end, and keep the last MiB of its output. With `on_line`, which gets each line as it comes,
+        stderr goes to stdout. Cancelling ends its whole process group first. Raises OSError when it cannot be
+        started."""
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             async with self._stdin() as stdin:
                 process = await asyncio.create_subprocess_exec(
@@ -79,8 +64,9 @@ class LocalProgram:
                     env={**os.environ, **self.environment},
                     start_new_session=True,
                 )
-                output = _Follower(stdout.fileno(), on_line) if on_line is not None else None
-                following = asyncio.create_task(output.follow()) if output is not None else None
+                ended, following = asyncio.Event(), None
+                if on_line is not None:
+                    following = asyncio.create_task(_follow(stdout.fileno(), on_line, ended))
                 code: int | None
                 try:
                     code = await asyncio.wait_for(process.wait(), time_limit_s)
@@ -89,12 +75,10 @@ class LocalProgram:
                 finally:
                     if process.returncode is None:
                         await asyncio.shield(_end_group(process))
+                    ended.set()
                     if following is not None:
-                        following.cancel()
-                        await asyncio.gather(following, return_exceptions=True)
-                if output is not None:
-                    output.read()
-            return ProcessResult(code, _tail(stdout.fileno()), _tail(stderr.fileno()))
+                        await following
+            return Completed(code, _tail(stdout.fileno()), _tail(stderr.fileno()))
 
     @contextlib.asynccontextmanager
     async def _stdin(self) -> AsyncIterator[int]:
@@ -131,33 +115,29 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _tail(descriptor: int) -> str:
-    size = os.fstat(descriptor).st_size
-    start = max(0, size - _OUTPUT_LIMIT)
-    return os.pread(descriptor, size - start, start).decode(errors="replace")
+def _tail(descriptor: int) -> bytes:
+    return os.pread(descriptor, _OUTPUT_LIMIT, max(0, os.fstat(descriptor).st_size - _OUTPUT_LIMIT))
 
 
-class _Follower:
-    """Passes on the lines of a file as it grows."""
-
-    def __init__(self, descriptor: int, on_line: Callable[[str], None]) -> None:
-        self._descriptor = descriptor
-        self._on_line = on_line
-        self._offset = 0
-        self._partial = b""
-
-    async def follow(self) -> None:
-        while True:
-            await asyncio.sleep(_OUTPUT_POLL_S)
-            self.read()
-
-    def read(self) -> None:
-        size = os.fstat(self._descriptor).st_size
-        if size - self._offset > _UNREAD_LIMIT:
-            self._offset, self._partial = size - _UNREAD_LIMIT, b""
-        block = os.pread(self._descriptor, size - self._offset, self._offset)
-        self._offset += len(block)
-        *lines, self._partial = (self._partial + block).split(b"\n")
+async def _follow(descriptor: int, on_line: Callable[[str], None], ended: asyncio.Event) -> None:
+    """Pass on the lines of a file as it grows, until nobody writes to it any more."""
+    offset, partial, more = 0, b"", True
+    while more:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), _OUTPUT_POLL_S)
+        more = not ended.is_set()
+        size = os.fstat(descriptor).st_size
+        if size - offset > _UNREAD_LIMIT:
+            offset, partial = size - _UNREAD_LIMIT, b""
+        block = os.pread(descriptor, size - offset, offset)
+        offset += len(block)
+        *lines, partial = (partial + block).split(b"\n")
         for line in lines:
             if text := plain(line.decode(errors="replace"), _LINE_LIMIT).strip():
-                self._on_line(text)
+                on_line(text)
+
+
+def last_lines(ended: Completed) -> tuple[str, ...]:
+    """The last lines of stdout, sanitised, without empty ones."""
+    lines = [line for line in ended.stdout.decode(errors="replace").splitlines() if line.strip()]
+    return tuple(plain(line, _LINE_LIMIT) for line in lines[-LAST_LINES:])

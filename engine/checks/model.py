@@ -5,16 +5,15 @@ from __future__ import annotations
 import posixpath
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, skip_for_command
+from engine.checks.check import Check, Findings, differing_items, first_of, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import copy_folder, move_aside
+from engine.checks.fixes import chained, copy_folder, move_aside
 from engine.cluster.probe_results import ModelFiles
 from engine.cluster.transport.base import quoted
 from engine.models import CheckResult
 
 NAME = "model_present"
 _LIMIT_S = 60.0
-_NAMED = 4
 _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 
 
@@ -38,23 +37,16 @@ async def run(context: CheckContext) -> CheckResult:
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
-    reference = complete[first.name].hashes
-    lacking = [
-        node
-        for node in nodes
-        if isinstance(answer := answers[node.name], ModelFiles) and (answer.faults or answer.hashes != reference)
-    ]
-    lines = [copy_folder(first, lacking, folders)]
+    reference, extra = complete[first.name].hashes, list[str]()
     for node in nodes:
         hashes = complete[node.name].hashes if node.name in complete else reference
-        differing = sorted(name for name in {*reference, *hashes} if reference.get(name) != hashes.get(name))
-        if differing:
-            names = ", ".join(differing[:_NAMED])
-            found.fault(node, f"the model on {node.name} differs from {first.name}: {names}")
-        extra = sorted(set(hashes) - set(reference))
-        lines += [move_aside(node, posixpath.join(folders[node.name], name)) for name in extra]
-    fix = " && ".join(dict.fromkeys(filter(None, lines)))
-    return found.verdict(complete[first.name].describe(), fix_command=fix or None)
+        if differing := differing_items(hashes, reference):
+            found.fault(node, f"the model on {node.name} differs from {first.name}: {first_of(differing)}")
+        own = sorted(set(hashes) - set(reference))
+        extra += [move_aside(node, posixpath.join(folders[node.name], name)) for name in own]
+    lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
+    fix = chained([copy_folder(first, lacking, folders), *extra])
+    return found.verdict(complete[first.name].describe(), fix_command=fix)
 
 
 CHECK = Check(

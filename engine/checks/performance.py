@@ -6,7 +6,6 @@ A calibration counts only if its fingerprint matches. Without one all nodes are 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,16 +14,21 @@ from engine.checks import connectivity, sync, versions
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import flightdeck_command
-from engine.checks.plan_inputs import MemoryNeed, memory_needs
+from engine.checks.plan_inputs import (
+    MemoryNeed,
+    cluster_history,
+    describe_memory,
+    memory_needs,
+    memory_share,
+    shared_plan_inputs,
+)
 from engine.config.models import Config
-from engine.errors import StateError
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
-from engine.plan.fingerprint import age_days, changed_nodes, is_stale, latest_matching
+from engine.plan.fingerprint import age_days, changed_nodes, is_stale
 from engine.plan.prediction import Prediction, predict, step_s
 from engine.plan.shares import MISSING
 from engine.protocol.partition import share_counts
-from engine.store.store import Store
 
 NAME = "performance_layer"
 LATENCY_S = 0.5
@@ -55,25 +59,12 @@ class CalibrationStatus:
 
 
 async def run(context: CheckContext) -> CheckResult:
-    needed, facts = await asyncio.gather(memory_needs(context), context.facts())
-    calibration, missing = None, MISSING
-    try:
-        calibration = await _find_calibration(context)
-    except StateError as error:
-        missing = f"{MISSING}: {error}"
-    changed = changed_nodes(context.config, facts.values(), calibration) if calibration is not None else ()
+    calibration, problem = (await shared_plan_inputs(context)).calibration, (await cluster_history(context)).problem
+    facts = (await context.facts()).values()
+    changed = changed_nodes(context.config, facts, calibration) if calibration is not None else ()
+    missing = f"{MISSING}: {problem}" if problem is not None else MISSING
     status = CalibrationStatus(calibration, context.division, changed, missing)
-    return evaluate(context.config, status, needed, datetime.now(UTC))
-
-
-async def _find_calibration(context: CheckContext) -> Calibration | None:
-    """The launch's own; else the newest of this job on these nodes as they are now. Raises StateError."""
-    if not context.config.calibration.enabled:
-        return None
-    if context.division is not None:
-        return context.calibration
-    known = await asyncio.to_thread(Store(context.fleet.home).calibrations, context.config.cluster.name)
-    return latest_matching(context.config, (await context.facts()).values(), known)
+    return evaluate(context.config, status, await memory_needs(context), datetime.now(UTC))
 
 
 def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
@@ -175,11 +166,12 @@ def _check_pace(slowness: float, predicted: Prediction, findings: NodeFindings, 
 
 
 def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
-    if need.share is not None and need.share >= MEMORY_SHARE:
+    share = memory_share(need)
+    if share is not None and share >= MEMORY_SHARE:
         advice = "lower batch_size, or set grad_checkpoint = true"
-        findings.fault(f"{need.describe()}: {need.share:.0%}, the limit is {MEMORY_SHARE:.0%}: {advice}")
+        findings.fault(f"{describe_memory(need)}: {share:.0%}, the limit is {MEMORY_SHARE:.0%}: {advice}")
     else:
-        findings.passed.append(need.describe())
+        findings.passed.append(describe_memory(need))
 
 
 def _passed(predicted: Prediction, age_days: float) -> str:

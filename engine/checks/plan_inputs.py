@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.checks.context import CheckContext
+from engine.checks.context import CheckContext, once
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
@@ -26,9 +26,9 @@ from engine.launch.manual_launch import manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
 from engine.models import NodeFacts
-from engine.plan.context import Launching, PlanInputs, Tools
+from engine.plan.context import PlanInputs, Tools
 from engine.plan.data_report import DataReport, read_data_report
-from engine.plan.document import Disabled, RankMemory, TrainingPlan
+from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import NetworkPlan, plan_network
@@ -51,10 +51,10 @@ def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
     named = config.job.data_quality_report
     if named is None:
         return None, None
-    base = config.file.parent if config.file is not None else Path("/")
     try:
-        roots = (*default_roots(), base, *(Path(root) for root in config.preflight.roots))
-        return read_data_report(validate_path(resolved(named, base), "data_quality_report", roots=roots)), None
+        roots = (*default_roots(), config.folder, *map(Path, config.preflight.roots))
+        path = validate_path(resolved(named, config.folder), "data_quality_report", roots=roots)
+        return read_data_report(path), None
     except InputError as error:
         return None, str(error)
 
@@ -63,17 +63,10 @@ def load_data_report(config: Config) -> tuple[DataReport | None, str | None]:
 class ClusterHistory:
     """The cluster's last known facts and calibrations, from the store."""
 
-    facts: tuple[NodeFacts, ...] = ()
-    calibrations: tuple[Calibration, ...] = ()
+    facts: Sequence[NodeFacts] = ()
+    calibrations: Sequence[Calibration] = ()
     problem: str | None = None
-
-    @classmethod
-    def of(cls, store: Store, cluster: str) -> ClusterHistory:
-        """Blocking. Empty when the state cannot be read, for the reason in `problem`."""
-        try:
-            return cls(tuple(store.last_facts(cluster)), tuple(store.calibrations(cluster)))
-        except StateError as error:
-            return cls(problem=str(error))
+    """Why the state cannot be read; all is empty then."""
 
 
 async def collect_plan_inputs(
@@ -128,14 +121,19 @@ async def collect_plan_inputs(
     )
 
 
+@once
+async def cluster_history(context: CheckContext) -> ClusterHistory:
+    store, cluster = Store(context.fleet.home), context.config.cluster.name
+    try:
+        facts = await asyncio.to_thread(store.last_facts, cluster)
+        return ClusterHistory(facts, await asyncio.to_thread(store.calibrations, cluster))
+    except StateError as error:
+        return ClusterHistory(problem=str(error))
+
+
+@once
 async def shared_plan_inputs(context: CheckContext) -> PlanInputs:
-    """Collected once for all checks."""
-
-    async def collect() -> PlanInputs:
-        history = await asyncio.to_thread(ClusterHistory.of, Store(context.fleet.home), context.config.cluster.name)
-        return await collect_plan_inputs(context, await context.facts(), history)
-
-    return await context.shared("plan inputs", collect)
+    return await collect_plan_inputs(context, await context.facts(), await cluster_history(context))
 
 
 def needs_example_count(inputs: PlanInputs) -> bool:
@@ -263,9 +261,10 @@ def _launching(
         write_hostfile(path, network)
         return manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
     except OSError as error:
-        return Launching(None, (f"the hostfile cannot be written: {error.strerror or error}",), hosts)
+        why = f"the hostfile cannot be written: {error.strerror or error}"
+        return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))
     except (LaunchError, ValueError) as error:
-        return Launching(None, (str(error),), hosts, str(path))
+        return Launching(launch_notes=(str(error),), hostfile=PlannedHostfile(path=str(path), document=hosts))
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:
@@ -281,58 +280,38 @@ def _tools() -> Tools:
     return Tools(python=sys.executable, flightdeck=shlex.quote(str(beside)) if beside.exists() else "flightdeck")
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The memory of one node's rank against the node's limit."""
-
-    needed_bytes: int | None = None
-    """MLX's peak plus the reserve of the process."""
-    limit_bytes: int | None = None
-    fits: bool | None = None
-    """None when either is not known."""
-    source: str = ""
-    """Where both come from, or why they are not known."""
-    applicable: bool = True
-    """False for a job with a command of its own, whose memory cannot be estimated."""
-
-    @property
-    def share(self) -> float | None:
-        return self.needed_bytes / self.limit_bytes if self.needed_bytes is not None and self.limit_bytes else None
-
-    def describe(self) -> str:
-        if self.needed_bytes is None or self.limit_bytes is None:
-            return f"memory not compared: {self.source}"
-        return f"needs {self.needed_bytes / _GB:,.1f} of {self.limit_bytes / _GB:,.1f} GB ({self.source})"
-
-
+@once
 async def shared_plan(context: CheckContext) -> TrainingPlan:
-    """The plan of what would be launched, without a count of the examples; made once for all checks."""
+    """The plan of what would be launched, without a count of the examples."""
+    return await asyncio.to_thread(make_plan, await shared_plan_inputs(context))
 
-    async def make() -> TrainingPlan:
-        return await asyncio.to_thread(make_plan, await shared_plan_inputs(context))
 
-    return await context.shared("plan", make)
+MemoryNeed = RankMemory | str
+"""The memory of one node's rank against the node's limit, or why the plan has none."""
 
 
 async def memory_needs(context: CheckContext) -> dict[str, MemoryNeed]:
     """Node name → its memory, in the configuration's order."""
-    plan = await shared_plan(context)
-    if isinstance(plan.memory, Disabled):
-        unknown = MemoryNeed(source=plan.memory.reason, applicable=context.config.job.command is None)
-        return {node.name: unknown for node in context.config.nodes}
-    ranks = {rank.node: memory_need_of(rank) for rank in plan.memory.ranks}
-    left_out = MemoryNeed(source="the plan leaves this node out")
-    return {node.name: ranks.get(node.name, left_out) for node in context.config.nodes}
+    memory = (await shared_plan(context)).memory
+    if isinstance(memory, Disabled):
+        return {node.name: memory.reason for node in context.config.nodes}
+    ranks = {rank.node: rank for rank in memory.ranks}
+    return {node.name: ranks.get(node.name, "the plan leaves this node out") for node in context.config.nodes}
 
 
-def memory_need_of(rank: RankMemory) -> MemoryNeed:
-    """Including the reserve, as in the plan."""
-    if rank.needed_bytes is None:
-        return MemoryNeed(limit_bytes=rank.limit_bytes, source="what it needs is not known")
-    if rank.limit_bytes is None:
-        return MemoryNeed(
-            rank.needed_bytes, source=f"what the node may use is not known ({rank.limit_from or 'not probed'})"
-        )
-    reserve = f", {rank.reserve_bytes / _GB:,.1f} GB of it in reserve" if rank.reserve_bytes else ""
-    source = f"by {rank.source or 'the plan'}{reserve}, limit by {rank.limit_from or 'the node'}"
-    return MemoryNeed(rank.needed_bytes, rank.limit_bytes, rank.fits, source)
+def memory_share(need: MemoryNeed) -> float | None:
+    """The share of the limit that is needed; None when either is not known."""
+    if isinstance(need, str) or not need.limit_bytes:
+        return None
+    return need.needed_bytes / need.limit_bytes
+
+
+def describe_memory(need: MemoryNeed) -> str:
+    """For example "needs 8.0 of 12.0 GB (by estimate, 1.0 GB of it in reserve, limit by Metal)"."""
+    if isinstance(need, str):
+        return f"memory not compared: {need}"
+    if need.limit_bytes is None:
+        return f"memory not compared: what the node may use is not known ({need.limit_from})"
+    reserve = f", {need.reserve_bytes / _GB:,.1f} GB of it in reserve" if need.reserve_bytes else ""
+    source = f"by {need.source}{reserve}, limit by {need.limit_from}"
+    return f"needs {need.needed_bytes / _GB:,.1f} of {need.limit_bytes / _GB:,.1f} GB ({source})"

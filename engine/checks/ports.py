@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.checks import connectivity
-from engine.checks.check import Check, Findings, ranks_of, verdict
-from engine.checks.context import CheckContext
+from engine.checks.check import Check, Findings, verdict
+from engine.checks.context import CheckContext, once
 from engine.cluster.probe_results import PortHolder, PortHolders
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
@@ -31,8 +31,10 @@ async def run(context: CheckContext) -> CheckResult:
         return verdict(NAME, CheckStatus.SKIP, "there is no network plan to take the ports from: see hostfile_valid")
     first = context.config.cluster.starting_port
     if first is None:
-        return await _fresh(context, network)
-    ports = await held_ports(context, network, first)
+        fresh = await fresh_block(context, network)
+        summary = f"each attempt takes fresh ones; {port_count(network)} from {fresh} are free now"
+        return verdict(NAME, CheckStatus.PASS, summary)
+    ports = await held_ports(context)
     found = Findings(NAME, context.config)
     for node, held in found.answered(ports):
         if held:
@@ -51,9 +53,14 @@ async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:
     return await context.shared("fresh ports", lambda: fresh_ports(context.fleet, context.config.nodes, network))
 
 
-async def held_ports(context: CheckContext, network: NetworkPlan, first: int) -> HeldPorts:
-    """Probed once for all checks."""
-    endpoints = {node.name: _endpoints(rank, network, first) for rank, node in ranks_of(context.config)}
+@once
+async def held_ports(context: CheckContext) -> HeldPorts:
+    """Empty where each attempt takes ports that are free then. Raises LaunchError when there is no network plan."""
+    first = context.config.cluster.starting_port
+    if first is None:
+        return {}
+    network = await context.network_plan()
+    endpoints = {node.name: _endpoints(rank, network, first) for rank, node in enumerate(context.config.nodes)}
 
     async def probe(node: NodeConfig) -> dict[str, PortHolder]:
         wanted = endpoints[node.name]
@@ -62,7 +69,7 @@ async def held_ports(context: CheckContext, network: NetworkPlan, first: int) ->
         holders = await context.probe(node, "ports", *wanted, result_type=PortHolders, timeout_s=_LIMIT_S)
         return {endpoint: who for endpoint, who in zip(wanted, holders.ports, strict=True) if who is not None}
 
-    return await context.shared(NAME, lambda: context.on_all_nodes(probe))
+    return await context.on_all_nodes(probe)
 
 
 def held_fix(held: Mapping[str, PortHolder]) -> str | None:
@@ -80,15 +87,6 @@ def describe_held(node: NodeConfig, held: Mapping[str, PortHolder]) -> str:
         f"{endpoint} on {node.name} is held by {who.holder}{orphan if who.orphan else ''}"
         for endpoint, who in held.items()
     )
-
-
-async def _fresh(context: CheckContext, network: NetworkPlan) -> CheckResult:
-    try:
-        first = await fresh_block(context, network)
-    except LaunchError as error:
-        return verdict(NAME, CheckStatus.FAIL, str(error))
-    summary = f"each attempt takes fresh ones; {port_count(network)} from {first} are free now"
-    return verdict(NAME, CheckStatus.PASS, summary)
 
 
 CHECK = Check(NAME, "the ring's ports can be bound", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,))

@@ -7,7 +7,6 @@ Only flags that the rsync of macOS also has are used, and no file that exists on
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -19,10 +18,9 @@ from typing import Literal
 
 from engine.checks.check import THIS_MACHINE, this_machine
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LocalProgram
+from engine.checks.local_process import LocalProgram, last_lines
 from engine.checks.sync import (
     EXCLUDED,
-    READ_LIMIT_S,
     SyncScriptOutcome,
     TreeDifference,
     WorkdirComparison,
@@ -30,16 +28,13 @@ from engine.checks.sync import (
     distinct_workdirs,
     find_sync_script,
     run_script,
-    tree_request,
 )
-from engine.cluster.probe_results import WorkdirTree
-from engine.cluster.replies import probe_here
 from engine.cluster.transport.base import quoted
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, LaunchError
 from engine.launch.ssh_shim import openssh_client, put_first
-from engine.models import NodeSync, NoValue, SyncReport
+from engine.models import NodeSync, SyncReport
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home, make_private
 
@@ -61,18 +56,19 @@ async def sync_workdirs(context: CheckContext, home: Path, *, dry_run: bool, on_
     absent = isinstance(script, SyncScriptOutcome) and script.status == "not_found"
     method: Literal["script", "rsync"] = "rsync" if absent else "script"
     source = sync_source(config) if method == "rsync" else None
+    # One node for each workdir other than the source.
+    own = (source.ssh, source.workdir) if source is not None else None
+    targets = [node for node in distinct_workdirs(config) if (node.ssh, node.workdir) != own]
     message, output, problems = "compared only", tuple[str, ...](), dict[str, str]()
     if not dry_run and source is not None:
-        problems = await _copy(context, home, source, on_line)
+        problems = await _copy(context, home, source, targets, on_line)
         message = f"copied from {source.workdir}" if not problems else f"not copied to {', '.join(problems)}"
     elif not dry_run:
         scripted = await run_script(config, on_line)
         message, output = scripted.message, scripted.lines
         if scripted.status == "failed":
             return SyncReport(dry_run=False, method=method, synced=False, message=message, output=output)
-    compared = await _compare(context, source)
-    # One node for each workdir other than the source.
-    targets = [node for node in distinct_workdirs(config).values() if not _is_source(node, source)]
+    compared = await _compare(context, source, targets)
     nodes = {node.name: _node_sync(node.name, compared, problems) for node in targets}
     return SyncReport(
         dry_run=dry_run,
@@ -93,7 +89,7 @@ def sync_source(config: Config) -> NodeConfig:
         raise InputError(
             "there is nothing to copy from", why="no node is this machine, and the configuration is not a file"
         )
-    folder = Path(local.workdir) if local is not None else (config.file or Path("/")).parent
+    folder = Path(local.workdir) if local is not None else config.folder
     if folder.resolve() in (Path.home().resolve(), Path("/")):
         raise InputError(
             f"{folder} is not copied", why="it is not a project", todo="set workdir in [[node]] to the project's folder"
@@ -114,23 +110,23 @@ def rsync_argv(source: Path, target: NodeConfig, exclude: Iterable[str], *, ever
     return [*argv, "--rsync-path", f"/bin/sh -c {shlex.quote(begin)} rsync", f"{source}/", f"{_host(target)}:./"]
 
 
-async def _copy(context: CheckContext, home: Path, source: NodeConfig, on_line: OnLine) -> dict[str, str]:
-    """Copy to every other workdir, and once more, every file, to those that still differ. Node → why it failed."""
+async def _copy(
+    context: CheckContext, home: Path, source: NodeConfig, targets: Sequence[NodeConfig], on_line: OnLine
+) -> dict[str, str]:
+    """Copy to `targets`, and once more, every file, to those that still differ. Node → why it failed."""
     if shutil.which("rsync") is None:
         raise LaunchError("there is no rsync", where=THIS_MACHINE, todo=_INSTALL)
-    copier = _Copier(home, source, (await _tree_here(context.config, source)).left, on_line)
-    before = await _compare(context, source)
+    before = await _compare(context, source, targets)
+    copier = _Copier(home, source, before.trees[source.name].left, on_line)
     problems = dict.fromkeys(
         before.homes, "its workdir is a bare home: set workdir in its [[node]] to the project's folder"
     )
     for name, difference in before.differences.items():
         if blocking := difference.blocking:
             problems[name] = f"{blocking[0]} is a folder here, and a file or link there: move it out of the way first"
-    others = [node for node in distinct_workdirs(context.config).values() if not _is_source(node, source)]
-    targets = [node for node in others if node.name not in problems]
     await asyncio.to_thread(make_home, home)
-    problems |= await copier.copy_to(targets)
-    compared = await _compare(context, source)
+    problems |= await copier.copy_to([node for node in targets if node.name not in problems])
+    compared = await _compare(context, source, targets)
     differing = [node for node in targets if node.name not in problems and compared.differences.get(node.name)]
     return problems | await copier.copy_to(differing, every_file=True)
 
@@ -159,7 +155,7 @@ class _Copier:
         ended = await program.run(COPY_LIMIT_S, lambda line: self.on_line(f"{target.name}: {line}"))
         if ended.code == 0:
             return None
-        lines = ended.last_lines
+        lines = last_lines(ended)
         if any(_NO_RSYNC.search(line) for line in lines):
             return f"there is no rsync on {target.name} ({_INSTALL})"
         how = f"rsync ended with {ended.code}" if ended.code is not None else f"no end within {COPY_LIMIT_S:.0f} s"
@@ -184,28 +180,17 @@ def _host(node: NodeConfig) -> str:
     return f"{target.user}@{host}" if target.user else host
 
 
-def _is_source(node: NodeConfig, source: NodeConfig | None) -> bool:
-    return source is not None and (node.ssh, node.workdir) == (source.ssh, source.workdir)
-
-
-async def _compare(context: CheckContext, source: NodeConfig | None) -> WorkdirComparison:
-    """Against what was copied, where this machine is no node; else as the check does it."""
-    if source is None or source.name != THIS_MACHINE:
-        return await compare_workdirs(context)
-    return await compare_workdirs(context, (source, await _tree_here(context.config, source)))
-
-
-async def _tree_here(config: Config, source: NodeConfig) -> WorkdirTree:
-    """The tree of a folder of this machine. Raises LaunchError when it cannot be read."""
-    adapters = config.job.mlx_lm.get("adapter_path")
-    excluded = [str(Path(source.workdir) / Path(str(adapters)).expanduser())] if adapters else []
-    request = json.dumps(tree_request(excluded))
-    tree = await probe_here("tree", source.workdir, request, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
-    if isinstance(tree, NoValue):
-        raise LaunchError("the source cannot be read", where=source.workdir, why=str(tree))
-    if tree.problem is not None:
-        raise LaunchError(tree.problem, where=THIS_MACHINE)
-    return tree
+async def _compare(
+    context: CheckContext, source: NodeConfig | None, targets: Sequence[NodeConfig]
+) -> WorkdirComparison:
+    """Against what is copied, where something is; else as the check does it. Raises LaunchError when the source cannot
+    be read."""
+    if source is None:
+        return await compare_workdirs(context, targets)
+    compared = await compare_workdirs(context, [source, *targets])
+    if source.name in compared.problems:
+        raise LaunchError(compared.problems[source.name], where=THIS_MACHINE)
+    return compared
 
 
 def _node_sync(name: str, compared: WorkdirComparison, problems: Mapping[str, str]) -> NodeSync:

@@ -31,7 +31,7 @@ from engine.checks import (
 )
 from engine.checks.check import Check, verdict, worst
 from engine.checks.context import CheckContext
-from engine.checks.plan_inputs import ClusterHistory, collect_plan_inputs, with_example_count
+from engine.checks.plan_inputs import cluster_history, collect_plan_inputs, with_example_count
 from engine.config.models import Strategy
 from engine.errors import FlightDeckError, InputError
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync, WorkerConsistency
@@ -40,7 +40,6 @@ from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
-from engine.store.store import Store
 
 CHECKS: dict[str, Check] = {
     check.name: check
@@ -74,11 +73,9 @@ def validate_skip(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> 
     """The names to skip, each once. Raises InputError for an unknown one."""
     names = list(dict.fromkeys(skip))
     for name in names:
-        if name in checks:
-            continue
-        raise InputError(
-            f"cannot skip {safe_repr(name)}", why="there is no such check", todo=f"checks: {', '.join(checks)}"
-        )
+        if name not in checks:
+            todo = f"checks: {', '.join(checks)}"
+            raise InputError(f"cannot skip {safe_repr(name)}", why="there is no such check", todo=todo)
     return names
 
 
@@ -157,21 +154,18 @@ def _audit_report(audit: Audit, report: PreflightReport, not_applicable: Collect
     for name in report.overridden:
         audit("preflight_override", OVERRIDDEN, {"check": name})
     for result in report.checks:
-        details: dict[str, object] = {"check": result.name, "summary": result.summary}
-        if result.status is CheckStatus.FAIL:
-            audit("preflight_failure", "fail", details)
-        elif result.status is CheckStatus.WARN:
-            audit("preflight_warning", "warn", details)
-        elif result.status is CheckStatus.SKIP and result.name not in (*report.overridden, *not_applicable):
-            audit("preflight_warning", "skip", details)
+        expected = result.status is CheckStatus.SKIP and result.name in (*report.overridden, *not_applicable)
+        if result.status is not CheckStatus.PASS and not expected:
+            event = "preflight_failure" if result.status is CheckStatus.FAIL else "preflight_warning"
+            audit(event, result.status.value, {"check": result.name, "summary": result.summary})
 
 
 async def make_training_plan(
-    context: CheckContext, store: Store, facts: Iterable[NodeFacts], *, strategy: Strategy | None = None
+    context: CheckContext, facts: Iterable[NodeFacts], *, strategy: Strategy | None = None
 ) -> TrainingPlan:
     """The plan of what would be launched now; `facts` are those of a probe just made."""
-    past = await asyncio.to_thread(ClusterHistory.of, store, context.config.cluster.name)
-    inputs = await collect_plan_inputs(context, {fact.node: fact for fact in facts}, past, strategy=strategy)
+    fresh, history = {fact.node: fact for fact in facts}, await cluster_history(context)
+    inputs = await collect_plan_inputs(context, fresh, history, strategy=strategy)
     return await asyncio.to_thread(plan_with_checks, await with_example_count(context, inputs))
 
 

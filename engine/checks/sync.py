@@ -7,7 +7,6 @@ home directory is not read.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checks import connectivity
-from engine.checks.check import THIS_MACHINE, Check, Findings, verdict
+from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, plural, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import copy_tree
-from engine.checks.local_process import LocalProgram, ProcessResult
+from engine.checks.fixes import chained, copy_tree
+from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
-from engine.cluster.transport.base import quoted
+from engine.cluster.transport.base import Completed, quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, InputError
+from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
 from engine.plan.preflight import sync_not_applicable, sync_switched_off
 from engine.security.paths import state_home, validate_path
@@ -63,7 +62,6 @@ SCRIPT_LIMIT_S = 300.0
 READ_LIMIT_S = 60.0
 _PROGRESS_EVERY_S = 0.25
 """Each progress message is written to the disk of a run."""
-_NAMED = 4
 _SHELL = "/bin/sh"
 
 
@@ -121,11 +119,12 @@ class TreeDifference:
         """For example "ana is missing 3 files that ultra has: a.py, b.py, c.py"."""
         parts = []
         if self.missing:
-            parts.append(f"{node} is missing {_files(self.missing)} that {reference} has: {_first(self.missing)}")
+            files = plural(len(self.missing), "file")
+            parts.append(f"{node} is missing {files} that {reference} has: {first_of(self.missing)}")
         if self.different:
             verb = "differs" if len(self.different) == 1 else "differ"
-            subject = f"{_files(self.different)} on {node} {verb} from {reference}"
-            parts.append(f"{subject}: {_first(self.different)}")
+            subject = f"{plural(len(self.different), 'file')} on {node} {verb} from {reference}"
+            parts.append(f"{subject}: {first_of(self.different)}")
         return "; ".join(parts)
 
 
@@ -147,63 +146,34 @@ def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
     )
 
 
-def distinct_workdirs(config: Config) -> dict[tuple[str, str], NodeConfig]:
-    """(host, workdir) → the first node that has it. The reference comes first: this machine where it is a node, else
-    the first node."""
+def distinct_workdirs(config: Config) -> list[NodeConfig]:
+    """The first node with each workdir. The reference comes first: this machine where it is a node, else the first
+    node."""
     found: dict[tuple[str, str], NodeConfig] = {}
     for node in sorted(config.nodes, key=lambda node: not node.local):
         found.setdefault((node.ssh, node.workdir), node)
-    return found
+    return list(found.values())
 
 
-async def read_trees(context: CheckContext) -> dict[str, WorkdirTree | FlightDeckError]:
-    """Node name → its workdir's tree, or why it could not be read; each distinct workdir once."""
-    nodes = list(distinct_workdirs(context.config).values())
-    trees = await asyncio.gather(*(_read_tree(context, node) for node in nodes))
-    return {node.name: tree for node, tree in zip(nodes, trees, strict=True)}
-
-
-def tree_request(excluded_paths: Sequence[str]) -> dict[str, object]:
-    """The request of the `tree` probe; `excluded_paths` are absolute."""
-    return {
+async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
+    """The tree of the node's workdir. Raises LaunchError, NodeUnreachable."""
+    layout = await context.layout_of(node)
+    adapters = context.config.job.mlx_lm.get("adapter_path")
+    # A training writes its adapters on one node only.
+    excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
+    request = {
         "without": EXCLUDED,
-        "apart": list(excluded_paths),
+        "apart": [*excluded, layout.root],
         "files": MAX_FILES,
         "whole_bytes": MAX_HASHED_FILE_BYTES,
         "all_bytes": MAX_HASHED_BYTES,
     }
-
-
-async def _read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree | FlightDeckError:
-    adapters = context.config.job.mlx_lm.get("adapter_path")
-    try:
-        layout = await context.layout_of(node)
-        # A training writes its adapters on one node only.
-        excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
-        request = json.dumps(tree_request([*excluded, layout.root]))
-        workdir = context.path(node, node.workdir)
-        return await context.probe(node, "tree", workdir, request, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
-    except FlightDeckError as error:
-        return error
-
-
-def describe_tree(tree: WorkdirTree) -> str:
-    sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
-    description = _files(tree.entries)
-    description += f", {sized:,} of them large: compared by size" if sized else ""
-    return description + (f", no more than {MAX_FILES:,} compared" if tree.cut else "")
+    arguments = context.path(node, node.workdir), json.dumps(request)
+    return await context.probe(node, "tree", *arguments, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
 
 
 def _same(here: tuple[int, str | None], there: tuple[int, str | None]) -> bool:
     return here[0] == there[0] and (here[1] == there[1] or None in (here[1], there[1]))
-
-
-def _files(paths: Sequence[str] | dict[str, tuple[int, str | None]]) -> str:
-    return f"{len(paths):,} file{'s' * (len(paths) != 1)}"
-
-
-def _first(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else "")
 
 
 def _order(path: str) -> tuple[bytes, ...]:
@@ -231,12 +201,19 @@ class WorkdirComparison:
 
 
 async def run(context: CheckContext) -> CheckResult:
-    report_line = _Throttled(lambda message: context.progress(NAME, message))
+    reported_at = float("-inf")
+
+    def report_line(message: str) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _PROGRESS_EVERY_S:
+            reported_at = time.monotonic()
+            context.progress(NAME, message)
+
     scripted = await run_script(context.config, report_line)
     compared = None
     if scripted.status != "failed":
         context.progress(NAME, f"{scripted.message}; comparing the trees")
-        compared = await compare_workdirs(context)
+        compared = await compare_workdirs(context, distinct_workdirs(context.config))
     return evaluate(context.config, scripted, compared)
 
 
@@ -248,12 +225,12 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
         return SyncScriptOutcome("failed", f"[preflight] sync_script: {error}")
     if isinstance(script, SyncScriptOutcome):
         return script
-    directory = config.file.parent if config.file is not None else Path.home()
+    directory = config.folder if config.file is not None else Path.home()
     try:
         ended = await _run(script, directory, on_line)
     except OSError as error:
         return SyncScriptOutcome("failed", f"{script} cannot be run: {error.strerror or error}")
-    lines = ended.last_lines
+    lines = last_lines(ended)
     if ended.code == 0:
         return SyncScriptOutcome("success", f"{script.name}: success", lines)
     how = f"ended with {ended.code}" if ended.code is not None else f"did not end within {SCRIPT_LIMIT_S:.0f} s"
@@ -262,7 +239,7 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
     return SyncScriptOutcome("failed", f"{script.name} {how}{last}", lines, again, "run it by hand and fix it")
 
 
-async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> ProcessResult:
+async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> Completed:
     try:
         return await LocalProgram([str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
     except OSError as error:
@@ -272,12 +249,9 @@ async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) ->
         return await LocalProgram([_SHELL, str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
 
 
-async def compare_workdirs(
-    context: CheckContext, against: tuple[NodeConfig, WorkdirTree] | None = None
-) -> WorkdirComparison:
-    """Compare the workdirs of all nodes with the first of `distinct_workdirs` that can be read, or with `against`, a
-    tree of this machine where it is no node."""
-    found = await read_trees(context)
+async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -> WorkdirComparison:
+    """Compare the workdirs of `nodes` with the first that can be read."""
+    found = await context.on_all_nodes(lambda node: read_tree(context, node), nodes)
     trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
     problems = {
         name: problem
@@ -285,11 +259,7 @@ async def compare_workdirs(
         if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
     }
     readable = {name: tree for name, tree in trees.items() if not tree.home and name not in problems}
-    nodes = distinct_workdirs(context.config).values()
-    reference = next((node for node in nodes if node.name in readable), next(iter(nodes)))
-    if against is not None:
-        reference, readable[against[0].name] = against
-        trees[reference.name] = against[1]
+    reference = next((node for node in nodes if node.name in readable), nodes[0])
     differences = {
         name: compare_trees(readable[reference.name], tree) for name, tree in readable.items() if name != reference.name
     }
@@ -349,8 +319,7 @@ def _evaluate_trees(
     copied = compared.trees.get(compared.reference.name)
     excluded = copied.left if copied is not None else ()
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
-    fix = " && ".join(filter(None, [found.verdict().fix_command, copy]))
-    return found.verdict(fix_command=fix or None, advice=scripted.message)
+    return found.verdict(fix_command=chained([found.verdict().fix_command, copy]), advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
@@ -366,25 +335,15 @@ def _checks(compared: WorkdirComparison) -> tuple[str, ...]:
 
 
 def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDifference | None) -> str:
+    sized = sum(1 for size, digest in tree.entries.values() if size >= 0 and digest is None)
+    description = plural(len(tree.entries), "file")
+    description += f", {sized:,} of them large: compared by size" if sized else ""
+    description += f", no more than {MAX_FILES:,} compared" if tree.cut else ""
     if difference is None:
-        return describe_tree(tree)
-    description = difference.describe(node, reference) or f"the same, {describe_tree(tree)}"
-    extra = f", {len(difference.extra):,} only there ({_first(difference.extra)})" if difference.extra else ""
+        return description
+    description = difference.describe(node, reference) or f"the same, {description}"
+    extra = f", {len(difference.extra):,} only there ({first_of(difference.extra)})" if difference.extra else ""
     return description + extra
-
-
-class _Throttled:
-    """Passes on a message at most every quarter of a second."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._reported_at = float("-inf")
-
-    def __call__(self, message: str) -> None:
-        now = time.monotonic()
-        if now - self._reported_at >= _PROGRESS_EVERY_S:
-            self._reported_at = now
-            self._report(message)
 
 
 CHECK = Check(

@@ -7,13 +7,14 @@ Ranks with different mlx versions may disagree on what an all_sum is; mlx.launch
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import sys
 from pathlib import PurePosixPath
 
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings
-from engine.checks.context import CheckContext
+from engine.checks.context import CheckContext, once
 from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter, probe_mlx_lm
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config
@@ -33,12 +34,9 @@ async def run(context: CheckContext) -> CheckResult:
     return evaluate(context.config, interpreters, backend)
 
 
+@once
 async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
-    """Node name → its interpreter, with mlx-lm; probed once for all checks."""
-    return await context.shared(NAME, lambda: _versions(context))
-
-
-async def _versions(context: CheckContext) -> dict[str, Interpreter]:
+    """Node name → its interpreter, with mlx-lm."""
     found = await context.interpreters()
     # A job with a command of its own may never import it.
     imported = context.config.job.command is None
@@ -129,11 +127,7 @@ def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.pl
 def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
     if version is None:
         return False
-    numbers = []
-    for part in version.split(".")[: len(minimum)]:
-        digits = "".join(character for character in part if character.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers) >= minimum
+    return tuple(map(int, re.findall(r"\d+", version)))[: len(minimum)] >= minimum
 
 
 def dotted(version: tuple[int, ...]) -> str:

@@ -18,7 +18,15 @@ from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
-from engine.security.sanitise import count_or_none, finite_or_none, json_object, json_or_none, plain, text_or_none
+from engine.security.sanitise import (
+    count_or_none,
+    finite_or_none,
+    json_object,
+    json_or_none,
+    last_line,
+    plain,
+    text_or_none,
+)
 
 Fields = dict[str, Any]
 _NAMES = 64
@@ -77,8 +85,8 @@ def _unknown(value: object) -> dict[str, Late | Failed]:
         if isinstance(late_s, int | float):
             found[key] = Late(command=command, after_s=late_s)
         elif type(code) is int:
-            lines = str(entry.get("stderr") or "").strip().splitlines()
-            found[key] = Failed(command=command, exit_code=code, stderr=plain(lines[-1] if lines else "", 200))
+            stderr = plain(last_line(str(entry.get("stderr") or "")), 200)
+            found[key] = Failed(command=command, exit_code=code, stderr=stderr)
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
 from engine.cluster.probe_results import PortHolders
 from engine.cluster.replies import last_json
-from engine.cluster.transport.base import Completed, Transport
+from engine.cluster.transport.base import Transport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process
@@ -144,7 +144,7 @@ class AgentFile:
         """Bytes received so far from `offset`, at most `size`. Raises OSError when the agent cannot read it."""
         with self._lock:
             self._go_to(offset)
-            return bytes(self._buffer[:size])
+            return bytes(memoryview(self._buffer)[:size])
 
     def read_whole(self, offset: int, size: int) -> bytes | None:
         """`size` bytes from `offset`, fewer only at the file's end; None while they have not come."""
@@ -232,6 +232,8 @@ class HostConnection:
         """It is this machine."""
         self.facts: HostFacts | None = None
         """None until it has answered."""
+        self.on_news: Callable[[], None] = _ignore
+        """Called when a rank has started or ended, or no process is left."""
         self._node = node
         self._transport = transport
         self._attempt = part
@@ -401,16 +403,12 @@ class HostConnection:
         with contextlib.suppress(FlightDeckError):
             request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
             try:
-                self._take_port_holders(ports, await request.completed(_PORTS_LIMIT_S))
+                found = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
             finally:
                 request.close()
-
-    def _take_port_holders(self, ports: tuple[int, ...], done: Completed) -> None:
-        found = last_json(done.stdout, PortHolders)
-        if found is not None:
-            self._port_holders = {
-                port: held.holder for port, held in zip(ports, found.ports, strict=False) if held is not None
-            }
+            if found is not None:
+                pairs = zip(ports, found.ports, strict=False)
+                self._port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: Message) -> None:
         self._answered, self._problem = True, None
@@ -456,9 +454,16 @@ class HostConnection:
             for name, size in message.sizes.items():
                 self._agent_files[name].settle(size)
         self._unanswered, self._processes = None, found
+        if not found:
+            self.on_news()
 
     def _update(self, rank: int, **seen: Any) -> None:
         self._observations[rank] = replace(self._observations[rank], **seen)
+        self.on_news()
+
+
+def _ignore() -> None:
+    """Nobody waits for news."""
 
 
 def _rank_command(rank: int, command: bytes) -> RankCommand:

@@ -82,8 +82,7 @@ def _locked(home: Path, hosts: Iterable[str], operation: int) -> Iterator[list[i
             except BlockingIOError:
                 raise _in_use_error(host, _holder(descriptors[-1])) from None
             except OSError as error:
-                why = error.strerror or str(error)
-                raise StateError("the nodes cannot be locked", where=str(file), why=why) from error
+                raise StateError("the nodes cannot be locked", where=str(file), why=error) from error
         yield descriptors
     finally:
         for descriptor in descriptors:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from engine.measurements import Count
 from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
 ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
 PathText = Annotated[str, Field(max_length=4096)]
-Count = Annotated[int, Field(ge=0)]
 Pid = Annotated[int, Field(gt=1)]
 
 

@@ -10,21 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.faults import Faults, Location
-from engine.config.formats import (
-    ON_NODE,
-    address_form,
-    device_form,
-    host_form,
-    interpreter,
-    path_form,
-    remote_path_form,
-    resolved,
-)
+from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
 from engine.security.identifiers import LOCAL, SshTarget
 
 NODE_LIMIT = 64
-SHARES = (1e-6, 1e6)
 _EXAMPLE = '[[node]] with name = "node0"'
 NODE_PATHS = ("python", "workdir", "model", "data")
 """The keys of a node that are paths; [node_defaults] may set them for all nodes."""
@@ -54,7 +44,6 @@ class Defaults:
 
 def read_cluster(faults: Faults, location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
     faults.unknown(location, table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
-    faults.check_name(location, table)
     return faults.validated(location, ClusterConfig, table)
 
 
@@ -114,17 +103,11 @@ class _NodeReader:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
         faults.unknown(location, values, NodeConfig.model_fields, {})
-        faults.check_name(location, values)
         local = self._check_host(location, values)
-        self._check_addresses(location, values)
         self._check_devices(location, values, rank)
         for key in NODE_PATHS:
             values[key] = self._path(table, key, local=local)
         values.setdefault("ips", [])
-        low, high = SHARES
-        share = values.get("share")
-        if isinstance(share, int | float) and type(share) is not bool and share > 0 and not low <= share <= high:
-            faults.add(location, "share", share, f"a number from {low:g} to {high:g}, relative to the other nodes")
         node = faults.validated(location, NodeConfig, values)
         return node if len(faults.found) == before else None
 
@@ -138,18 +121,6 @@ class _NodeReader:
             return None
         return SshTarget.parse(host).local
 
-    def _check_addresses(self, location: Location, values: Mapping[str, Any]) -> None:
-        addresses = values.get("ips")
-        if not isinstance(addresses, list):
-            return
-        if len(addresses) > 8:
-            limit = "a list of up to 8 addresses; without any they are chosen from the node's interfaces"
-            self.faults.add(location, "ips", addresses, limit)
-            return
-        for number, address in enumerate(addresses):
-            if isinstance(address, str) and (accepted := address_form(address)):
-                self.faults.add(location, f"ips[{number}]", address, accepted)
-
     def _check_devices(self, location: Location, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")
         if not isinstance(row, list):
@@ -160,11 +131,6 @@ class _NodeReader:
             self.faults.add(location, "rdma", row, f"{self.size} entries, {_MATRIX}")
         elif devices[rank] is not None:
             self.faults.add(location, f"rdma[{rank}]", devices[rank], f'"" for the node itself, {_MATRIX}')
-        else:
-            for number, device in enumerate(devices):
-                if device is not None and (accepted := device_form(device)):
-                    self.faults.add(location, f"rdma[{number}]", device, accepted)
-                    values["rdma"] = None
 
     def _path(self, table: NodeTable, key: str, *, local: bool | None) -> Any:
         """The path of `key`, absolute if the node is this machine; `local` is None if that is unknown."""

@@ -24,7 +24,7 @@ _SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, Arithmetic
 class DocumentError(Exception):
     """A file could not be read as a table."""
 
-    def __init__(self, path: Path, key: str, value: str, accepted: str) -> None:
+    def __init__(self, path: Path, value: str, accepted: str, key: str = "the file") -> None:
         super().__init__(accepted)
         self.fault = ConfigFault(file_text(path), key, value, accepted)
 
@@ -58,16 +58,13 @@ def file_text(path: Path) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
-    text = read_text(
-        path,
-        "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`",
-    )
+    wanted = "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`"
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(read_text(path, wanted))
     except tomllib.TOMLDecodeError as error:
-        raise DocumentError(path, _line_key(str(error)), str(error), "TOML (https://toml.io)") from error
+        raise DocumentError(path, str(error), "TOML (https://toml.io)", _line_key(str(error))) from error
     except _SCALAR_FAULTS as error:
-        raise DocumentError(path, "the file", _unreadable(error), "TOML of plain values") from error
+        raise DocumentError(path, _unreadable(error), "TOML of plain values") from error
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
@@ -78,13 +75,13 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "the file"
-        raise DocumentError(path, where, value_text(error.problem or "not YAML"), "YAML") from error
+        raise DocumentError(path, value_text(error.problem or "not YAML"), "YAML", where) from error
     except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
-        raise DocumentError(path, "the file", _unreadable(error), "YAML of plain values") from error
+        raise DocumentError(path, _unreadable(error), "YAML of plain values") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise DocumentError(path, "the file", value_text(document), "key: value lines, as mlx_lm.lora --config reads")
+        raise DocumentError(path, value_text(document), "key: value lines, as mlx_lm.lora --config reads")
     return document
 
 
@@ -93,34 +90,34 @@ def read_text(path: Path, wanted: str) -> str:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise DocumentError(path, "the file", "not a regular file", wanted)
+            raise DocumentError(path, "not a regular file", wanted)
         if found.st_size > SIZE_LIMIT:
-            raise DocumentError(path, "the file", f"{found.st_size:,} bytes", f"at most {SIZE_LIMIT:,} bytes")
+            raise DocumentError(path, f"{found.st_size:,} bytes", f"at most {SIZE_LIMIT:,} bytes")
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DocumentError(path, "the file", "(not found)", wanted) from error
+        raise DocumentError(path, "(not found)", wanted) from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DocumentError(path, "the file", f"({why})", wanted) from error
+        raise DocumentError(path, f"({why})", wanted) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DocumentError(path, f"line {line}", value_text(content[error.start : error.end]), "UTF-8") from error
+        raise DocumentError(path, value_text(content[error.start : error.end]), "UTF-8", f"line {line}") from error
 
 
 def read_json(path: Path, text: str) -> Any:
     """Parse `text`, which was read from `path`. Raises DocumentError."""
 
     def refuse(constant: str) -> None:
-        raise DocumentError(path, "the file", constant, "JSON, which does not have such numbers")
+        raise DocumentError(path, constant, "JSON, which does not have such numbers")
 
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise DocumentError(path, f"line {error.lineno}", value_text(error.msg), "JSON") from error
+        raise DocumentError(path, value_text(error.msg), "JSON", f"line {error.lineno}") from error
     except _SCALAR_FAULTS as error:
-        raise DocumentError(path, "the file", _unreadable(error), "JSON of plain values") from error
+        raise DocumentError(path, _unreadable(error), "JSON of plain values") from error
 
 
 def _line_key(message: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from engine.config.documents import DocumentError, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
 from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
+from engine.protocol.attempt import replacing
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
 
@@ -46,9 +46,8 @@ class DraftNode:
 
 @dataclass(frozen=True)
 class DraftJob:
-    """The known parts of the job; None becomes a placeholder that the user replaces."""
+    """The known parts of the job; a placeholder that the user replaces stands for the others."""
 
-    model: str | None = None
     data: str | None = None
     config: str | None = None
     """An mlx-lm YAML in the same folder, which may set the model and the data."""
@@ -58,12 +57,15 @@ class DraftJob:
     """Variables for the ranks."""
 
 
+_NOTHING_KNOWN = DraftJob()
+
+
 def draft(
     nodes: Sequence[DraftNode],
     *,
     cluster: str = "cluster",
     backend: str = "auto",
-    job: DraftJob | None = None,
+    job: DraftJob = _NOTHING_KNOWN,
 ) -> str:
     """The text of a flightdeck.toml that `load_config` accepts. Duplicate names get a number. Raises InputError for an
     invalid host, address or device, and without nodes."""
@@ -83,7 +85,7 @@ def draft(
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *_node(node, name)]
-    lines += ["", *_job(job or DraftJob(), len(nodes))]
+    lines += ["", *_job(job, len(nodes))]
     return "\n".join(lines) + "\n"
 
 
@@ -112,12 +114,9 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     StateError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            with replacing(temporary) as file:
+                file.write(text.encode())
             if force:
                 temporary.replace(path)
             else:
@@ -128,7 +127,7 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     except FileExistsError as there:
         raise already_there(path) from there
     except OSError as error:
-        raise StateError("cannot be written", where=str(path), why=error.strerror or str(error)) from error
+        raise StateError("cannot be written", where=str(path), why=error) from error
 
 
 def already_there(path: Path) -> InputError:
@@ -137,20 +136,17 @@ def already_there(path: Path) -> InputError:
 
 def _check(node: DraftNode) -> None:
     checked_host(node.ssh)
-    for address in node.ips:
-        if accepted := address_form(address):
-            raise InputError(f"{node.name}: {safe_repr(address)} is not an address", todo=f"give {accepted}")
-    for device in node.rdma or ():
-        if device is not None and (accepted := device_form(device)):
-            raise InputError(f"{node.name}: {safe_repr(device)} is not a device", todo=f"give {accepted}")
+    given = [(address, address_form(address), "an address") for address in node.ips]
+    given += [(device, device_form(device), "a device") for device in node.rdma or () if device is not None]
+    for value, accepted, what in given:
+        if accepted is not None:
+            raise InputError(f"{node.name}: {safe_repr(value)} is not {what}", todo=f"give {accepted}")
 
 
 def _node(node: DraftNode, name: str) -> list[str]:
     lines = [_commented("[[node]]", node.about), _set("name", name), _set("ssh", node.ssh)]
-    if node.python is not None:
-        lines.append(_set("python", node.python))
-    else:
-        lines.append(_set("python", PYTHON_GUESS, f"NOT VERIFIED: {node.doubt or 'not probed'}"))
+    doubt = f"NOT VERIFIED: {node.doubt or 'not probed'}" if node.python is None else ""
+    lines.append(_set("python", node.python or PYTHON_GUESS, doubt))
     if node.ips:
         lines.append(_set("ips", list(node.ips)))
     if node.rdma is not None:
@@ -163,9 +159,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     lines = ["[job]"]
     if job.config is not None:
         lines.append(_set("config", job.config, "an mlx-lm YAML; keys in this file have priority"))
-    if job.model is not None:
-        lines.append(_set("model", job.model, "on every node"))
-    elif not job.has_model:
+    if not job.has_model:
         lines.append(_set("model", MODEL_GUESS, "CHANGE ME: a directory in mlx-lm's format, on every node"))
     if job.data is not None:
         lines.append(_set("data", job.data, "on every node"))
@@ -212,29 +206,20 @@ _TYPICAL_KEYS = frozenset(
 def find_job(folder: Path, *, remote: bool) -> DraftJob:
     """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, to be valid on other
     machines."""
-    found = _yaml(folder)
-    data = None
-    if found is None or not found[1].get("data"):
-        data = _data(folder, remote=remote)
-    if found is None:
-        return DraftJob(data=data)
-    name, keys = found
+    name, keys = _yaml(folder)
+    data = None if keys.get("data") else _data(folder, remote=remote)
     return DraftJob(data=data, config=name, has_model=bool(keys.get("model")), has_data=bool(keys.get("data")))
 
 
-def _yaml(folder: Path) -> tuple[str, dict[object, object]] | None:
+def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:50]:
         try:
             keys = read_yaml(path)
         except DocumentError:
             continue
-        if (
-            len(_TYPICAL_KEYS & set(map(str, keys))) >= 2
-            and all(key in KEYS for key in keys)
-            and path_form(path.name) is None
-        ):
+        if len(_TYPICAL_KEYS & keys.keys()) >= 2 and keys.keys() <= KEYS.keys() and path_form(path.name) is None:
             return path.name, keys
-    return None
+    return None, {}
 
 
 def _data(folder: Path, *, remote: bool) -> str | None:

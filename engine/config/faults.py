@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import ConfigFault
 from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
@@ -35,6 +35,7 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "{:g} or more"),
     "less_than": ("lt", "a number below {:g}"),
     "less_than_equal": ("le", "{:g} or less"),
+    "too_long": ("max_length", "a list of up to {:g} entries"),
 }
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -63,11 +64,6 @@ class Faults:
         if fault not in self.found:
             self.found.append(fault)
 
-    def check_name(self, location: Location, table: Mapping[str, Any]) -> None:
-        name = table.get("name")
-        if isinstance(name, str) and not is_identifier(name):
-            self.add(location, "name", name, IDENTIFIER_FORM)
-
     def missing(self, location: Location, key: object, accepted: str) -> None:
         """Report a required key."""
         self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
@@ -85,7 +81,10 @@ class Faults:
             self.found.append(ConfigFault(location.file, location.table or "the file", more, "known keys"))
 
     def validated(self, location: Location, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
-        """`values` as a model with strict types; None if there are faults. Unknown keys are ignored."""
+        """`values` as a model with strict types; None if its types are wrong. A `name` must be an identifier; unknown
+        keys are ignored."""
+        if isinstance(name := values.get("name"), str) and not is_identifier(name):
+            self.add(location, "name", name, IDENTIFIER_FORM)
         chosen = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in values.items()
@@ -95,8 +94,8 @@ class Faults:
             return kind.model_validate(chosen, strict=True)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                name, *inner = problem["loc"]
-                key = key_text(name) + "".join(f"[{key_text(part)}]" for part in inner)
+                first, *inner = problem["loc"]
+                key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
                 value = _NOT_SET if problem["type"] == "missing" else value_text(problem["input"])
                 self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
             return None
@@ -113,6 +112,17 @@ def accepted_form(problem: ErrorDetails) -> str:
     if kind == "missing":
         return "a value, since the key is required"
     return _TYPES.get(kind, problem["msg"])
+
+
+def accepts(form: Callable[[Any], str | None]) -> Callable[[Any], Any]:
+    """A validator for pydantic: `form` describes what is accepted instead of a value, or returns None."""
+
+    def check(value: Any) -> Any:
+        if (accepted := form(value)) is not None:
+            raise PydanticCustomError("form", "{accepted}", {"accepted": accepted})
+        return value
+
+    return check
 
 
 def key_text(key: object) -> str:

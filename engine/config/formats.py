@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import posixpath
 import re
 import shutil
 from pathlib import Path
 
-from engine.config.models import NodeConfig
 from engine.errors import InputError
+from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
 from engine.security.paths import path_fault
 
@@ -51,15 +50,6 @@ def resolved(text: str, base: Path) -> str:
     return os.path.normpath(base / Path(text).expanduser())
 
 
-def on_node(text: str, node: NodeConfig, base: Path) -> str:
-    """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
-    another machine they are below the node's workdir."""
-    if node.local:
-        return resolved(text, base)
-    below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
-    return posixpath.normpath(below)
-
-
 def interpreter(text: str, base: Path) -> str:
     """Like `resolved`, but a name without a folder is searched on PATH first."""
     found = shutil.which(text) if os.sep not in text else None
@@ -90,3 +80,11 @@ def device_form(text: object) -> str | None:
     if isinstance(text, str) and _DEVICE.fullmatch(text):
         return None
     return 'the name of an RDMA device such as "rdma_en5", or "" for none'
+
+
+def split_form(text: str, nodes: int | None = None) -> str | None:
+    try:
+        ranges = len(parse_split(text))
+    except ValueError as error:
+        return f'one range per rank, such as "0-8,8-36": {error}'
+    return f"{nodes} ranges, one per node, not {ranges}" if nodes not in (None, ranges) else None

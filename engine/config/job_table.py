@@ -14,7 +14,6 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
 from engine.config.models import JobConfig
-from engine.protocol.partition import parse_split
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
@@ -46,41 +45,20 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     before = len(faults.found)
     faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
     _check_environment(faults, location, table.get("env"))
-    report = table.get("data_quality_report")
-    if isinstance(report, str) and (accepted := path_form(report)):
-        faults.add(location, "data_quality_report", report, accepted)
-    faults.check_name(location, table)
     command = "command" in table
     if command:
         settings, locations = _command(faults, location, table), dict[str, Location]()
     else:
         settings, locations = _training(faults, location, table, base)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    _layer_split(faults, location, own)
+    if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
+        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
     if not isinstance(own.get("command", []), list):
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
-    faults.validated(location, JobConfig, own)
-    if len(faults.found) > before:
-        return ReadJob(None, settings, locations, command)
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
-    return ReadJob(config, settings, locations, command)
-
-
-def _layer_split(faults: Faults, location: Location, own: dict[str, Any]) -> None:
-    """Check the form of layer_split; its number of ranges is checked against the nodes, its layers against the
-    model."""
-    written = own.get("layer_split")
-    if not isinstance(written, str):
-        return
-    if own.get("strategy") != "pipeline":
-        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
-        return
-    try:
-        parse_split(written)
-    except ValueError as error:
-        faults.add(location, "layer_split", own.pop("layer_split"), f'one range per rank, such as "0-8,8-36": {error}')
+    return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
 def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,16 +93,14 @@ def _training(
         for key, value in keys.items():
             if key in KEYS and key != "config" and value is not None and key not in given:
                 given[key], locations[key] = value, file_location
-    invalid: set[str] = set()
-    for key, value in list(given.items()):
+    invalid = set()
+    for key, value in given.items():
         if key == "optimizer" and isinstance(value, str):
             # mlx-lm accepts AdamW and adamw.
-            value = given[key] = value.lower()
-        if not KEYS[key].form.check(value):
-            faults.add(locations[key], key, given.pop(key), KEYS[key].form.accepted)
-            invalid.add(key)
-        elif key in PATH_KEYS and (accepted := path_form(value)):
-            faults.add(locations[key], key, given.pop(key), accepted)
+            given[key] = value.lower()
+        accepted = None if KEYS[key].form.check(given[key]) else KEYS[key].form.accepted
+        if accepted := accepted or (path_form(value) if key in PATH_KEYS else None):
+            faults.add(locations[key], key, value, accepted)
             invalid.add(key)
     if _REQUIRED.keys().isdisjoint(locations):
         faults.missing(location, "model", _EITHER)
@@ -132,7 +108,7 @@ def _training(
         for key, accepted in _REQUIRED.items():
             if key not in locations:
                 faults.missing(location, key, accepted)
-    settings = with_defaults(given)
+    settings = with_defaults({key: value for key, value in given.items() if key not in invalid})
     settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations
 

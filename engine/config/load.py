@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
-from engine.config.formats import address_form, on_node, path_form, remote_path_form, resolved
+from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.models import (
@@ -25,6 +25,7 @@ from engine.config.models import (
     PreflightConfig,
     RecoveryConfig,
     UiConfig,
+    on_node,
 )
 from engine.errors import ConfigError
 from engine.security.identifiers import LOCAL
@@ -37,32 +38,22 @@ def _check_nodes(faults: Faults, nodes: Sequence[NodeTable]) -> None:
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
         name = node.known.get("name")
-        if not isinstance(name, str):
-            continue
-        if name in first:
-            accepted = f"a unique name: node[{first[name]}] has this one"
-            faults.add(node.location, "name", name, accepted)
-        first.setdefault(name, rank)
+        if isinstance(name, str) and first.setdefault(name, rank) != rank:
+            faults.add(node.location, "name", name, f"a unique name: node[{first[name]}] has this one")
     hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
     if len(set(hosts)) == 1:
         return
     first = {}
-    for rank, number, address in _valid_addresses(nodes):
-        key = f"ips[{number}]"
-        if ipaddress.IPv4Address(address).is_loopback:
-            accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
-            faults.add(nodes[rank].location, key, address, accepted)
-        elif hosts[first.setdefault(address, rank)] != hosts[rank]:
-            accepted = f"a unique address: node[{first[address]}] is another host and has this one"
-            faults.add(nodes[rank].location, key, address, accepted)
-
-
-def _valid_addresses(nodes: Sequence[NodeTable]) -> Iterator[tuple[int, int, str]]:
-    """(rank, index in ips, address)"""
     for rank, node in enumerate(nodes):
         for number, address in enumerate(_listed(node, "ips")):
-            if isinstance(address, str) and address_form(address) is None:
-                yield rank, number, address
+            if not isinstance(address, str) or address_form(address) is not None:
+                continue
+            if ipaddress.IPv4Address(address).is_loopback:
+                accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
+                faults.add(node.location, f"ips[{number}]", address, accepted)
+            elif hosts[first.setdefault(address, rank)] != hosts[rank]:
+                accepted = f"a unique address: node[{first[address]}] is another host and has this one"
+                faults.add(node.location, f"ips[{number}]", address, accepted)
 
 
 def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> None:
@@ -108,9 +99,9 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     pipeline = config is not None and config.strategy == "pipeline"
     if pipeline and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
-    if config is not None and config.layer_split is not None and config.layer_split.count(",") + 1 != nodes:
-        accepted = f"{nodes} ranges, one per node"
-        faults.add(inline, "layer_split", config.layer_split, accepted)
+    split = config.layer_split if config is not None else None
+    if split is not None and (accepted := split_form(split, nodes)) is not None:
+        faults.add(inline, "layer_split", split, accepted)
     # In a pipeline every node processes the whole batch.
     if batch_size is not None and batch_size < nodes and not pipeline:
         accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"
@@ -185,9 +176,7 @@ def _read_sections(
         table, location = _table(faults, file, document, name), Location(file, name)
         faults.unknown(location, table, kind.model_fields, {})
         section = sections[name] = faults.validated(location, kind, table)
-        if isinstance(section, PreflightConfig):
-            _check_preflight_paths(faults, location, section)
-        elif isinstance(section, CheckpointConfig):
+        if isinstance(section, CheckpointConfig):
             _check_destination(faults, location, section.destination, nodes)
         elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
             faults.add(location, "min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
@@ -213,14 +202,6 @@ def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) 
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
             faults.add(job.locations[key], key, value, accepted)
-
-
-def _check_preflight_paths(faults: Faults, location: Location, preflight: PreflightConfig) -> None:
-    if accepted := path_form(preflight.sync_script):
-        faults.add(location, "sync_script", preflight.sync_script, accepted)
-    for number, root in enumerate(preflight.roots):
-        if accepted := remote_path_form(root):
-            faults.add(location, f"roots[{number}]", root, accepted)
 
 
 def _check_destination(

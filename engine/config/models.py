@@ -6,19 +6,25 @@ The docstrings of the fields are the text of docs/configuration.md (`python -m t
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from engine.config.faults import accepts
+from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
 from engine.errors import InputError
 from engine.models import FrozenModel
-from engine.protocol.partition import parse_split
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
 Strategy = Literal["data", "sharded", "pipeline"]
+
+
+_HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
+_NodePath = Annotated[str, AfterValidator(accepts(remote_path_form))]
 
 
 class _Section(FrozenModel):
@@ -50,7 +56,7 @@ class NodeConfig(_Section):
     """Unique name of the node. Default: `node0`, `node1`, …"""
     ssh: str = "127.0.0.1"
     """How to reach the node: `[user@]host[:port]`. `127.0.0.1` is this machine, without ssh."""
-    ips: tuple[str, ...] = ("127.0.0.1",)
+    ips: tuple[Annotated[str, AfterValidator(accepts(address_form))], ...] = Field(default=("127.0.0.1",), max_length=8)
     """Up to 8 IPv4 addresses on which the rank listens. Default: chosen from the network interfaces of the nodes."""
     python: str
     """Python interpreter that has mlx and mlx-lm; required for a remote node. Default: on this machine, the interpreter
@@ -61,11 +67,11 @@ class NodeConfig(_Section):
     """Where the model is on this node. Default: `model` in `[job]`."""
     data: str | None = None
     """Where the training data is on this node. Default: `data` in `[job]`."""
-    rdma: tuple[str | None, ...] | None = None
+    rdma: tuple[Annotated[str, BeforeValidator(accepts(device_form))] | None, ...] | None = None
     """RDMA device towards each rank, in their order, and `""` for the node itself: `["", "rdma_en5"]`. Default: chosen
     from the Thunderbolt cables."""
-    share: float | None = Field(default=None, gt=0)
-    """Relative share of the global batch, from 1e-6 to 1e6. Default: by the calibration, or equal shares."""
+    share: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Relative share of the global batch. Default: by the calibration, or equal shares."""
 
     @property
     def local(self) -> bool:
@@ -89,7 +95,7 @@ class JobConfig(_Section):
     strategy: Strategy = "data"
     """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
     `pipeline`: every rank has some of the layers."""
-    layer_split: str | None = None
+    layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
     """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
@@ -98,7 +104,7 @@ class JobConfig(_Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every rank. Names that begin with `MLX_` or `FLIGHTDECK_` are reserved. Default:
     none."""
-    data_quality_report: str | None = None
+    data_quality_report: _HeadPath | None = None
     """JSON report on the training data, on this machine: its number of examples, and whether training on it is allowed.
     Default: none."""
     chunking: bool = True
@@ -114,12 +120,12 @@ class PreflightConfig(_Section):
     """Duration of the all_sum test over all ranks, seconds."""
     skip: tuple[str, ...] = ()
     """Checks to skip, by name. Default: none."""
-    roots: tuple[str, ...] = ()
+    roots: tuple[_NodePath, ...] = ()
     """Folders in which scripts and checkpoints may be, besides the home, workdir and state directories; symlinks that
     leave all of them are refused. Default: none."""
     sync: bool = True
     """Run the sync script before a launch."""
-    sync_script: str = "~/Dev/sync-dev.sh"
+    sync_script: _HeadPath = "~/Dev/sync-dev.sh"
     """Script on this machine that copies the project to the nodes. If it does not exist, that is a warning."""
     block_on_failure: bool = True
     """A failing sync script blocks the launch; otherwise it is a warning."""
@@ -231,6 +237,20 @@ class Config(_Section):
     recovery: RecoveryConfig = RecoveryConfig()
     ui: UiConfig = UiConfig()
 
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of this machine begin."""
+        return self.file.parent if self.file is not None else Path("/")
+
+
+def on_node(text: str, node: NodeConfig, base: Path) -> str:
+    """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
+    another machine they are below the node's workdir."""
+    if node.local:
+        return resolved(text, base)
+    below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
+    return posixpath.normpath(below)
+
 
 def select_nodes(config: Config, names: Collection[str]) -> Config:
     """The configuration with only the nodes in `names`, in its own order. Ranks are renumbered; RDMA devices towards
@@ -275,9 +295,5 @@ def _check_layer_split(layer_split: str, strategy: Strategy, nodes: int) -> None
     what = f"--layer-split {layer_split} is not possible"
     if strategy != "pipeline":
         raise InputError(what, why=f"strategy {strategy} does not split layers", todo="use --strategy pipeline")
-    try:
-        ranges = parse_split(layer_split)
-    except ValueError as error:
-        raise InputError(what, why=str(error)) from error
-    if len(ranges) != nodes:
-        raise InputError(what, why=f"it has {len(ranges)} ranges for {nodes} nodes")
+    if (accepted := split_form(layer_split, nodes)) is not None:
+        raise InputError(what, why=f"expected {accepted}")

@@ -26,15 +26,11 @@ RING = "ring"
 
 def hostfile_document(network: NetworkPlan) -> dict[str, Any]:
     """The hostfile's document, with the backend, so that the file can also be given to mlx.launch by hand."""
-    hosts = [
-        {"ssh": host.ssh, "ips": list(host.ips)} | ({"rdma": list(host.rdma)} if host.rdma is not None else {})
-        for host in network.hosts
-    ]
+    hosts = [host.model_dump(mode="json", exclude_none=True) for host in network.hosts]
     return {"backend": network.backend, "envs": [], "hosts": hosts}
 
 
 def write_hostfile(path: Path, network: NetworkPlan) -> None:
-    """Write the hostfile of `network` to `path`, atomically."""
     write_atomic(path, json.dumps(hostfile_document(network), indent=1) + "\n")
 
 
@@ -59,12 +55,7 @@ _LIMIT_S = 30.0
 
 
 async def fresh_ports(
-    fleet: TransportProvider,
-    nodes: Sequence[NodeConfig],
-    network: NetworkPlan,
-    starting_port: int | None = None,
-    *,
-    rng: random.Random | None = None,
+    fleet: TransportProvider, nodes: Sequence[NodeConfig], network: NetworkPlan, starting_port: int | None = None
 ) -> int:
     """The first of the consecutive TCP ports that an attempt listens on, each really free where it will be listened on.
 
@@ -74,12 +65,11 @@ async def fresh_ports(
     """
     if starting_port is not None:
         return starting_port
-    chooser = rng or random.SystemRandom()
     listening = {
         ranks: [offset for rank in ranks for offset in ports_of(rank, network, 0)] for ranks in hosts_of(nodes).values()
     }
     for _ in range(_ROUNDS):
-        firsts = [chooser.randrange(LOWEST, HIGHEST - port_count(network)) for _ in range(_CANDIDATES)]
+        firsts = [random.randrange(LOWEST, HIGHEST - port_count(network)) for _ in range(_CANDIDATES)]
         free = await gather_all(
             _free(fleet, nodes[ranks[0]], firsts, offsets) for ranks, offsets in listening.items() if offsets
         )

@@ -7,19 +7,19 @@ interpreters and paths differ.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import quoted
-from engine.config.formats import on_node
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host
-from engine.plan.context import Launching
+from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.security.redact import is_secret
 
@@ -70,7 +70,8 @@ def manual_launch(
     )
     if any(not node.local for node in config.nodes):
         notes.append("your own ssh must reach every node without a prompt")
-    return Launching(shlex.join(argv), tuple(notes), hostfile_document(network), str(hostfile))
+    written = PlannedHostfile(path=str(hostfile), document=hostfile_document(network))
+    return Launching(mlx_launch_command=shlex.join(argv), launch_notes=tuple(notes), hostfile=written)
 
 
 def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _training(config: Config, node: NodeConfig, settings: Mapping[str, Any], hos
     }
     for option, path in paths.items():
         if path is not None:
-            words += [option, quoted(_node_path(config, node, path))]
+            words += [option, quoted(on_node(path, node, config.folder))]
     in_file = {}
     for key, value in settings.items():
         if key in _FILE_ONLY or key.endswith(_FEATURES):
@@ -130,8 +131,8 @@ def _command(config: Config, rank: int, node: NodeConfig) -> str:
     program, *rest = config.job.command or ()
     placeholders = {
         "{workdir}": quoted(node.workdir),
-        "{model}": quoted(_node_path(config, node, node.model)) if node.model else "",
-        "{data}": quoted(_node_path(config, node, node.data)) if node.data else "",
+        "{model}": quoted(on_node(node.model, node, config.folder)) if node.model else "",
+        "{data}": quoted(on_node(node.data, node, config.folder)) if node.data else "",
         "{python}": quoted(node.python),
         "{rank}": str(rank),
     }
@@ -142,17 +143,5 @@ def _command(config: Config, rank: int, node: NodeConfig) -> str:
 
 def _expand(word: str, placeholders: Mapping[str, str]) -> str:
     """One word of the command, quoted for the shell, with its placeholders replaced."""
-    for name, value in placeholders.items():
-        before, found, after = word.partition(name)
-        if found:
-            parts = [
-                _expand(before, placeholders) if before else "",
-                value,
-                _expand(after, placeholders) if after else "",
-            ]
-            return "".join(parts) or "''"
-    return shlex.quote(word)
-
-
-def _node_path(config: Config, node: NodeConfig, path: str) -> str:
-    return on_node(path, node, config.file.parent if config.file is not None else Path("/"))
+    parts = re.split(f"({'|'.join(map(re.escape, placeholders))})", word)
+    return "".join(placeholders[part] if part in placeholders else shlex.quote(part) for part in parts if part) or "''"

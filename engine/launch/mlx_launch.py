@@ -7,13 +7,13 @@ a closed stdin. So its exit code is ignored, and its output is only evidence.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LaunchError
@@ -22,18 +22,6 @@ from engine.protocol.events import tail
 
 _RANK_ENDED = re.compile(r"Node with rank (?P<rank>\d+) exited with code (?P<code>-?\d+)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass
-class Launcher:
-    """mlx.launch's process, leader of its own session and group."""
-
-    process: subprocess.Popen[bytes]
-    stdin: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
 
 def executable() -> Path:
@@ -87,6 +75,7 @@ def start(
         fifo = os.open(stdin, os.O_RDWR)
         try:
             with output.open("ab") as log:
+                offset = log.tell()
                 process = subprocess.Popen(
                     argv,
                     stdin=fifo,
@@ -99,23 +88,10 @@ def start(
         finally:
             os.close(fifo)
     except OSError as error:
-        raise LaunchError("mlx.launch could not be started", where=argv[0], why=error.strerror or str(error)) from error
-    return Launcher(process, stdin)
-
-
-def drop_pipes(stdin: Path) -> None:
-    """Send a newline, at which the launcher drops the pipes that its ranks have left. Does nothing when the FIFO is
-    gone or full."""
-    try:
-        fifo = os.open(stdin, os.O_RDWR | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        os.write(fifo, b"\n")
-    except BlockingIOError:
-        return
-    finally:
-        os.close(fifo)
+        raise LaunchError("mlx.launch could not be started", where=argv[0], why=error) from error
+    launcher = Launcher(process.pid, processes.start_time(process.pid) or "", stdin, output, offset)
+    launcher.process = process
+    return launcher
 
 
 def rank_ends(output: str) -> list[tuple[int, int]]:
@@ -130,48 +106,54 @@ _BLOCK_BYTES = 262_144
 _LONGEST_LINE = 8192
 
 
-class LauncherWatch:
-    """A launcher process: our own child, or one that an earlier supervisor started."""
+class Launcher:
+    """mlx.launch's process, leader of its own session and group: our own child, or one that an earlier supervisor
+    started."""
+
+    process: subprocess.Popen[bytes] | None = None
+    """None for a child of another supervisor."""
 
     def __init__(self, pid: int, start: str, stdin: Path, log: Path, offset: int) -> None:
         """`offset` is where the attempt's output begins in `log`."""
         self.pid = pid
-        self._start = start
-        self._stdin = stdin
+        self.start = start
+        self.stdin = stdin
         self._log = log
         self._begin = self._offset = offset
         self._torn = b""
-        self._child: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def of(cls, launcher: Launcher, log: Path, offset: int) -> LauncherWatch:
-        watch = cls(launcher.pid, processes.start_time(launcher.pid) or "", launcher.stdin, log, offset)
-        watch._child = launcher.process
-        return watch
-
-    @property
-    def start(self) -> str:
-        return self._start
 
     def alive(self, *, thorough: bool = True) -> bool:
         """With `thorough` False a launcher that an earlier supervisor started may be mistaken for a later process with
         its pid: telling them apart takes a process on macOS."""
-        if self._child is not None:
-            return self._child.poll() is None
+        if self.process is not None:
+            return self.process.poll() is None
         if not thorough:
             return processes.exists(self.pid)
-        return processes.alive(self.pid, self._start)
+        return processes.alive(self.pid, self.start)
 
     def drop_pipes(self) -> None:
-        drop_pipes(self._stdin)
+        """Send a newline, at which the launcher drops the pipes that its ranks have left. Does nothing when the FIFO
+        is gone or full."""
+        with contextlib.suppress(OSError):
+            fifo = os.open(self.stdin, os.O_RDWR | os.O_NONBLOCK)
+            try:
+                os.write(fifo, b"\n")
+            finally:
+                os.close(fifo)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the launcher's process group, unless its number has been reused."""
         # A group outlives its leader and keeps its number. A process with the leader's pid and another start time means
         # that the group has ended and the number was reused.
         started = processes.start_time(self.pid)
-        if started is None or started == self._start:
+        if started is None or started == self.start:
             processes.kill_group(self.pid, number)
+
+    def kill(self) -> None:
+        """End a child of ours with its group."""
+        processes.kill_group(self.pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
 
     def rank_ends(self) -> list[tuple[int, int]]:
         """(rank, exit code) of each end that the launcher has reported since the last call."""

@@ -17,7 +17,7 @@ from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
-from engine.security.sanitise import plain
+from engine.security.sanitise import last_line, plain
 
 START_LIMIT_S = 45.0
 """Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
@@ -73,7 +73,12 @@ def ranks_script(
     lines = ["#!/bin/sh"]
     for name, value in (environment or {}).items():
         lines.append(f"unset {name}" if value is None else f"{name}={shlex.quote(value)}; export {name}")
-    lines += _restore_environment()
+    # Undone: what the ssh shim has set for mlx.launch.
+    lines += [
+        f'if [ -n "${{{KEPT_TMPDIR_ENV}-}}" ]; then TMPDIR=${KEPT_TMPDIR_ENV}; export TMPDIR',
+        f'elif [ -n "${{{KEPT_TMPDIR_ENV}+x}}" ]; then unset TMPDIR; fi',
+        f"unset {KEPT_TMPDIR_ENV} {NODE_ROOT_ENV}",
+    ]
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
     if world_size == 1:
         # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
@@ -89,16 +94,6 @@ def ranks_script(
     return "\n".join(lines) + "\n"
 
 
-def _restore_environment() -> list[str]:
-    """Undo what the ssh shim has set for mlx.launch."""
-    kept = KEPT_TMPDIR_ENV
-    return [
-        f'if [ -n "${{{kept}-}}" ]; then TMPDIR=${kept}; export TMPDIR',
-        f'elif [ -n "${{{kept}+x}}" ]; then unset TMPDIR; fi',
-        f"unset {kept} {NODE_ROOT_ENV}",
-    ]
-
-
 def _check(backend: str) -> str:
     """Fail when MLX's file is missing or empty (a full disk): every rank would train in a group of its own."""
     name = NEEDED_FILE.get(backend)
@@ -110,8 +105,6 @@ def _check(backend: str) -> str:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """A rank that did not start."""
-
     rank: int
     message: str
     """The last line of output about it; "" when there is none."""
@@ -165,5 +158,4 @@ async def _keeper_output(agent: AgentClient, rank: RankStart) -> str:
         log = await agent.read_end(rank.files.keeper_log(rank.rank), _LOG_BYTES)
     except FlightDeckError:
         return ""
-    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return last_line(log.decode(errors="replace"))

@@ -4,8 +4,9 @@ Its stdin and stdout carry the messages of engine.protocol.messages. It serves r
 children), and it watches the ranks of one attempt. It keeps nothing: when its stdin ends, or nothing was received for
 SILENCE_S, it ends what it has started and leaves. It does not carry an attempt's nonce, so that no proof counts it.
 
-One thread that never waits for the head: what the connection does not take stays in a bounded buffer, and files and
-children are read only while there is room in it. So a head that is slow, or whose disk is full, slows nothing here.
+Its main thread never waits for the head: what the connection does not take stays in a bounded buffer, and files and
+children are read only while there is room in it. So a head that is slow, or whose disk is full, slows nothing here. A
+second thread receives, and renews the ranks' leases by itself: a disk here that stalls ends no rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +56,16 @@ class Agent:
         """`receive` and `send` are file descriptors."""
         self._receive_pipe = receive
         self._send_pipe = send
-        self._decoder = Decoder()
         self._outgoing = bytearray()
+        self._sending = threading.Lock()
+        self._received: deque[Message | None] = deque()
+        """For the main thread; None when the head is gone."""
+        self._heartbeat: Heartbeat | None = None
+        self._wake_read, self._wake_write = os.pipe()
         self._boot_id = processes.boot_id()
         self._watch: AttemptWatch | None = None
         self._requests = requests = Requests(self._send)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Heartbeat: self._acknowledge,
             Watch: self._begin_watch,
             ProbeRequest: requests.start_probe,
             CommandRequest: requests.start_command,
@@ -71,21 +77,21 @@ class Agent:
 
     def run(self) -> int:
         """Until the head is gone; the exit code."""
-        os.set_blocking(self._receive_pipe, False)
         os.set_blocking(self._send_pipe, False)
-        # A probe's child then imports nothing, whatever becomes of the bundle.
-        probes.preload()
+        os.set_blocking(self._wake_write, False)
         self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):
+                self._flush()
+                # A probe's child then imports nothing, whatever becomes of the bundle.
+                probes.preload()
                 while time.monotonic() - self._received_at < SILENCE_S:
                     self._flush()
                     if not self._serve():
                         break
         finally:
-            self._requests.close()
-            if self._watch is not None:
-                self._watch.close()
+            self._requests.kill()
         return 0
 
     def _serve(self) -> bool:
@@ -93,7 +99,7 @@ class Agent:
         readable = self._requests.readable() if self._has_room else {}
         writable = self._requests.writable()
         ready_in, ready_out, _ = select.select(
-            [self._receive_pipe, *readable],
+            [self._wake_read, *readable],
             [*writable, *([self._send_pipe] if self._outgoing else [])],
             [],
             self._timeout_s(),
@@ -105,8 +111,15 @@ class Agent:
             if pipe in readable:
                 self._requests.read(pipe, readable[pipe])
         self._requests.reap()
-        if self._receive_pipe in ready_in and not self._receive():
-            return False
+        if self._wake_read in ready_in:
+            os.read(self._wake_read, 4096)
+        while self._received:
+            message = self._received.popleft()
+            if message is None:
+                return False
+            # What belongs to an attempt is for nobody before it is watched.
+            if handle := self._handlers.get(type(message)):
+                handle(message)
         if self._watch is not None:
             if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
                 self._polled_at = time.monotonic()
@@ -124,29 +137,40 @@ class Agent:
             due = min(due, self._polled_at + POLL_INTERVAL_S)
         return max(0.0, due - time.monotonic())
 
-    def _receive(self) -> bool:
-        """False when the head has closed the connection."""
+    def _receive(self) -> None:
+        """Until the head is gone. Nothing here waits for a disk."""
+        # They are for the main thread, which would not wake from its select.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        decoder = Decoder()
         try:
-            received = os.read(self._receive_pipe, 65_536)
-        except BlockingIOError:
-            return True
-        if not received:
-            return False
-        self._received_at = time.monotonic()
-        for message in self._decoder.feed(received):
-            self._handle(message)
-        return True
+            with contextlib.suppress(BrokenPipeError):
+                while received := self._read():
+                    self._received_at = time.monotonic()
+                    for message in decoder.feed(received):
+                        if isinstance(message, Heartbeat):
+                            self._heartbeat = message
+                            self._renew_leases()
+                            self._send(HeartbeatAck(message.number, time.time()))
+                        else:
+                            self._hand_over(message)
+                    self._flush()
+        finally:
+            self._hand_over(None)
 
-    def _handle(self, message: Message) -> None:
-        handle = self._handlers.get(type(message))
-        # What belongs to an attempt is for nobody before it is watched.
-        if handle is not None:
-            handle(message)
+    def _hand_over(self, message: Message | None) -> None:
+        self._received.append(message)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b".")
 
-    def _acknowledge(self, heartbeat: Heartbeat) -> None:
-        if self._watch is not None:
-            self._watch.pass_heartbeat(heartbeat)
-        self._send(HeartbeatAck(heartbeat.number, time.time()))
+    def _read(self) -> bytes:
+        # sshd may give us one socket for both directions, and that is not blocking.
+        select.select([self._receive_pipe], [], [])
+        return os.read(self._receive_pipe, 65_536)
+
+    def _renew_leases(self) -> None:
+        # Called by both threads: the first heartbeat may come before its attempt is watched.
+        if self._watch is not None and self._heartbeat is not None:
+            self._watch.pass_heartbeat(self._heartbeat)
 
     def _begin_watch(self, message: Watch) -> None:
         self._watch = watch = AttemptWatch(message, self._boot_id, self._send)
@@ -157,6 +181,7 @@ class Agent:
             ListProcesses: watch.list_processes,
             ExitOutputRequest: watch.send_exit_output,
         })  # fmt: skip
+        self._renew_leases()
 
     def _read_files(self, watch: AttemptWatch) -> None:
         """A part of each file in turn, while there is room."""
@@ -168,15 +193,14 @@ class Agent:
                 moved = True
 
     def _send(self, message: Message) -> None:
-        self._outgoing += encode(message)
+        frame = encode(message)
+        with self._sending:
+            self._outgoing += frame
 
     def _flush(self) -> None:
-        while self._outgoing:
-            try:
-                taken = os.write(self._send_pipe, self._outgoing[:_MAX_OUTGOING_BYTES])
-            except BlockingIOError:
-                return
-            del self._outgoing[:taken]
+        with self._sending, contextlib.suppress(BlockingIOError):
+            while self._outgoing:
+                del self._outgoing[: os.write(self._send_pipe, self._outgoing[:_MAX_OUTGOING_BYTES])]
 
 
 def main() -> int:

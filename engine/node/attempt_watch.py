@@ -25,6 +25,7 @@ from engine.protocol.attempt import (
     NodeFiles,
     read_exit,
     read_identity,
+    size_of,
 )
 from engine.protocol.events import exit_output
 from engine.protocol.messages import (
@@ -50,7 +51,7 @@ POLL_INTERVAL_S = 0.1
 _LIVENESS_INTERVAL_S = 1.0
 _IDENTITY_INTERVAL_S = 1.0 if sys.platform.startswith("linux") else 10.0
 """Between two comparisons of a keeper's start time: on macOS each costs a process."""
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 256 * 1024
 _COMMANDS = {command.decode().strip(): command for command in (STOP, END, EMERGENCY_CHECKPOINT)}
 _READABLE = re.compile(r"rank\d+\.(log|events\.jsonl|keeper\.log)")
 
@@ -70,7 +71,9 @@ class FileStream:
     def order(self, begin: int | None, until: int) -> None:
         if begin is not None:
             self._position, self._at_end = begin, False
-            self.close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
         self._until = until
 
     def next_message(self) -> Message | None:
@@ -91,15 +94,7 @@ class FileStream:
         return FileData(self._path.name, self._position - len(data), self._at_end, data)
 
     def size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        return size_of(self._path)
 
     def _read(self, size: int) -> bytes:
         if self._descriptor < 0:
@@ -120,16 +115,18 @@ class WatchedRank:
         self._files = files
         self._fifo = -1
 
-    def send_command(self, command: bytes) -> None:
-        """To its keeper; nothing when there is none yet, or it does not read."""
-        try:
+    def open_fifo(self) -> None:
+        """Where there is one by now."""
+        # Whatever else it is (no descriptor free, say), it is tried again.
+        with contextlib.suppress(OSError):
             if self._fifo < 0:
                 # Reading too, so that opening never waits.
                 self._fifo = os.open(self._files.control(self.rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def send_command(self, command: bytes) -> None:
+        """To its keeper; nothing when there is none yet, or it does not read. Waits for no disk."""
+        with contextlib.suppress(OSError):
             os.write(self._fifo, command)
-        except OSError:
-            # Whatever it is (no descriptor free, say), the next heartbeat is sent all the same.
-            return
 
     def keeper_gone(self, boot_id: str, *, compare_start: bool) -> bool:
         """Without `compare_start`, another process with the keeper's pid may be taken for it."""
@@ -145,11 +142,6 @@ class WatchedRank:
         identity = self.identity
         if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
             processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
-
-    def close(self) -> None:
-        if self._fifo >= 0:
-            os.close(self._fifo)
-            self._fifo = -1
 
 
 class AttemptWatch:
@@ -187,6 +179,7 @@ class AttemptWatch:
                 yield message
 
     def pass_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Waits for no disk."""
         if heartbeat.number - heartbeat.answered <= MAX_UNANSWERED_HEARTBEATS:
             for rank in self._ranks.values():
                 if not rank.ended:
@@ -194,6 +187,7 @@ class AttemptWatch:
 
     def send_command(self, message: RankCommand) -> None:
         if message.rank in self._ranks and message.command in _COMMANDS:
+            self._ranks[message.rank].open_fifo()
             self._ranks[message.rank].send_command(_COMMANDS[message.command])
 
     def read_file(self, message: ReadFile) -> None:
@@ -223,13 +217,8 @@ class AttemptWatch:
     def send_exit_output(self, message: ExitOutputRequest) -> None:
         self._send(ExitOutputReply(message.rank, exit_output(self._files, message.rank)))
 
-    def close(self) -> None:
-        for rank in self._ranks.values():
-            rank.close()
-        for stream in self._streams.values():
-            stream.close()
-
     def _poll_rank(self, rank: WatchedRank, *, liveness: bool, compare_start: bool) -> None:
+        rank.open_fifo()
         if rank.identity is None:
             rank.identity = read_identity(self._files.identity(rank.rank))
             if rank.identity is not None:

@@ -116,10 +116,13 @@ class GroupReaper:
         self._send(pgid)
 
     def release(self) -> None:
-        """The group has ended, or is to be left alone."""
+        """The group has ended, or is to be left alone; the reaper leaves."""
         self._send(0)
         os.close(self._write_end)
-        os.waitpid(self.pid, 0)
+
+    def has_left(self, *, wait: bool = False) -> bool:
+        """True once."""
+        return os.waitpid(self.pid, 0 if wait else os.WNOHANG)[0] == self.pid
 
     def _send(self, pgid: int) -> None:
         # Without its reaper the watched process goes on.

@@ -54,6 +54,7 @@ from engine.protocol.attempt import (
     Identity,
     NodeFiles,
     RankSpec,
+    size_of,
     write_atomic,
 )
 from engine.protocol.events import last_phase
@@ -251,7 +252,7 @@ class Keeper:
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             ended_at=time.time(),
-            log_bytes=self._log.size(),
+            log_bytes=size_of(self._files.log(self._rank.rank)),
             dropped_bytes=self._log.dropped_bytes,
             stopped_by=self._stopped_by,
             error=error,
@@ -344,6 +345,8 @@ def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: Startup
         return Keeper(spec, rank, files, reaper, notifier).run()
     finally:
         reaper.release()
+        # It carries the nonce, and must not be found after its keeper.
+        reaper.has_left(wait=True)
 
 
 def _refuse(files: NodeFiles, rank: int, error: str) -> int:

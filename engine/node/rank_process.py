@@ -39,13 +39,6 @@ class RankLog:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def size(self) -> int:
-        """Bytes in the file."""
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
     def _write_gap_marker(self) -> bool:
         """Write the marker of an earlier gap; False while not even that fits on the disk."""
         while self._unreported or self._marker:

@@ -45,7 +45,7 @@ class Child:
         self.pid = pid
         self.kill_at = float("inf")
         self._probe = runs if isinstance(runs, probes.Probe) else None
-        self._reaper = runs if isinstance(runs, GroupReaper) else None
+        self.reaper = runs if isinstance(runs, GroupReaper) else None
         self._stdin, self._stdout, self._stderr = pipes
         self._input = bytearray()
         self._input_ends = False
@@ -126,8 +126,8 @@ class Child:
         for pipe in (self._stdin, *self.readable):
             if pipe >= 0:
                 os.close(pipe)
-        if self._reaper is not None:
-            self._reaper.release()
+        if self.reaper is not None:
+            self.reaper.release()
 
 
 class Requests:
@@ -136,11 +136,13 @@ class Requests:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._children: dict[int, Child] = {}
+        self._leaving: list[GroupReaper] = []
+        """Reapers of commands that have ended."""
 
     @property
     def due_at(self) -> float:
         """When `reap` has something to do without any pipe's showing it (monotonic seconds)."""
-        if any(not child.readable for child in self._children.values()):
+        if self._leaving or any(not child.readable for child in self._children.values()):
             return time.monotonic() + _REAP_INTERVAL_S
         return min((child.kill_at for child in self._children.values()), default=float("inf"))
 
@@ -175,6 +177,7 @@ class Requests:
     def reap(self) -> None:
         """Report the children that have ended, and kill those that should have."""
         now = time.monotonic()
+        self._leaving = [reaper for reaper in self._leaving if not reaper.has_left()]
         for child in list(self._children.values()):
             if now >= child.kill_at:
                 child.kill()
@@ -182,13 +185,14 @@ class Requests:
             if code is not None:
                 del self._children[child.request]
                 child.close()
+                if child.reaper is not None:
+                    self._leaving.append(child.reaper)
                 self._send(RequestEnded(child.request, code, child.complaint))
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End what still runs."""
         for child in self._children.values():
             child.kill()
-            child.close()
 
     def _start(self, request: int, start: Callable[[], Child]) -> None:
         try:
@@ -260,6 +264,7 @@ def _start_command(message: CommandRequest) -> Child:
         os.close(stdout)
         os.close(stderr)
         reaper.release()
+        reaper.has_left(wait=True)
         raise
     finally:
         os.close(its_out)

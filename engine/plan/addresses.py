@@ -48,7 +48,7 @@ def choose_addresses(
     if len({node.ssh for node in nodes}) == 1:
         reasons = () if all(node.ips for node in nodes) else (f"all ranks run on one machine, at {LOCAL}",)
         return Addresses(tuple(node.ips or (LOCAL,) for node in nodes), reasons)
-    given = [_given(node) for node in nodes]
+    given = [() if _loopback_alone(node) else node.ips for node in nodes]
     warnings = tuple(f"{node.name}: the other nodes cannot reach {LOCAL}" for node in nodes if _loopback_alone(node))
     if all(given):
         return Addresses(_equally_many(nodes, given, ring=ring), ("the configuration sets the addresses",), warnings)
@@ -63,22 +63,14 @@ def choose_addresses(
     return Addresses(ips, chosen.reasons, warnings + chosen.warnings)
 
 
-def _given(node: NodeConfig) -> tuple[str, ...]:
-    return () if _loopback_alone(node) else node.ips
-
-
 def _loopback_alone(node: NodeConfig) -> bool:
-    return bool(node.ips) and all(_is_loopback(ip) for ip in node.ips)
+    return bool(node.ips) and all(ipaddress.IPv4Address(ip).is_loopback for ip in node.ips)
 
 
-def _is_loopback(text: str) -> bool:
-    ip = _ip(text)
-    return ip is not None and ip.is_loopback
-
-
-def _ip(text: str) -> ipaddress.IPv4Address | None:
+def _address_of(host: str) -> ipaddress.IPv4Address | None:
+    """None for a name."""
     try:
-        return ipaddress.IPv4Address(text)
+        return ipaddress.IPv4Address(host)
     except ValueError:
         return None
 
@@ -130,12 +122,13 @@ def _shared_network(
     own: dict[str, list[_Address]] = {}
     for node in nodes:
         own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
-    named = {node.ssh: [ip for text in ips if (ip := _ip(text))] for node, ips in zip(nodes, given, strict=True) if ips}
+    named = {node.ssh: [*map(ipaddress.IPv4Address, ips)] for node, ips in zip(nodes, given, strict=True) if ips}
     shared = _common(own, named)
     if not shared:
         _check_known(nodes, facts, given)
         raise _nothing_shared(nodes, own, named)
-    reached = [ip for node in nodes if (ip := _ip(SshTarget.parse(node.ssh).host)) and not ip.is_loopback]
+    targets = [_address_of(SshTarget.parse(node.ssh).host) for node in nodes]
+    reached = [ip for ip in targets if ip is not None and not ip.is_loopback]
 
     def worse(network: Network) -> tuple[bool, int, bool]:
         found = shared[network].values()
@@ -199,11 +192,11 @@ def _reasons(
     kind = "the Thunderbolt network" if all(address.thunderbolt for address in found.values()) else "the network"
     on = {node.ssh: node.name for node in reversed(nodes)}
     where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
-    reasons = [f"all nodes share {kind} {network} ({where})"]
-    if equally_good:
-        also = ", ".join(equally_good)
-        reasons.append(f"{also} would work as well; which is faster is unknown: set ips in each [[node]] to choose")
-    return tuple(reasons)
+    shared = f"all nodes share {kind} {network} ({where})"
+    if not equally_good:
+        return (shared,)
+    also = ", ".join(equally_good)
+    return shared, f"{also} would work as well; which is faster is unknown: set ips in each [[node]] to choose"
 
 
 def _nothing_shared(

@@ -44,24 +44,14 @@ def scaling_rule(optimizer: str) -> ScalingRule:
     return "linear" if optimizer.lower() == "sgd" else "sqrt"
 
 
-def scaled_rate(learning_rate: float, before: float, after: float, rule: ScalingRule) -> float:
-    """Scale a learning rate from a total batch of `before` sequences to one of `after`.
+def scaled_rate(total: int, rule: ScalingRule) -> float:
+    """The rule's learning rate at a batch of `total` sequences.
 
-    linear: lr · after/before (64 at 0.001 → 512 at 0.008). sqrt: lr · √(after/before) (1 at 1e-5 → 8 at 2.8e-5).
-    Raises ValueError unless both are positive.
+    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5).
     """
-    if not (before > 0 and after > 0):
-        raise ValueError(f"batches must be positive: {before}, {after}")
-    ratio = after / before
-    return learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
-
-
-def accumulation_steps(target: int, per_rank: int, ranks: int) -> int:
-    """Micro-batches per update: ceil(target / (per_rank · ranks)). Raises ValueError unless all are at least 1."""
-    for name, value in (("target", target), ("per_rank", per_rank), ("ranks", ranks)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1: {value}")
-    return -(-target // (per_rank * ranks))
+    base = BASE_RATES[rule]
+    ratio = total / base.batch
+    return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
 def warmup_steps(updates: int, per_epoch: float | None) -> int:
@@ -72,27 +62,11 @@ def warmup_steps(updates: int, per_epoch: float | None) -> int:
     return min(most, max(least, math.ceil(WARMUP_EPOCHS * per_epoch)))
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    per_rank: int
-    accumulation: int
-    total: int
-    learning_rate: float
-    rule: ScalingRule
-
-
-def suggest_batch(*, ranks: int, start: int, fits: int | None, target: int, optimizer: str) -> Suggestion:
-    """A batch of at least `target` sequences per update. Each rank starts with `start` sequences, or with as many as
-    `fits` its memory (None if unknown); the rest is accumulated. Raises ValueError when not even one sequence fits."""
-    if fits is not None and fits < 1:
-        raise ValueError("not even one sequence fits")
-    per_rank = min(start, fits) if fits is not None else start
-    per_rank = min(per_rank, max(1, -(-target // ranks)))
-    steps = accumulation_steps(target, per_rank, ranks)
-    total = per_rank * ranks * steps
-    rule = scaling_rule(optimizer)
-    base = BASE_RATES[rule]
-    return Suggestion(per_rank, steps, total, scaled_rate(base.learning_rate, base.batch, total, rule), rule)
+def suggest_batch(*, ranks: int, start: int, fits: int | None, target: int) -> tuple[int, int]:
+    """(sequences per rank, micro-batches per update) of at least `target` sequences per update. Each rank starts with
+    `start` sequences, or with as many as `fits` its memory (at least 1; None if unknown); the rest is accumulated."""
+    per_rank = min(start, fits if fits is not None else start, -(-target // ranks))
+    return per_rank, -(-target // (per_rank * ranks))
 
 
 _KEY = "batch_configuration."
@@ -107,12 +81,22 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
     _explain_batch(context, fits, rationale)
     rule = scaling_rule(str(settings["optimizer"]))
     base = BASE_RATES[rule]
-    by_rule = scaled_rate(base.learning_rate, base.batch, total, rule)
+    by_rule = scaled_rate(total, rule)
     warm = int((settings.get("lr_schedule") or {}).get("warmup", 0))
     per_epoch = context.updates_per_epoch
-    _explain_rate(context, rule, by_rule, rationale)
-    ranks = context.ranks
-    per_rank = int(settings["batch_size"]) / ranks
+    _explain_rate(context, rationale)
+    rationale.explain(
+        _KEY + "rule_learning_rate",
+        Source.RULE,
+        f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch} gives {by_rule:.2g} at "
+        f"batch {total} ({base.source})",
+    )
+    rationale.explain(
+        _KEY + "warmup_steps",
+        Source.USER if warm else Source.DEFAULT,
+        "set by lr_schedule" if warm else "mlx-lm warms up only if lr_schedule sets it",
+    )
+    per_rank = int(settings["batch_size"]) / context.ranks
     return BatchSection(
         per_gpu_batch_size=int(per_rank) if per_rank.is_integer() else per_rank,
         total_batch_size=total,
@@ -141,7 +125,7 @@ def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale)
         Source.USER if given else Source.DEFAULT,
         f"{origin} batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update",
     )
-    if context.inputs.strategy == "pipeline":
+    if context.strategy == "pipeline":
         rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
     else:
         rationale.explain(_KEY + "micro_batch", context.shares_source, context.shares.reason)
@@ -151,27 +135,13 @@ def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale)
     rationale.explain(_KEY + "largest_per_gpu_batch_size", source, reason)
 
 
-def _explain_rate(context: PlanContext, rule: ScalingRule, by_rule: float, rationale: Rationale) -> None:
-    settings = context.settings
+def _explain_rate(context: PlanContext, rationale: Rationale) -> None:
     source, reason = Source.DEFAULT, "mlx-lm's default; the job sets none"
-    if settings.get("lr_schedule"):
+    if context.settings.get("lr_schedule"):
         source, reason = Source.USER, "the highest rate in lr_schedule"
     elif context.given("learning_rate"):
         source, reason = Source.USER, "the job sets it"
     rationale.explain(_KEY + "learning_rate", source, reason)
-    base = BASE_RATES[rule]
-    rationale.explain(
-        _KEY + "rule_learning_rate",
-        Source.RULE,
-        f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch} gives {by_rule:.2g} at "
-        f"batch {context.total_batch} ({base.source})",
-    )
-    warm = (settings.get("lr_schedule") or {}).get("warmup")
-    rationale.explain(
-        _KEY + "warmup_steps",
-        Source.USER if warm else Source.DEFAULT,
-        "set by lr_schedule" if warm else "mlx-lm warms up only if lr_schedule sets it",
-    )
 
 
 def _peak_rate(context: PlanContext) -> float | None:
@@ -189,28 +159,13 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     """None when nothing fits, or when the user set a batch that fits."""
     given = context.given("batch_size", "grad_accumulation_steps")
     too_large = fits is not None and context.micro_batches is not None and max(context.micro_batches.values()) > fits
-    if (given and not too_large) or (fits is not None and fits < 1):
+    if (given and not too_large) or fits == 0:
         return None
     platform = context.platform if context.platform in START_PER_RANK else "cpu"
+    start = START_PER_RANK[platform]
     target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
-    choice = suggest_batch(
-        ranks=context.ranks,
-        start=START_PER_RANK[platform],
-        fits=fits,
-        target=target,
-        optimizer=str(context.settings["optimizer"]),
-    )
-    updates = math.ceil(int(context.settings["iters"]) / choice.accumulation)
-    per_epoch = context.inputs.examples / choice.total if context.inputs.examples else None
-    warm = warmup_steps(updates, per_epoch)
-    keys = (
-        f"batch_size = {choice.per_rank * context.ranks}",
-        f"grad_accumulation_steps = {choice.accumulation}",
-        f"learning_rate = {choice.learning_rate:.2g}",
-    )
     low, high = ROBUST_TOTAL
     aim = "the job's own total" if given else f"{target} per update: fine-tuning is robust from {low} to {high}"
-    start = START_PER_RANK[platform]
     rationale.explain(
         _KEY + "suggested",
         Source.RULE,
@@ -218,13 +173,20 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
         + (f", at most the {fits} that fit" if fits is not None and fits < start else "")
         + ", and accumulates the rest. The launch uses the job's own settings",
     )
+    per_rank, steps = suggest_batch(ranks=context.ranks, start=start, fits=fits, target=target)
+    total = per_rank * context.ranks * steps
+    rule = scaling_rule(str(context.settings["optimizer"]))
+    rate = scaled_rate(total, rule)
+    per_epoch = context.inputs.examples / total if context.inputs.examples else None
+    warm = warmup_steps(math.ceil(int(context.settings["iters"]) / steps), per_epoch)
+    keys = {"batch_size": per_rank * context.ranks, "grad_accumulation_steps": steps, "learning_rate": f"{rate:.2g}"}
     return SuggestedBatch(
-        per_gpu_batch_size=choice.per_rank,
-        gradient_accumulation_steps=choice.accumulation,
-        total_batch_size=choice.total,
-        learning_rate=choice.learning_rate,
-        learning_rate_rule=choice.rule,
+        per_gpu_batch_size=per_rank,
+        gradient_accumulation_steps=steps,
+        total_batch_size=total,
+        learning_rate=rate,
+        learning_rate_rule=rule,
         warmup_steps=warm,
         warmup_epochs=warm / per_epoch if per_epoch else None,
-        job_keys="\n".join(keys),
+        job_keys="\n".join(f"{key} = {value}" for key, value in keys.items()),
     )

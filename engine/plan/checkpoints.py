@@ -17,10 +17,7 @@ MIN_SAVES = 20
 
 
 def save_every(iterations: int, *, full: bool) -> int:
-    """Iterations between two saves: min(1000, iterations / 20), at most 500 in full fine-tuning, at least 1. Raises
-    ValueError unless iterations are positive."""
-    if iterations <= 0:
-        raise ValueError(f"iterations must be positive: {iterations}")
+    """Iterations between two saves: min(1000, iterations / 20), at most 500 in full fine-tuning, at least 1."""
     return max(1, min(max_save_every(full=full), iterations // MIN_SAVES))
 
 
@@ -41,6 +38,7 @@ def max_save_every(*, full: bool) -> int:
 
 _KEY = "checkpoint_strategy."
 _RECOVERY_TIME = "null: it depends on how fast the nodes load the model, which is not measured before a launch"
+_NO_STATE = "no training state: [checkpoint] enabled = false"
 _COMMAND = "the job runs a custom command, which saves by itself"
 
 
@@ -53,12 +51,10 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         rationale.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
     else:
         _approach(context, rationale)
-        frequency, suggested = (
-            int(context.settings["save_every"]),
-            save_every(int(context.settings["iters"]), full=context.full),
-        )
+        frequency = int(context.settings["save_every"])
+        suggested = save_every(int(context.settings["iters"]), full=context.full)
         _frequency(context, rationale, frequency, suggested)
-        where = "the node of rank 0" if context.inputs.strategy == "data" else "each node, which stores its own part"
+        where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own part"
         storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
@@ -73,18 +69,13 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
 
 def _approach(context: PlanContext, rationale: Rationale) -> None:
     """Replicas hold the whole state; when it is partitioned, only the periodic checkpoint has all of it."""
-    if context.inputs.strategy == "data" and context.ranks > 1:
-        text = (
-            "when a rank is lost, the others have the state of the last finished step, and the run continues from there"
-        )
-        rationale.explain(_KEY + "approach", Source.RULE, text)
+    if context.strategy == "data" and context.ranks > 1:
+        text = "the others have the state of the last finished step, and the run continues from there"
+        rationale.explain(_KEY + "approach", Source.RULE, f"when a rank is lost, {text}")
         return
-    alone = context.ranks == 1
-    why = (
-        "with one rank there is no replica of the state"
-        if alone
-        else f"with strategy {context.inputs.strategy} no rank has the whole state"
-    )
+    why = "with one rank there is no replica of the state"
+    if context.ranks > 1:
+        why = f"with strategy {context.strategy} no rank has the whole state"
     text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
     rationale.explain(_KEY + "approach", Source.RULE, text)
     if not context.inputs.config.checkpoint.enabled:
@@ -95,9 +86,7 @@ def _frequency(context: PlanContext, rationale: Rationale, frequency: int, sugge
     given = context.given("save_every")
     limit = max_save_every(full=context.full)
     updates = state_every(context.inputs.config)
-    state = (
-        f"the training state every {updates} updates" if updates else "no training state: [checkpoint] enabled = false"
-    )
+    state = f"the training state every {updates} updates" if updates else _NO_STATE
     rationale.explain(
         _KEY + "frequency",
         Source.USER if given else Source.DEFAULT,

@@ -11,24 +11,17 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config, JobConfig, Strategy
-from engine.measurements import Calibration, Division
+from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
-from engine.plan.document import PlannedCheck, Rationale, Source
+from engine.plan.document import Launching, PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
-from engine.plan.prediction import ThroughputPrediction, predict_throughput
-from engine.plan.shares import Shares, divide_batch
+from engine.plan.prediction import predict_throughput
+from engine.plan.shares import divide_batch
 
-
-@dataclass(frozen=True)
-class Launching:
-    """The commands that start the ranks by hand."""
-
-    command: str | None = None
-    notes: tuple[str, ...] = ()
-    hostfile: Mapping[str, Any] | None = None
-    hostfile_path: str | None = None
+_M4_MAX_BYTES = 136 * 10**9
+"""Above the largest M4 Max (128 GiB)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class PlanInputs:
     """How the batch was divided when the run was created; None before that, when the calibration decides."""
     left_out: tuple[str, ...] = ()
     """Nodes of the configuration that would not take part."""
-    launching: Launching = Launching()
+    launching: Launching = field(default_factory=Launching)
     rank_environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that `flightdeck launch` sets for every rank, without secrets."""
     checks: tuple[PlannedCheck, ...] = ()
@@ -81,7 +74,7 @@ def usable_calibration(inputs: PlanInputs) -> Calibration | None:
 
 
 def why_unused(inputs: PlanInputs) -> str | None:
-    """Why an existing calibration is not used; None when it is used, and when there is none."""
+    """None when a calibration is used, and when there is none."""
     taken = inputs.calibration
     if taken is None:
         return None
@@ -131,6 +124,22 @@ class PlanContext:
         return len(self.inputs.config.nodes)
 
     @property
+    def strategy(self) -> Strategy:
+        return self.inputs.strategy
+
+    @property
+    def m4_max(self) -> list[str]:
+        """The nodes that are an M4 Max, of at most 128 GB."""
+        facts = self.inputs.facts
+        return [
+            name
+            for name in self.names
+            if name in facts
+            and "M4 Max" in (facts[name].chip or "")
+            and (facts[name].memory_total_bytes or 0) <= _M4_MAX_BYTES
+        ]
+
+    @property
     def full(self) -> bool:
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
@@ -176,20 +185,18 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
             micro = shares.micro_batches(int(config.job.mlx_lm["batch_size"]))
         except ValueError as error:
             rationale.refuse("batch_size", str(error))
-    calibration, why_not = usable_calibration(inputs), why_unused(inputs)
-    predicted = predict_throughput(config, calibration, shares)
-    if why_not is not None:
-        predicted = ThroughputPrediction(why_not=why_not)
-    if inputs.division is not None and inputs.division.why_not is not None:
-        predicted = predicted.without_totals(inputs.division.why_not)
+    predicted = predict_throughput(config, usable_calibration(inputs), shares)
+    why_not = inputs.division.why_not if inputs.division is not None else None
     if inputs.strategy != "data":
         predicted = ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
+    elif (why_not := why_not or why_unused(inputs)) is not None:
+        predicted = ThroughputPrediction(why_not=why_not)
     return PlanContext(inputs, _platform(inputs), shares, micro, predicted)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:
     if inputs.division is not None:
-        return Shares.from_division(inputs.division)
+        return inputs.division
     try:
         return divide_batch(inputs.config, inputs.calibration, now=inputs.now)
     except ValueError as error:

@@ -26,15 +26,18 @@ class IfdScore(FrozenModel):
     total_examples: int | None = Field(default=None, gt=0)
 
 
-class DataReport(FrozenModel):
+class DataFindings(FrozenModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
-    ifd_score: IfdScore = IfdScore()
     dpo_metrics: dict[str, Any] | None = None
     rlvr_verifiability: dict[str, Any] | float | None = None
     poisoning_detected: bool = False
     overall_ready: bool | None = None
     recommendations: Annotated[tuple[PlainText, ...], Field(max_length=100)] = ()
+
+
+class DataReport(DataFindings):
+    ifd_score: IfdScore = IfdScore()
 
     @property
     def blocks(self) -> str | None:
@@ -56,7 +59,7 @@ def read_data_report(path: Path) -> DataReport:
         with path.open("rb") as file:
             content = file.read(_LIMIT_BYTES + 1)
     except OSError as error:
-        raise InputError("the data report cannot be read", where=str(path), why=error.strerror or str(error)) from error
+        raise InputError("the data report cannot be read", where=str(path), why=error) from error
     if len(content) > _LIMIT_BYTES:
         raise InputError("the data report is too large", where=str(path), why=f"more than {_LIMIT_BYTES >> 20} MiB")
     try:

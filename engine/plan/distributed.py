@@ -12,7 +12,7 @@ from engine.config.models import NodeConfig
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
-from engine.plan.document import DistributedSection, PlannedHostfile, Rationale, RdmaSection, Source
+from engine.plan.document import DistributedSection, Rationale, RdmaSection, Source
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
@@ -27,7 +27,7 @@ _STOCK = "data"
 def distributed_section(context: PlanContext, rationale: Rationale) -> DistributedSection:
     """The command uses stock mlx.launch; there is none for strategies that stock mlx-lm cannot train."""
     inputs = context.inputs
-    command, notes = inputs.launching.command, inputs.launching.notes
+    command, notes = inputs.launching.mlx_launch_command, inputs.launching.launch_notes
     if inputs.network is None:
         notes = (f"no command and no hostfile: {inputs.network_problem}",)
         if inputs.problems:
@@ -36,8 +36,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             )
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
-    elif inputs.strategy != _STOCK:
-        command, notes = None, (f"no command: stock mlx-lm does not train strategy {inputs.strategy}",)
+    elif context.strategy != _STOCK:
+        command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:
         source, reason = Source.UNKNOWN, "; ".join(notes) or "not requested"
@@ -45,16 +45,12 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
     rationale.explain(
         "distributed_config.mlx_env_vars", Source.RULE, "set for every rank by flightdeck launch; secrets are not shown"
     )
-    hostfile = None
-    if inputs.launching.hostfile is not None:
-        hostfile = PlannedHostfile(path=inputs.launching.hostfile_path, document=dict(inputs.launching.hostfile))
-    unified = {"apple": True, "cuda": False, "cpu": False}.get(context.platform)
     return DistributedSection(
         mlx_launch_command=command,
-        gradient_sync=_SYNC[inputs.strategy] if context.ranks > 1 else "none: one rank",
-        unified_memory=unified,
+        gradient_sync=_SYNC[context.strategy] if context.ranks > 1 else "none: one rank",
+        unified_memory={"apple": True, "cuda": False, "cpu": False}.get(context.platform),
         mlx_env_vars=dict(inputs.rank_environment),
-        hostfile=hostfile,
+        hostfile=inputs.launching.hostfile,
         launch_notes=notes,
     )
 
@@ -134,8 +130,8 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     deck, file = inputs.tools.flightdeck, inputs.config.file
     config = f" -c {shlex.quote(str(file))}" if file is not None else ""
     steps = [f"{deck} nodes{config}"]
-    path = inputs.launching.hostfile_path
-    if path is not None:
+    hostfile = inputs.launching.hostfile
+    if hostfile is not None and (path := hostfile.path) is not None:
         steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
     for node in inputs.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(_VERSIONS)}"))

@@ -10,9 +10,11 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, computed_field
 
+from engine.measurements import NodeMeasure
 from engine.models import FrozenModel, PreRdmaSync, WorkerConsistency
+from engine.plan.data_report import DataFindings, IfdScore
 
 
 class Source(StrEnum):
@@ -157,20 +159,25 @@ class BatchSection(FrozenModel):
 
 class PlannedHostfile(FrozenModel):
     path: str | None
-    """Where `flightdeck plan` wrote it on this machine."""
+    """Where it was written on this machine."""
     document: dict[str, Any]
 
 
-class DistributedSection(FrozenModel):
-    mlx_launch_command: str | None
+class Launching(FrozenModel):
+    """How to start the ranks by hand."""
+
+    mlx_launch_command: str | None = None
     """Shell command for this machine, with stock mlx.launch and stock mlx-lm."""
+    hostfile: PlannedHostfile | None = None
+    launch_notes: tuple[str, ...] = ()
+    """How the command differs from `flightdeck launch`, or why it is null."""
+
+
+class DistributedSection(Launching):
     gradient_sync: str
     unified_memory: bool | None
     mlx_env_vars: dict[str, str]
     """Variables that `flightdeck launch` sets for every rank."""
-    hostfile: PlannedHostfile | None
-    launch_notes: tuple[str, ...] = ()
-    """How the command differs from `flightdeck launch`, or why it is null."""
 
 
 class RdmaSection(FrozenModel):
@@ -219,16 +226,9 @@ class PerformanceSection(FrozenModel):
     """Duration of all iterations, without validation and saving."""
 
 
-class MeasuredNode(FrozenModel):
-    examples_per_s: float | None
-    spread: float | None
-    tokens_per_s: float | None
-    problem: str | None
-
-
 class CalibrationSection(FrozenModel):
     enabled: Literal[True] = True
-    measured_performance: dict[str, MeasuredNode]
+    measured_performance: dict[str, NodeMeasure]
     workload_distribution: dict[str, float]
     """Share of the batch by node; they sum to 1."""
     macos_qos_api: str
@@ -286,30 +286,43 @@ class ChecklistSection(FrozenModel):
     checks: tuple[PlannedCheck, ...]
 
 
-class RankMemory(FrozenModel):
-    """Memory that a rank needs, and the limit of its node."""
+class MemoryBreakdown(FrozenModel):
+    """Memory that one rank needs."""
 
-    node: str
-    weights_bytes: int | None = None
-    gradients_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    activations_bytes: int | None = None
-    logits_bytes: int | None = None
-    communication_bytes: int | None = None
-    update_bytes: int | None = None
+    weights_bytes: int
+    """Weights as stored, adapters included."""
+    gradients_bytes: int
+    """Float32 sums in flat buckets."""
+    optimizer_bytes: int
+    """Float32 master copies of 16-bit weights, and the optimizer's moments."""
+    activations_bytes: int
+    """Kept for the backward pass, and its working memory, without the logits."""
+    logits_bytes: int
+    """Output of the head and the loss: several arrays of batch × sequence × vocabulary."""
+    communication_bytes: int
+    """Reduced gradients beside the local ones (data), or one fully gathered layer (sharded)."""
+    update_bytes: int
     """Working memory of the optimizer's step."""
-    reserve_bytes: int | None = None
-    """Memory of the process outside MLX's arrays."""
-    peak_bytes: int | None = None
-    """Peak of MLX: the state plus the larger of the backward pass and the update."""
-    needed_bytes: int | None = None
-    """peak_bytes + reserve_bytes."""
-    source: str | None = None
-    """ "estimate" from config.json, or "calibration"."""
-    limit_bytes: int | None = None
-    limit_from: str | None = None
-    fits: bool | None = None
-    """null if the need or the limit is unknown."""
+    reserve_bytes: int
+    """Memory of the process outside MLX's live arrays."""
+    peak_bytes: int
+    """MLX's peak: the larger of the backward pass and the update, each with the state alive at that time."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def needed_bytes(self) -> int:
+        """Peak plus reserve."""
+        return self.peak_bytes + self.reserve_bytes
+
+
+class RankMemory(MemoryBreakdown):
+    node: str
+    source: Literal["estimate", "calibration"]
+    """The peak's: config.json, or a measurement."""
+    limit_bytes: int | None
+    limit_from: str
+    fits: bool | None
+    """null if the limit is unknown."""
 
 
 class MemorySection(FrozenModel):
@@ -348,16 +361,8 @@ class DataSection(FrozenModel):
     source: str
 
 
-class DataQualitySection(FrozenModel):
+class DataQualitySection(DataFindings, IfdScore):
     enabled: Literal[True] = True
-    overall_score: float | None
-    quality_tier: str | None
-    total_examples: int | None
-    dpo_metrics: dict[str, Any] | None
-    rlvr_verifiability: dict[str, Any] | float | None
-    poisoning_detected: bool
-    overall_ready: bool | None
-    recommendations: tuple[str, ...]
 
 
 class TrainingPlan(FrozenModel):

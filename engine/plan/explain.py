@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.plan.document import ChunkingSection, MemorySection, Source, TrainingPlan
+from engine.plan.document import (
+    BatchSection,
+    CheckpointSection,
+    ChunkingSection,
+    Disabled,
+    MemorySection,
+    Source,
+    StrategySection,
+    TrainingPlan,
+)
 
 _FROM = {
     Source.FACT: "reported by the nodes",
@@ -20,18 +29,20 @@ Row = tuple[str, str]
 
 def summary(plan: TrainingPlan) -> list[Row]:
     """The planned launch, its nodes and its needs, as (label, text)."""
-    rows = [("job", f"{plan.job} on {plan.cluster}"), ("strategy", _strategy(plan)), ("batch", _batch(plan))]
-    if (rate := _rate(plan)) is not None:
-        rows.append(("learning rate", rate))
-    rows += [
-        ("shares", _shares(plan)),
+    shares = plan.hardware_calibration.workload_distribution
+    rows = [
+        ("job", f"{plan.job} on {plan.cluster}"),
+        ("strategy", _strategy(plan.strategy)),
+        ("batch", _batch(plan.batch_configuration)),
+        ("learning rate", _rate(plan.batch_configuration)),
+        ("shares", ", ".join(f"{node} {share:.1%}" for node, share in shares.items())),
         ("backend", f"{plan.rdma_config.backend or 'not known'}: {plan.rdma_config.reason}"),
+        ("memory", _memory(plan.memory)),
+        ("throughput", _throughput(plan)),
+        ("saves", _saves(plan.checkpoint_strategy)),
+        ("data", _data(plan)),
     ]
-    rows.append(("memory", _memory(plan)))
-    rows.append(("throughput", _throughput(plan)))
-    rows.append(("saves", _saves(plan)))
-    rows.append(("data", _data(plan)))
-    return rows
+    return [(label, text) for label, text in rows if text]
 
 
 def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
@@ -47,12 +58,11 @@ def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
     if plan.advice:
         yield (
             "advice",
-            [(advice.name, _advised(advice.text, advice.source, disputed=advice.disputed)) for advice in plan.advice],
+            [(each.name, f"{each.text} ({each.source}{'; disputed' * each.disputed})") for each in plan.advice],
         )
 
 
-def _strategy(plan: TrainingPlan) -> str:
-    section = plan.strategy
+def _strategy(section: StrategySection) -> str:
     text = f"{section.parallelism}, {_count(section.world_size, 'rank')} on {_count(section.nodes, 'machine')}"
     if section.layer_split is not None:
         text += f", layers {section.layer_split}"
@@ -61,8 +71,7 @@ def _strategy(plan: TrainingPlan) -> str:
     return text if section.launchable else f"{text}; {section.not_launchable}"
 
 
-def _batch(plan: TrainingPlan) -> str:
-    section = plan.batch_configuration
+def _batch(section: BatchSection) -> str:
     if section.total_batch_size is None:
         return "chosen by the command"
     micro = " + ".join(f"{node} {count}" for node, count in (section.micro_batch or {}).items())
@@ -76,30 +85,22 @@ def _batch(plan: TrainingPlan) -> str:
     return text
 
 
-def _rate(plan: TrainingPlan) -> str | None:
-    section = plan.batch_configuration
+def _rate(section: BatchSection) -> str:
+    """Empty for a custom command."""
     if section.learning_rate is None:
-        return None
-    text = f"{section.learning_rate:g}"
-    if section.rule_learning_rate is not None:
-        text += f" ({section.learning_rate_rule} rule: {section.rule_learning_rate:.2g})"
+        return ""
+    text = f"{section.learning_rate:g} ({section.learning_rate_rule} rule: {section.rule_learning_rate:.2g})"
     return text + (f", {_count(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
 
 
-def _shares(plan: TrainingPlan) -> str:
-    shares = plan.hardware_calibration.workload_distribution
-    return ", ".join(f"{node} {share:.1%}" for node, share in shares.items())
-
-
-def _memory(plan: TrainingPlan) -> str:
-    section = plan.memory
-    if not isinstance(section, MemorySection):
+def _memory(section: MemorySection | Disabled) -> str:
+    if isinstance(section, Disabled):
         return f"not known: {section.reason}"
     text = []
     for rank in section.ranks:
-        need = f"{rank.needed_bytes / 1e9:,.1f}" if rank.needed_bytes is not None else "?"
         limit = f"{rank.limit_bytes / 1e9:,.1f} GB" if rank.limit_bytes is not None else "an unknown limit"
-        text.append(f"{rank.node} {need} of {limit}" + (", too much" if rank.fits is False else ""))
+        too_much = ", too much" if rank.fits is False else ""
+        text.append(f"{rank.node} {rank.needed_bytes / 1e9:,.1f} of {limit}{too_much}")
     return "; ".join(dict.fromkeys(text))
 
 
@@ -112,8 +113,7 @@ def _throughput(plan: TrainingPlan) -> str:
     return text + (f", {section.speed_up:.2f} times the fastest node alone" if section.speed_up is not None else "")
 
 
-def _saves(plan: TrainingPlan) -> str:
-    section = plan.checkpoint_strategy
+def _saves(section: CheckpointSection) -> str:
     if section.frequency is None:
         return "by the command itself"
     state = "with the training state in the background" if section.async_ else "without the training state"
@@ -128,12 +128,8 @@ def _data(plan: TrainingPlan) -> str:
     return f"{size}{plan.data.source}{tail}"
 
 
-def _advised(text: str, source: str, *, disputed: bool) -> str:
-    return f"{text} ({source}{'; disputed' if disputed else ''})"
-
-
-def _count(number: int | None, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}" if number is not None else f"? {noun}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _value(values: Mapping[str, Any], key: str) -> str | None:
@@ -145,13 +141,6 @@ def _value(values: Mapping[str, Any], key: str) -> str | None:
         return str(found).lower()
     if isinstance(found, float):
         return f"{found:g}"
-    if isinstance(found, Mapping):
-        short = all(isinstance(item, int | float) for item in found.values()) and 0 < len(found) <= 16
-        return (
-            ", ".join(
-                f"{name} {item:.3g}" if isinstance(item, float) else f"{name} {item}" for name, item in found.items()
-            )
-            if short
-            else None
-        )
+    if isinstance(found, Mapping) and 0 < len(found) <= 16 and all(isinstance(n, int | float) for n in found.values()):
+        return ", ".join(f"{name} {n:.3g}" if isinstance(n, float) else f"{name} {n}" for name, n in found.items())
     return str(found) if isinstance(found, int | str) and len(str(found)) <= 60 else None

@@ -60,10 +60,8 @@ def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, s
 def changed_nodes(config: Config, facts: Iterable[NodeFacts], calibration: Calibration) -> tuple[str, ...]:
     """Nodes whose chip, python, mlx, mlx-lm or address changed since they were calibrated. A node that does not respond
     does not count as changed."""
-    now = node_fingerprints(config, facts)
-    return tuple(
-        name for name, digest in now.items() if name in calibration.machines and calibration.machines[name] != digest
-    )
+    now, then = node_fingerprints(config, facts), calibration.machines
+    return tuple(name for name, digest in now.items() if then.get(name, digest) != digest)
 
 
 def latest_matching(
@@ -71,11 +69,8 @@ def latest_matching(
 ) -> Calibration | None:
     """The newest of `calibrations` of this job on these nodes, however old."""
     wanted = fingerprint(config, facts)
-    return max(
-        (taken for taken in calibrations if taken.fingerprint == wanted),
-        key=lambda taken: taken.taken_at,
-        default=None,
-    )
+    matching = (taken for taken in calibrations if taken.fingerprint == wanted)
+    return max(matching, key=lambda taken: taken.taken_at, default=None)
 
 
 def age_days(calibration: Calibration, now: datetime) -> float:

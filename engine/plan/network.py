@@ -12,7 +12,7 @@ from engine.cluster import hardware
 from engine.cluster.topology import ring_order
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
-from engine.models import FrozenModel, Interface, NodeFacts, Topology
+from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.security.identifiers import SshTarget
 
@@ -55,11 +55,11 @@ INFINIBAND_PLATFORM = "Red Hat OpenShift AI 2.19 or later"
 
 def _infiniband_devices(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> dict[str, str | None]:
     """By node the first active device."""
-    found = {}
-    for node in nodes:
-        devices = facts[node.name].rdma_devices if node.name in facts else ()
-        found[node.name] = next((device.name for device in devices if device.port_state == "PORT_ACTIVE"), None)
-    return found
+    devices = {node.name: facts[node.name].rdma_devices if node.name in facts else () for node in nodes}
+    return {
+        name: next((device.name for device in found if device.port_state == "PORT_ACTIVE"), None)
+        for name, found in devices.items()
+    }
 
 
 def nccl_environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[str, str]:
@@ -98,12 +98,11 @@ def rdma_over_cables(
     for node in nodes:
         obstacles += [f"{node.name}: {fault}" for fault in node_obstacles(facts.get(node.name))]
     pairs = _pairs(len(nodes), ring=ring)
-    given = all(node.rdma is not None for node in nodes)
-    if given:
-        unnamed = [(i, j) for i, j in pairs if not (nodes[i].rdma or ())[j] or not (nodes[j].rdma or ())[i]]
+    given = [node.rdma for node in nodes if node.rdma is not None]
+    if len(given) == len(nodes):
+        unnamed = [(i, j) for i, j in pairs if not given[i][j] or not given[j][i]]
         obstacles += [f"{nodes[i].name}: its rdma row has no device for {nodes[j].name}" for i, j in unnamed]
-        rows = tuple(node.rdma or () for node in nodes)
-        return Rdma(rows, tuple(obstacles))
+        return Rdma(tuple(given), tuple(obstacles))
     unknown = {node.name: why for node in nodes if (why := topology.unknown.get(node.name)) is not None}
     obstacles += [f"{name}: its Thunderbolt cables are not known: {why}" for name, why in unknown.items()]
     chosen: dict[tuple[int, int], list[tuple[str, str]]] = {}
@@ -136,8 +135,7 @@ def _rows(nodes: Sequence[NodeConfig], chosen: Mapping[tuple[int, int], list[tup
         for here, there, end in ((i, j, 0), (j, i, 1)):
             devices = tuple(cable[end] for cable in cables[:count])
             matrix[here][there] = devices if count > 1 else next(iter(devices), None)
-    given = [node.rdma for node in nodes]
-    return tuple(own if own is not None else tuple(row) for own, row in zip(given, matrix, strict=True))
+    return tuple(tuple(row) if node.rdma is None else node.rdma for node, row in zip(nodes, matrix, strict=True))
 
 
 def _cluster_obstacles(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], *, ring: bool) -> list[str]:
@@ -216,15 +214,11 @@ def _port_faults(fact: NodeFacts | None, device: str | None) -> list[str]:
         faults.append(f"{name} is {rdma.port_state}: both ends need RDMA enabled and a Thunderbolt 5 cable")
     interface = next((found for found in fact.interfaces if found.name == device), None)
     if interface is not None and not interface.ipv4 and "ifconfig" not in fact.unknown:
-        faults.append(_no_address(interface))
+        member = f" (a member of {interface.bridge})" if interface.bridge else ""
+        faults.append(f"{device} has no IPv4 address{member}: {_OWN_NETWORK}")
     elif rdma is not None and rdma.ipv4_gid is False:
         faults.append(f"{name} has no IPv4 address in its GID table: {_OWN_NETWORK}")
     return faults
-
-
-def _no_address(interface: Interface) -> str:
-    member = f" (a member of {interface.bridge})" if interface.bridge else ""
-    return f"{interface.name} has no IPv4 address{member}: {_OWN_NETWORK}"
 
 
 @dataclass(frozen=True)
@@ -248,7 +242,7 @@ def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology)
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
     addresses = choose_addresses(nodes, known, topology, ring=choice.backend == "ring")
-    rows = choice.rdma_rows if choice.rdma_rows is not None else [None] * len(nodes)
+    rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
         infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, known).values()),
@@ -277,10 +271,10 @@ def _configured_backend(
 def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
     if len({node.ssh for node in nodes}) == 1:
         return _BackendChoice("ring", ("all ranks run on one machine",))
-    found = [facts.get(node.name) for node in nodes]
-    if all(fact is not None and fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
+    found = [facts[node.name] for node in nodes if node.name in facts]
+    if len(found) == len(nodes) and all(fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
         return _BackendChoice("nccl", ("every node has CUDA", _infiniband(nodes, facts)))
-    if not any(fact is not None and fact.system == "Darwin" for fact in found):
+    if not any(fact.system == "Darwin" for fact in found):
         return _BackendChoice("ring", ("no node is known to be a Mac, and not all are known to have CUDA",))
     mesh = rdma_over_cables(nodes, facts, topology, ring=False)
     if not mesh.obstacles:
@@ -291,9 +285,8 @@ def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts],
         return _BackendChoice("jaccl-ring", (reason, *mesh.obstacles), ring.rows)
     warnings = dict.fromkeys(f"no RDMA: {obstacle}" for obstacle in (*mesh.obstacles, *ring.obstacles))
     if (order := _other_ring_order(nodes, topology)) is not None:
-        warnings[f"the cables form a ring in the order {', '.join(order)}: put the [[node]] tables in that order"] = (
-            None
-        )
+        names = ", ".join(order)
+        warnings[f"the cables form a ring in the order {names}: put the [[node]] tables in that order"] = None
     return _BackendChoice("ring", ("TCP, because RDMA is not possible",), warnings=tuple(warnings))
 
 

@@ -16,7 +16,6 @@ from engine.plan.document import (
     DataQualitySection,
     DataSection,
     Disabled,
-    MeasuredNode,
     NoCalibrationSection,
     PerformanceSection,
     PlannedNode,
@@ -55,27 +54,23 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
 def calibration_section(context: PlanContext, rationale: Rationale) -> CalibrationSection | NoCalibrationSection:
     inputs, calibration, shares = context.inputs, context.inputs.calibration, dict(context.shares.parts)
     qos = _QOS if context.platform == "apple" else "not on macOS"
-    rationale.explain(
-        "hardware_calibration.workload_distribution",
-        context.shares_source,
-        context.shares.reason,
-    )
+    rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
     if calibration is None or not inputs.config.calibration.enabled:
         reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
         hint = "flightdeck calibrate measures the job's step on every node, and the links"
-        notes = tuple(dict.fromkeys((*context.shares.warnings, hint)))
         return NoCalibrationSection(
-            reason=reason, workload_distribution=shares, macos_qos_api=qos, calibration_notes=notes
+            reason=reason,
+            workload_distribution=shares,
+            macos_qos_api=qos,
+            calibration_notes=tuple(dict.fromkeys((*context.shares.warnings, hint))),
         )
-    notes = (*calibration.notes, *context.shares.warnings)
+    notes = [*calibration.notes, *context.shares.warnings]
     if calibration.synthetic_model:
-        notes = (*notes, "measured with a synthetic model, since the job runs a custom command")
+        notes.append("measured with a synthetic model, since the job runs a custom command")
     if calibration.quick:
-        notes = (*notes, "quick calibration: 10 s per node")
+        notes.append("quick calibration: 10 s per node")
     return CalibrationSection(
-        measured_performance={
-            measure.node: MeasuredNode.model_validate(measure, from_attributes=True) for measure in calibration.nodes
-        },
+        measured_performance={measure.node: measure for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),
@@ -132,7 +127,7 @@ def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQual
         rationale.refuse("data_quality", report.blocks)
     if report.warns:
         rationale.warn("data_quality", report.warns)
-    return DataQualitySection(**dict(report.ifd_score), **report.model_dump(exclude={"ifd_score"}))
+    return DataQualitySection(**dict(report.ifd_score), **dict(report))
 
 
 def _off(reason: str, rationale: Rationale) -> Disabled:
@@ -177,8 +172,10 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
 def _warn_unreachable(context: PlanContext, rationale: Rationale) -> None:
     for name, why in context.inputs.problems.items():
         seen = context.inputs.facts.get(name)
-        age = f"its facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used" if seen else ""
-        rationale.warn("nodes", f"{name} does not respond ({why}): {age or 'its facts are unknown'}")
+        facts = "its facts are unknown"
+        if seen is not None:
+            facts = f"its facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used"
+        rationale.warn("nodes", f"{name} does not respond ({why}): {facts}")
 
 
 def _ago(seconds: float) -> str:

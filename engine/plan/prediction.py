@@ -5,37 +5,14 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from engine.config.models import Config
-from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
+from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
 from engine.plan.fingerprint import is_stale
-from engine.plan.shares import Shares, divide_batch
+from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
-
-
-@dataclass(frozen=True)
-class ThroughputPrediction:
-    """Throughput of all ranks together. None means unknown, and `why_not` gives the reason."""
-
-    examples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    step_s: float | None = None
-    """One iteration over the global batch, communication included."""
-    compute_s: Mapping[str, float] = field(default_factory=dict)
-    """Compute part of an iteration by node."""
-    communicate_s: float | None = None
-    """Communication part of an iteration."""
-    speed_up: float | None = None
-    """Throughput over that of the fastest node with the whole batch."""
-    efficiency: float | None = None
-    """Throughput over the sum of all nodes running alone, 0 to 1."""
-    why_not: str | None = None
-
-    def without_totals(self, why_not: str) -> ThroughputPrediction:
-        """Only the compute times by node, without the figures for all ranks."""
-        return ThroughputPrediction(compute_s=self.compute_s, why_not=why_not)
 
 
 def predict_throughput(config: Config, calibration: Calibration | None, shares: Shares) -> ThroughputPrediction:
@@ -45,11 +22,9 @@ def predict_throughput(config: Config, calibration: Calibration | None, shares: 
     if calibration.synthetic_model:
         why_not = "calibrated with a synthetic model: the throughput of the job's command is unknown"
         return ThroughputPrediction(why_not=why_not)
-    measures = [measure for name in shares.parts if (measure := calibration.measure_of(name)) is not None]
-    missing = [
-        name for name in shares.parts if (found := calibration.measure_of(name)) is None or not found.examples_per_s
-    ]
-    if missing:
+    measures = [measure for measure in calibration.nodes if measure.node in shares.parts and measure.examples_per_s]
+    measured = {measure.node for measure in measures}
+    if missing := [name for name in shares.parts if name not in measured]:
         return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
     batch = int(config.job.mlx_lm.get("batch_size") or len(measures))
     try:
@@ -143,10 +118,10 @@ def predict(
 ) -> Prediction:
     """With the `division` of an existing run its shares are used, else those that the calibration gives now. Raises
     ValueError when no node has any throughput."""
-    shares = Shares.from_division(division) if division is not None else divide_batch(config, calibration, now=now)
+    shares = division or divide_batch(config, calibration, now=now)
     predicted = predict_throughput(config, calibration, shares)
     if division is not None and division.why_not is not None:
-        predicted = predicted.without_totals(division.why_not)
+        predicted = ThroughputPrediction(compute_s=predicted.compute_s, why_not=division.why_not)
     return Prediction(
         calibration,
         calibration is not None and is_stale(config, calibration, now),

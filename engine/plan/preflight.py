@@ -115,14 +115,12 @@ def _why_skipped(
 ) -> str | None:
     """Why preflight will skip a check; a check that the user switched off is also a warning."""
     config = context.inputs.config
-    overridden = check in config.preflight.skip or any(
-        each.overridden for each in context.inputs.checks if each.name == check
-    )
-    chosen = "skipped by name" if overridden else None
-    if chosen is None and (reason := not_applicable(config)) is not None:
+    by_name = {*config.preflight.skip, *(each.name for each in context.inputs.checks if each.overridden)}
+    if check not in by_name and (reason := not_applicable(config)) is not None:
         rationale.explain(check, Source.RULE, reason)
         return reason
-    if (chosen := chosen or switched_off(config)) is not None:
+    chosen = "skipped by name" if check in by_name else switched_off(config)
+    if chosen is not None:
         rationale.explain(check, Source.USER, chosen)
         rationale.warn(check, chosen)
     return chosen
@@ -134,10 +132,8 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
         return Disabled(reason="one worker: nothing to compare")
     if context.job.command is not None:
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
-    if context.inputs.strategy != "data":
-        return Disabled(
-            reason=f"{context.inputs.strategy}: the state is partitioned, so there are no replicas to compare"
-        )
+    if context.strategy != "data":
+        return Disabled(reason=f"{context.strategy}: the state is partitioned, so there are no replicas to compare")
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")

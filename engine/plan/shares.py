@@ -6,51 +6,19 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, cast
+from typing import Literal
 
 from engine.config.models import Config
-from engine.measurements import Calibration, Division, HardwareMetrics, NodeMeasure
+from engine.measurements import Calibration, HardwareMetrics, NodeMeasure, Shares
 from engine.plan.fingerprint import age_days, is_stale
-from engine.protocol.partition import share_counts
 
 UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
 WARN_ABOVE = 0.20
 MISSING = "hardware calibration missing, assuming equal performance"
 
-ShareSource = Literal["fixed", "calibrated", "equal"]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The share of the global batch that each node gets."""
-
-    parts: Mapping[str, float]
-    """Share by node; they sum to 1. In the configuration's order, without the nodes that are left out."""
-    source: ShareSource
-    reason: str
-    """One line."""
-    variation: float | None = None
-    """Coefficient of variation of the measured throughputs; None unless all are known."""
-    noise: float | None = None
-    """Variation between equal nodes that measurement noise alone explains; None if unknown."""
-    left_out: tuple[str, ...] = ()
-    """Nodes that completed no step during calibration."""
-    warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def from_division(cls, division: Division) -> Shares:
-        """The shares that a run stored."""
-        source = cast(ShareSource, division.source)
-        return cls(division.parts, source, division.reason, left_out=division.left_out, warnings=division.warnings)
-
-    def micro_batches(self, batch: int) -> dict[str, int]:
-        """Sequences of the global batch by node, as in training. Raises ValueError for a batch that is too small."""
-        counts = share_counts(batch, list(self.parts.values()))
-        return dict(zip(self.parts, counts, strict=True))
 
 
 def divide_batch(config: Config, calibration: Calibration | None, *, now: datetime | None = None) -> Shares:
@@ -62,10 +30,9 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
     ValueError when no node has any throughput.
     """
     names = [node.name for node in config.nodes]
-    fixed = {node.name: node.share for node in config.nodes if node.share is not None}
-    if fixed:
+    if any(node.share is not None for node in config.nodes):
         relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
-        return Shares(_normalised(relative), "fixed", "set by share in [[node]]")
+        return Shares(parts=_normalised(relative), source="fixed", reason="set by share in [[node]]")
     if not config.calibration.enabled:
         return _equal(names, f"{MISSING} ([calibration] enabled = false)")
     if calibration is None:
@@ -117,39 +84,46 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
     speeds = {name: measure.examples_per_s if measure is not None else None for name, measure in measures.items()}
     unknown = [name for name, speed in speeds.items() if speed is None]
     offline = tuple(name for name, speed in speeds.items() if speed == 0)
+    online = {name: speed for name, speed in speeds.items() if speed}
+    if len(offline) == len(names):
+        raise ValueError(f"no node has any throughput: {', '.join(names)}")
     warnings = [
         f"{name} completed no step during calibration: it counts as offline and is left out" for name in offline
     ]
-    online = {name: speed for name, speed in speeds.items() if speed}
-    left = [name for name in names if name not in offline]
-    if not left:
-        raise ValueError(f"no node has any throughput: {', '.join(names)}")
+    equal = _normalised({name: 1.0 for name in names if name not in offline})
     if unknown:
         warnings.append(f"hardware calibration missing for {', '.join(unknown)}, assuming equal performance")
-        parts = _normalised(dict.fromkeys(left, 1.0))
-        return Shares(parts, "equal", warnings[-1], left_out=offline, warnings=tuple(warnings))
+        return Shares(parts=equal, source="equal", reason=warnings[-1], left_out=offline, warnings=tuple(warnings))
     found, own = variation(list(online.values())), noise(measures[name] for name in online)
     if found > WARN_ABOVE:
         warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold up the others")
-    parts = _normalised(dict.fromkeys(left, 1.0))
-    source: ShareSource = "equal"
+    parts = equal
+    source: Literal["calibrated", "equal"] = "equal"
     if found <= UNEQUAL_ABOVE:
         reason = f"equal: the measured throughputs vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%})"
     elif own is not None and found <= own:
-        reason = (
-            f"equal: the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again "
-            "while nothing else runs on the nodes"
+        warnings.append(
+            f"the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again while "
+            "nothing else runs on the nodes"
         )
-        warnings.append(reason.removeprefix("equal: "))
+        reason = f"equal: {warnings[-1]}"
     else:
         parts, source = _normalised(online), "calibrated"
-        limit = f"{UNEQUAL_ABOVE:.0%}, noise {own:.0%}" if own is not None else f"{UNEQUAL_ABOVE:.0%}, noise unknown"
-        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {limit})"
-    return Shares(parts, source, reason, found, own, offline, tuple(warnings))
+        known = f"noise {own:.0%}" if own is not None else "noise unknown"
+        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%}, {known})"
+    return Shares(
+        parts=parts,
+        source=source,
+        reason=reason,
+        variation=found,
+        noise=own,
+        left_out=offline,
+        warnings=tuple(warnings),
+    )
 
 
 def _equal(names: Sequence[str], warning: str) -> Shares:
-    return Shares(_normalised(dict.fromkeys(names, 1.0)), "equal", warning, warnings=(warning,))
+    return Shares(parts=_normalised(dict.fromkeys(names, 1.0)), source="equal", reason=warning, warnings=(warning,))
 
 
 def _normalised(relative: Mapping[str, float]) -> dict[str, float]:

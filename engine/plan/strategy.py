@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.models import NodeFacts
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.protocol.partition import (
@@ -21,8 +20,6 @@ from engine.protocol.partition import (
 
 M4_MAX_LAYERS = 8
 """Most pipeline layers on an M4 Max in full fine-tuning: users hit Metal's GPU watchdog with more."""
-_M4_MAX_BYTES = 136 * 10**9
-"""Above the largest M4 Max (128 GiB)."""
 _APPROACH = {
     "data": "data parallelism: every rank holds the whole model and computes its share of each batch",
     "sharded": "sharded data parallelism: parameters, gradients and optimizer state are partitioned over the ranks",
@@ -30,17 +27,10 @@ _APPROACH = {
 }
 
 
-def is_m4_max(facts: NodeFacts | None) -> bool:
-    """An M4 Max with at most 128 GB."""
-    if facts is None or "M4 Max" not in (facts.chip or ""):
-        return False
-    return (facts.memory_total_bytes or 0) <= _M4_MAX_BYTES
-
-
 def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: Rationale) -> StrategySection:
     """`split` is None unless the strategy is a pipeline whose layers could be split."""
-    name, config = context.inputs.strategy, context.inputs.config
-    hosts = [node.ssh for node in config.nodes]
+    name = context.strategy
+    hosts = [node.ssh for node in context.inputs.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
     rationale.explain("strategy.parallelism", Source.USER, f"{name}: {origin}")
@@ -90,7 +80,7 @@ def split_layers(
 ) -> LayerSplit | None:
     """Layers of each pipeline rank, as the job sets them or else by the memory `limits` in bytes; None for other
     strategies, and when the memory is unknown. An impossible split is refused."""
-    if context.inputs.strategy != "pipeline":
+    if context.strategy != "pipeline":
         return None
     key = "strategy.layer_split"
     if context.job.layer_split is not None:
@@ -100,9 +90,7 @@ def split_layers(
         unknown = ", ".join(name for name, size in zip(context.names, limits, strict=True) if not size)
         rationale.explain(key, Source.UNKNOWN, f"the memory of {unknown} is not known")
         return None
-    most = [
-        M4_MAX_LAYERS if context.full and is_m4_max(context.inputs.facts.get(name)) else None for name in context.names
-    ]
+    most = [M4_MAX_LAYERS if context.full and name in context.m4_max else None for name in context.names]
     try:
         split = layer_split(layers, sizes, most)
     except ValueError as error:

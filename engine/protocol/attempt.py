@@ -218,15 +218,21 @@ def write_atomic(path: Path, text: str) -> None:
 
 def read_identity(path: Path) -> Identity | None:
     """None while there is no file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return Identity(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def read_exit(path: Path) -> ExitRecord | None:
     """None while there is no file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return ExitRecord(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+    return None
+
+
+def size_of(path: Path) -> int:
+    """Bytes; 0 without such a file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

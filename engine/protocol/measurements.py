@@ -58,7 +58,6 @@ class MeasureProgress:
     """ "loading", "probing", "warming up" or "measuring"."""
     elapsed_s: float = 0.0
     """Seconds of measuring so far."""
-    steps: int = 0
     examples_per_s: float | None = None
 
 
@@ -77,7 +76,6 @@ class MeasureReport:
     measured_s: float = 0.0
     state_bytes: int | None = None
     gradient_bytes: int | None = None
-    probes: list[tuple[int, int]] = field(default_factory=list)
-    """(batch, peak bytes)"""
+    probes: list[dict[str, int]] = field(default_factory=list)
     qos: str | None = None
     problem: str | None = None

@@ -245,7 +245,7 @@ class Decoder:
         size = self._header.get("bytes", 0)
         if len(self._pending) < size:
             return None
-        header, data = self._header, bytes(self._pending[:size])
+        header, data = self._header, bytes(memoryview(self._pending)[:size])
         del self._pending[:size]
         self._header = None
         return _message(header, data)

@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
-from engine.config.formats import on_node
+from engine.config.models import on_node
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
+from engine.launch.mlx_launch import Launcher
 from engine.launch.rank_environment import (
     RankEnvironment,
     common_environment,
@@ -28,7 +28,7 @@ from engine.launch.rank_environment import (
 )
 from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankStart, StartFailure, start_ranks, start_script
-from engine.node.processes import kill_group, oom_kill_count
+from engine.node.processes import oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec
@@ -57,46 +57,51 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 
 
 @dataclass(frozen=True)
-class LaunchResult:
-    launcher: mlx_launch.Launcher | None
-    """mlx.launch's process; None when the ranks were started over our own connections."""
-    failures: tuple[StartFailure, ...] = ()
-    """Without mlx.launch: the ranks that did not start."""
+class AttemptOrigin:
+    """How an attempt came to be monitored, and what is known of its start by then."""
+
+    launcher: Launcher | None = None
+    """None: there never was one, or it is no longer ours to watch."""
+    start_failures: tuple[StartFailure, ...] = ()
+    """Ranks that did not start, where there is no mlx.launch to report them."""
+    adopted: bool = False
+    """An earlier supervisor started it."""
+    rebooted: bool = False
+    """This machine was restarted since."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the ranks of an attempt run, and how they reach one another."""
-
-    layouts: Sequence[HostLayout]
-    network: NetworkPlan
-    starting_port: int
-
-
-def new_attempt(run_dir: RunDir, plan: RunPlan, placement: Placement, history: RunHistory) -> Attempt:
+def new_attempt(
+    run_dir: RunDir,
+    plan: RunPlan,
+    history: RunHistory,
+    *,
+    layouts: Sequence[HostLayout],
+    network: NetworkPlan,
+    starting_port: int,
+) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
     ranks = range(len(plan.nodes))
     number = history.record.attempts + 1
     return Attempt(
         number=number,
         nonce=f"{history.nonce}.{number}",
-        starting_port=placement.starting_port,
+        starting_port=starting_port,
         log_bases={source: _size(run_dir.log(source)) for source in (*ranks, LAUNCHER_SOURCE)},
         event_bases={rank: _size(run_dir.events(rank)) for rank in ranks},
-        layouts=tuple(placement.layouts),
-        network=placement.network,
+        layouts=tuple(layouts),
+        network=network,
         memory_kills=oom_kill_count(),
         nodes=plan.nodes,
         reached=history.newest_reached,
     )
 
 
-async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: TransportProvider) -> LaunchResult:
+async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: TransportProvider) -> AttemptOrigin:
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
     Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
-    runs then. A rank that does not start is no error here: it is in `failures`, or mlx.launch reports it. Cancelled, it
-    leaves no mlx.launch behind, but perhaps ranks.
+    runs then. A rank that does not start is no error here: it is in `start_failures`, or mlx.launch reports it.
+    Cancelled, it leaves no mlx.launch behind, but perhaps ranks.
     """
     layers = await asyncio.to_thread(planned_layers, run_dir, plan)
     spec = attempt_spec(plan, attempt, os.environ, layer_split=layers)
@@ -112,26 +117,24 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_hostfile(here / "hostfile.json", attempt.network)
         if not direct_:
-            return LaunchResult(await _with_launcher(run_dir, plan, attempt))
+            return AttemptOrigin(await _with_launcher(run_dir, plan, attempt))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
-    return LaunchResult(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
+    return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
 
 
-async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_launch.Launcher:
+async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launcher:
     starting = asyncio.create_task(asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         # The thread goes on: what it starts would belong to nobody.
         with contextlib.suppress(OSError, LaunchError):
-            launcher = await starting
-            kill_group(launcher.pid, signal.SIGKILL)
-            await asyncio.to_thread(launcher.process.wait)
+            await asyncio.to_thread((await starting).kill)
         raise
 
 
-def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> mlx_launch.Launcher:
+def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launcher:
     here = run_dir.attempt(attempt.number)
     argv = mlx_launch.arguments(
         hostfile=here / "hostfile.json",
@@ -199,8 +202,7 @@ async def _put_files(
 
 def _not_written(node: str, where: str, error: OSError) -> LaunchError:
     todo = "make room or fix the permissions there"
-    why = error.strerror or str(error)
-    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=why, todo=todo)
+    return LaunchError(f"the attempt's files could not be written on {node}", where=where, why=error, todo=todo)
 
 
 def attempt_spec(
@@ -243,11 +245,10 @@ def attempt_spec(
 
 def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
     config, node = plan.config, plan.config.nodes[rank]
-    base = config.file.parent if config.file is not None else Path("/")
     destination = config.checkpoint.destination
 
     def there(path: str | None) -> str | None:
-        return layout.expanded(on_node(path, node, base)) if path is not None else None
+        return layout.expanded(on_node(path, node, config.folder)) if path is not None else None
 
     return RankSpec(
         rank=rank,

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
+from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
@@ -31,7 +32,7 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
-from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector, FailureEvidence
+from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
 from engine.run.progress import EventIntake, Watchdog
@@ -107,7 +108,7 @@ class AttemptMonitor:
         is called in another thread."""
         # A thread of its own for all that touches the head's disk: a disk that stalls holds up no heartbeat.
         while not await self._in_thread(self._tick, abort):
-            await asyncio.sleep(TICK_S)
+            await self._context.connections.await_news(TICK_S)
         proved = [proof.connection for proof in self.proofs if proof.found]
         await self._in_thread(self._mirror.await_the_rest, proved)
         if missing := await self._in_thread(self._mirror.settle):

@@ -19,11 +19,11 @@ from engine.checks.context import CheckContext
 from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
-from engine.launch.mlx_launch import LauncherWatch
+from engine.launch.mlx_launch import Launcher
 from engine.models import Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import END
-from engine.run.attempt import LaunchResult, Placement, launch, new_attempt
+from engine.run.attempt import AttemptOrigin, launch, new_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
 from engine.run.events import (
@@ -37,7 +37,6 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
-from engine.run.failure_evidence import AttemptOrigin
 from engine.run.history import AttemptHistory, RunHistory
 from engine.run.journal import RunRecorder
 from engine.run.ranks import AttemptContext, HostConnections, any_rank_started, host_connections
@@ -238,8 +237,9 @@ class AttemptRunner:
         if self._monitor is not None:
             # Only now: until then its nodes may have sent more.
             await self._monitor.stop_copying()
-        placement = Placement(layouts, network, port)
-        attempt = new_attempt(self._run.run_dir, plan, placement, self._run.history)
+        attempt = new_attempt(
+            self._run.run_dir, plan, self._run.history, layouts=layouts, network=network, starting_port=port
+        )
         self._recorder.append(AttemptPlanned(attempt=attempt))
         self._last = attempt
         return attempt
@@ -275,20 +275,14 @@ class AttemptRunner:
         between, the monitor ends whatever has started by then."""
         starting = launch(context.run_dir, context.plan, context.attempt, self._run.fleet)
         try:
-            launched = await until_abort(starting, self._abort)
+            origin = await until_abort(starting, self._abort)
         except Aborted:
-            launched = LaunchResult(None)
-        # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
-        launcher = await asyncio.to_thread(self._record_launcher, launched, context.attempt)
-        return await self._observe(context, AttemptOrigin(launcher, launched.failures))
-
-    def _record_launcher(self, launched: LaunchResult, attempt: Attempt) -> LauncherWatch | None:
-        if launched.launcher is None:
-            return None
-        log = self._run.run_dir.log(LAUNCHER_SOURCE)
-        launcher = LauncherWatch.of(launched.launcher, log, attempt.log_bases[LAUNCHER_SOURCE])
-        self._recorder.append(LauncherStarted(pid=launcher.pid, start=launcher.start))
-        return launcher
+            origin = AttemptOrigin()
+        if (launcher := origin.launcher) is not None:
+            # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
+            started = LauncherStarted(pid=launcher.pid, start=launcher.start)
+            await asyncio.to_thread(self._recorder.append, started)
+        return await self._observe(context, origin)
 
     async def _observe(self, context: AttemptContext, origin: AttemptOrigin) -> Verdict:
         """Monitor the attempt to its end, which the journal has when it is a failure."""
@@ -382,7 +376,7 @@ def _launch_failed(error: FlightDeckError) -> Verdict:
     return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
 
 
-def find_launcher(run: RunContext, attempt: AttemptHistory) -> LauncherWatch | None:
+def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
     """The mlx.launch of an earlier supervisor's attempt; one that was never recorded is found by its nonce, and
     recorded."""
     launcher = attempt.launcher
@@ -393,7 +387,7 @@ def find_launcher(run: RunContext, attempt: AttemptHistory) -> LauncherWatch | N
             return None
         launcher = LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
         run.recorder.append(launcher)
-    return LauncherWatch(
+    return Launcher(
         launcher.pid,
         launcher.start,
         run.run_dir.attempt(attempt.number) / "launcher.in",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from engine.config.models import ConsistencyConfig
@@ -164,17 +164,13 @@ class ConsistencyWatch:
             return None, {}
         common = min(_integer(event, "iteration") for event in newest.values())
         states = {}
-        for rank, event in newest.items():
-            at = next((each for each in self._backwards(rank, event) if _integer(each, "iteration") <= common), None)
+        for rank, lines in self._lines.items():
+            backwards = map(_parsed, reversed(lines))
+            at = next((event for event in backwards if _integer(event, "iteration") <= common), None)
             state = self._state(rank, at) if at is not None and _integer(at, "iteration") == common else None
             if state is not None:
                 states[rank] = state
         return common, states
-
-    def _backwards(self, rank: int, newest: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield newest
-        for line in list(self._lines[rank])[-2::-1]:
-            yield _parsed(line)
 
     def _state(self, rank: int, event: Mapping[str, Any]) -> WorkerState | None:
         """None for a rank without examples in this update, and for figures that are not numbers."""

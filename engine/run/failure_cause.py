@@ -68,13 +68,8 @@ class LogEnds:
 
 
 def _lines(block: bytes, start: int) -> list[tuple[int, bytes]]:
-    if not block:
-        return []
-    lines = []
-    for line in block.removesuffix(b"\n").split(b"\n"):
-        lines.append((start, line))
-        start += len(line) + 1
-    return lines
+    lines = block.removesuffix(b"\n").split(b"\n") if block else []
+    return list(zip(accumulate((len(line) + 1 for line in lines), initial=start), lines, strict=False))
 
 
 def _text(line: bytes) -> str:

@@ -11,13 +11,12 @@ from typing import Any
 
 from engine.cluster.host_connection import HostConnection
 from engine.launch.hostfile import ports_of
-from engine.launch.mlx_launch import LauncherWatch
 from engine.launch.ssh_shim import ssh_log_path
-from engine.launch.start_script import StartFailure
 from engine.node.processes import oom_kill_count
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
 from engine.protocol.exit_codes import TrainerExit
+from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.events import Hang
 from engine.run.node_health import NodeHealth
@@ -79,7 +78,6 @@ class RankEvidence:
 
     @property
     def error_type(self) -> str | None:
-        """The type of the exception that its trainer reported."""
         return self.failure.get("error_type") if self.failure is not None else None
 
     @property
@@ -110,20 +108,6 @@ class FailureEvidence:
     rebooted: bool = False
     """This machine was restarted since."""
     hang: Hang | None = None
-
-
-@dataclass(frozen=True)
-class AttemptOrigin:
-    """How an attempt came to be monitored, and what is known of its start by then."""
-
-    launcher: LauncherWatch | None = None
-    """None: there never was one, or it is no longer ours to watch."""
-    start_failures: Sequence[StartFailure] = ()
-    """The ranks that did not start, where there is no mlx.launch to report them."""
-    adopted: bool = False
-    """An earlier supervisor started it."""
-    rebooted: bool = False
-    """This machine was restarted since."""
 
 
 _ANSWER_LIMIT_S = 2.0
@@ -201,9 +185,8 @@ class EvidenceCollector:
         return dict(redact_document(event, self._environment)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
-        message = next((each.message for each in self._origin.start_failures if each.rank == rank), "")
-        launching = self._context.run_dir.attempt(self._context.attempt.number)
-        return message or tail(ssh_log_path(launching, rank))
+        message = next((failed.message for failed in self._origin.start_failures if failed.rank == rank), "")
+        return message or tail(ssh_log_path(self._context.run_dir.attempt(self._context.attempt.number), rank))
 
     def _memory_killed(self, rank: Rank) -> bool:
         connection = self._connection(rank.number)

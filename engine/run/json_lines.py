@@ -15,7 +15,22 @@ from engine.security.sanitise import json_or_none
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class LineFile:
+class DescriptorOwner:
+    """Owns a file descriptor, -1 while there is none, which is closed with it at the latest."""
+
+    _descriptor = -1
+
+    def close(self) -> None:
+        """Closing again does nothing."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        DescriptorOwner.close(self)
+
+
+class LineFile(DescriptorOwner):
     """The writing side. What a full disk did not take waits in memory, in order, for the next append or flush."""
 
     def __init__(self, path: Path) -> None:
@@ -55,17 +70,11 @@ class LineFile:
 
     def close(self) -> None:
         """Tries once more to write what waits. Closing again does nothing."""
-        if self._descriptor < 0:
-            return
         try:
-            self.flush(sync=True)
+            if self._descriptor >= 0:
+                self.flush(sync=True)
         finally:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
+            super().close()
 
     def _cut_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size

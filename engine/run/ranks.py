@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ class HostConnections:
     def __init__(self, connections: Sequence[HostConnection]) -> None:
         self._all = tuple(connections)
         self._of_rank = {rank: connection for connection in connections for rank in connection.ranks}
+        self._news = asyncio.Event()
+        for connection in connections:
+            connection.on_news = self._news.set
 
     def __iter__(self) -> Iterator[HostConnection]:
         return iter(self._all)
@@ -35,6 +39,13 @@ class HostConnections:
         """On the running loop."""
         for connection in self._all:
             connection.start()
+
+    async def await_news(self, limit_s: float) -> None:
+        """Until a rank has started or ended, or a host has no process left, but no longer than `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._news.wait()
+        self._news.clear()
 
 
 def host_connections(

@@ -83,7 +83,7 @@ def read_plan(path: Path) -> RunPlan:
     try:
         return RunPlan.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise StateError("the plan cannot be read", where=str(path), why=error.strerror or str(error)) from error
+        raise StateError("the plan cannot be read", where=str(path), why=error) from error
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

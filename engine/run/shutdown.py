@@ -27,7 +27,7 @@ from engine.cluster.host_connection import HostConnection
 from engine.cluster.staging import HostLayout
 from engine.config.models import NodeConfig, RecoveryConfig
 from engine.errors import FlightDeckError
-from engine.launch.mlx_launch import LauncherWatch
+from engine.launch.mlx_launch import Launcher
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP
@@ -98,7 +98,7 @@ class Shutdown:
     def __init__(
         self,
         ranks: Ranks,
-        launcher: LauncherWatch | None,
+        launcher: Launcher | None,
         plan: StopPlan,
         on_stage: Callable[[StopStage], None],
     ) -> None:

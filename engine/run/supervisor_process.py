@@ -28,6 +28,7 @@ from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, St
 from engine.run.history import fold
 from engine.run.journal import read_journal, read_journal_end
 from engine.run.watch import newest_supervisor, supervisor_alive
+from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
 
 _LOCK_NAME = "supervisor.lock"
@@ -119,8 +120,7 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    lines = run_dir.supervisor_log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    return last_line(run_dir.supervisor_log.read_text(errors="replace")) or "it printed nothing"
 
 
 def resume_run(run_dir: RunDir) -> None:

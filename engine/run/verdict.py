@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -17,11 +17,11 @@ from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
-from engine.run.failure_cause import CAUSE_CHARACTERS, Finding, findings, first_cause
+from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import SignatureKind
 from engine.security.redact import redact
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import last_line, plain, sanitise
 from engine.store.layout import RunDir
 
 
@@ -46,11 +46,6 @@ class Fault:
     """By the head's wall clock, s; -inf where it is not known."""
     evidence: RankEvidence
 
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """The fault that explains the end sorts first."""
-        return self.weight.value, self.at, self.evidence.rank
-
 
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
@@ -59,7 +54,7 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
-    faults = sorted(_faults_of(evidence), key=lambda fault: fault.order)
+    faults = sorted(_faults_of(evidence), key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
     if not evidence.trainer and not any(fault.weight is Weight.CONSEQUENCE for fault in faults):
         # A command that ends with 0 has done its part, unless another rank was lost because of it.
         faults = [fault for fault in faults if fault.weight is not Weight.EARLY]
@@ -86,14 +81,12 @@ def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
     return fault.weight in (Weight.OWN, Weight.EARLY)
 
 
-def _faults_of(evidence: FailureEvidence) -> list[Fault]:
-    faults = []
+def _faults_of(evidence: FailureEvidence) -> Iterator[Fault]:
     for rank in evidence.ranks:
         weight = _weight(rank, evidence.trainer, evidence.rebooted)
         if weight is not None:
             at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
-            faults.append(Fault(weight, at, rank))
-    return faults
+            yield Fault(weight, at, rank)
 
 
 def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
@@ -150,7 +143,7 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
     """The rank ended because a connection to another rank was gone."""
     if rank.left_for_peers or rank.error_type == "PeerLost":
         return True
-    known = _known_failures(rank.final_lines if rank.failure is None else str(rank.failure.get("message", "")))
+    known = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
     # After its own failures too MLX reports that a connection is gone; whether other failures mattered is not known.
     own = any(
         found.kind is SignatureKind.CAUSE and found.signature is not None and found.signature.id.startswith(_OF_MLX)
@@ -214,7 +207,7 @@ def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> t
     if record.code == 0:
         return Reason.RANK_FAILED, _left_early(rank, trainer)
     ended = _how_ended(record)
-    known = _known_failures(f"{rank.final_lines}\n{rank.exception}")
+    known = findings(_lines(rank.final_lines, rank.exception))
     reasons = {found.signature.reason for found in known if found.signature is not None}
     if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
@@ -368,11 +361,5 @@ def _lines(*texts: str) -> list[str]:
     return [sanitise(line.encode(errors="replace")) for text in texts for line in text.splitlines()]
 
 
-def _known_failures(text: str) -> list[Finding]:
-    return findings(_lines(text))
-
-
 def _last_line(text: str) -> str:
-    """The last line that is not blank, sanitised; "" without one."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return sanitise(lines[-1].strip().encode(errors="replace"), CAUSE_CHARACTERS) if lines else ""
+    return plain(last_line(text), CAUSE_CHARACTERS)

@@ -80,10 +80,7 @@ def _append(descriptor: int, line: bytes) -> None:
 
 
 def _rotate(log: Path, size: int) -> None:
-    try:
-        if log.stat().st_size + size <= MAX_BYTES:
-            return
-    except FileNotFoundError:
+    if not log.exists() or log.stat().st_size + size <= MAX_BYTES:
         return
     for number in range(FILES - 1, 0, -1):
         older = log if number == 1 else log.with_name(f"{log.name}.{number - 1}")

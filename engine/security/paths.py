@@ -73,23 +73,22 @@ def validate_path(path: str | Path, purpose: str, *, roots: Iterable[Path] | Non
     Raises InputError for a refused form, a `..` component, or a path outside of the roots, also through a symlink.
     """
     text = str(path)
+    what = f"{purpose} {safe_repr(text)}"
     accepted = path_fault(text)
     if accepted is None and ".." in Path(text).parts:
         accepted = "a path without .."
     if accepted is not None:
-        raise InputError(f"{purpose} {safe_repr(text)}", why="refused", todo=f"give {accepted}")
+        raise InputError(what, why="refused", todo=f"give {accepted}")
     try:
         named = Path(text).expanduser().absolute()
         resolved = named.resolve()
         allowed = [root.expanduser().resolve() for root in (default_roots() if roots is None else roots)]
     except (RuntimeError, OSError) as error:
-        raise InputError(
-            f"{purpose} {safe_repr(text)}", why=f"it cannot be resolved: {safe_repr(str(error))}"
-        ) from error
+        raise InputError(what, why=f"it cannot be resolved: {safe_repr(str(error))}") from error
     if not any(resolved.is_relative_to(root) for root in allowed):
         why = "it is outside of the allowed directories"
         if any(named.is_relative_to(root) for root in allowed):
             why = f"a symlink in it leads to {safe_repr(str(resolved))}, outside of the allowed directories"
         inside = ", ".join(dict.fromkeys(str(root) for root in allowed))
-        raise InputError(f"{purpose} {safe_repr(text)}", why=why, todo=f"give a path below one of {inside}")
+        raise InputError(what, why=why, todo=f"give a path below one of {inside}")
     return resolved

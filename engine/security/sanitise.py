@@ -49,13 +49,10 @@ def _visible(character: str) -> str | None:
     category = unicodedata.category(character)
     if category == "Cs":
         return "\ufffd"
-    if category in ("Cc", "Cf") or character in _INVISIBLE or _selects_variation(character):
+    selects_variation = "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
+    if category in ("Cc", "Cf") or character in _INVISIBLE or selects_variation:
         return None
     return " " if category == "Zs" and character != "\u3000" else character
-
-
-def _selects_variation(character: str) -> bool:
-    return "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
 
 
 _VISIBLE: Final = _Visible()
@@ -108,6 +105,11 @@ def plain(text: object, limit: int = 500) -> str:
     return sanitise(str(text).encode(errors="replace"), limit)
 
 
+def last_line(text: str) -> str:
+    """The last line that is not blank, without the blanks around it; "" without one."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 TEXT_LIMIT = 120
 _LARGEST = 2**63
 
@@ -128,7 +130,6 @@ def count_or_none(value: object) -> int | None:
 
 
 def finite_or_none(value: object) -> float | None:
-    """A finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST and math.isfinite(value) else None

@@ -36,8 +36,7 @@ def write_lock(path: Path, wait_s: float = WAIT_S, sleep: Callable[[float], obje
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise StateError("the state cannot be locked", where=str(path), why=why) from error
+        raise StateError("the state cannot be locked", where=str(path), why=error) from error
     try:
         _acquire(descriptor, path, wait_s, sleep)
         # A full disk has no room for the pid, which is no reason to refuse the lock.
@@ -120,13 +119,12 @@ def _checksum(schema: int, body: bytes) -> bytes:
 class AtomicStorage(Storage):
     """TinyDB's storage on that file. Reading changes nothing and needs no lock; whoever writes holds the lock."""
 
-    def __init__(self, path: Path, notify: Callable[[str], object], clock: Callable[[], datetime]) -> None:
+    def __init__(self, path: Path, notify: Callable[[str], object]) -> None:
         """`notify` gets one line about each damage found and what was done about it."""
         self._path = path
         self._copy = path.with_name(f"{path.name}.previous")
         """The state before the last change."""
         self._notify = notify
-        self._clock = clock
         self._damaged: list[Path] = []
         self._verified = False
 
@@ -180,10 +178,10 @@ class AtomicStorage(Storage):
         except StateError as error:
             raise StateError(error.what, where=str(path), why=error.why, todo=error.todo) from None
         except OSError as error:
-            raise StateError("the state cannot be read", where=str(path), why=error.strerror or str(error)) from error
+            raise StateError("the state cannot be read", where=str(path), why=error) from error
 
     def _set_aside(self, path: Path) -> None:
-        stem = f"{path.name}.corrupt-{self._clock().astimezone(UTC):%Y%m%dT%H%M%SZ}"
+        stem = f"{path.name}.corrupt-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         aside, number = path.with_name(stem), 1
         while aside.exists():
             number += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -65,20 +64,12 @@ class _Table(Table):
 class Store:
     """Cheap to construct: reads and creates nothing until it is used. Any number may be open at once."""
 
-    def __init__(
-        self,
-        home: Path,
-        *,
-        wait_s: float = WAIT_S,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, home: Path, *, wait_s: float = WAIT_S, sleep: Callable[[float], object] = time.sleep) -> None:
         """`wait_s` is how long a writer waits for another."""
         self._home = home
         self._path = home / "state.json"
         self._wait_s = wait_s
         self._sleep = sleep
-        self._clock = clock
         self.notices: list[str] = []
         """One line about each damage found and what was done about it. What is lost then, at least the last change, is
         in the runs' journals: replay them and `rebuild`."""
@@ -157,8 +148,7 @@ class Store:
                 self._transaction(kind.table, put)
             except OSError as error:
                 todo = "make room on its disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-                why = error.strerror or str(error)
-                raise StateError("the state cannot be written", where=str(self._path), why=why, todo=todo) from error
+                raise StateError("the state cannot be written", where=str(self._path), why=error, todo=todo) from error
         if self.notices[reported:]:
             audit_log("state", "damaged", {"notices": self.notices[reported:]}, home=self._home)
 
@@ -166,5 +156,5 @@ class Store:
         """One read, and one write at the end when the action has changed something. Nothing is cached between
         transactions, as another process may write in between."""
         storage = CachingMiddleware(AtomicStorage)  # type: ignore[no-untyped-call]
-        with TinyDB(self._path, self.notices.append, self._clock, storage=storage) as database:
+        with TinyDB(self._path, self.notices.append, storage=storage) as database:
             return action(_Table(database.storage, table, cache_size=0))

@@ -85,15 +85,13 @@ def _median_s(collective: Collective, length: int, until: float) -> float:
             return statistics.median(taken)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="engine.trainer.allreduce_check", description="A real all_sum, checked and measured."
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="engine.trainer.allreduce_check")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long to measure")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--backend", default="ring")
     parser.add_argument("--out", required=True, help="where the result goes; {rank} is replaced")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     rank = int(os.environ["MLX_RANK"])
     result = AllSumResult(rank)
     out = Path(options.out.replace("{rank}", str(rank)))
@@ -123,4 +121,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

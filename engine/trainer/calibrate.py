@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.node.processes import end_with_parent, raise_priority, stay_awake
 from engine.protocol.measurements import MeasureProgress, MeasureReport, MeasureSpec
-
-if TYPE_CHECKING:
-    from engine.trainer.single_node_bench import Measurement
 
 _STEP_LIMIT_S = 60.0
 """Per step, or three times the measuring time: a node that does not finish its first step counts as offline."""
@@ -49,47 +44,34 @@ def main(arguments: list[str]) -> int:
 
 def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
     _print_progress(MeasureProgress("loading"))
-    from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, Measurement, load_trainer
+    from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, load_trainer, measure, second_batch
 
     training = load_trainer(spec, home)
     result.gradient_bytes = training.gradient_bytes
     result.batch = spec.batch
-    measurement = Measurement(training, spec.batch, spec.seconds)
-    watchdog = _StepWatchdog(
-        max(_STEP_LIMIT_S, 3 * spec.seconds), lambda stepped: _give_up(result, measurement, stepped)
-    )
-    measurement.on_step = watchdog.step_done
+    limit_s = max(_STEP_LIMIT_S, 3 * spec.seconds)
+    watchdog = _StepWatchdog(limit_s, lambda stepped: _give_up(result, limit_s, stepped))
+
+    def step(batch: int) -> tuple[float, int]:
+        taken = training.step(batch)
+        watchdog.step_done()
+        return taken
+
+    def report() -> None:
+        _print_progress(MeasureProgress("measuring", result.measured_s, result.examples_per_s))
+
     _print_progress(MeasureProgress("probing"))
     for batch in PROBE_BATCHES:
         state, peak = training.probe(batch)
         # The smallest batch leaves the least besides the state.
         result.state_bytes = result.state_bytes or state
-        result.probes.append((batch, peak))
+        result.probes.append({"batch": batch, "peak_bytes": peak})
         watchdog.step_done()
     _print_progress(MeasureProgress("warming up"))
-    for batch in (measurement.others.batch, *[spec.batch] * WARM_UP_STEPS):
-        training.step(batch)
-        watchdog.step_done()
-
-    def report() -> None:
-        steps = measurement.steps
-        _print_progress(MeasureProgress("measuring", measurement.elapsed_s, len(steps.seconds), steps.examples_per_s))
-
-    measurement.run(report)
+    for batch in (second_batch(spec.batch), *[spec.batch] * WARM_UP_STEPS):
+        step(batch)
+    measure(step, spec.seconds, result, report)
     watchdog.end()
-    _fill_in(result, measurement)
-
-
-def _fill_in(result: MeasureReport, measurement: Measurement) -> None:
-    steps = measurement.steps
-    result.examples_per_s = steps.examples_per_s
-    result.tokens_per_s = steps.tokens / steps.total_s
-    result.step_s = statistics.median(steps.seconds)
-    result.spread = measurement.spread
-    result.windows = len(measurement.throughputs)
-    result.overhead_s = measurement.overhead_s
-    result.steps = len(steps.seconds)
-    result.measured_s = measurement.elapsed_s
 
 
 class _StepWatchdog:
@@ -118,12 +100,9 @@ class _StepWatchdog:
                 self._on_late(self._stepped)
 
 
-def _give_up(result: MeasureReport, measurement: Measurement, stepped: bool) -> None:
-    """Report and exit, from the watchdog's thread: MLX does not return. Only a node without a finished step counts as
-    offline."""
-    limit_s = max(_STEP_LIMIT_S, 3 * measurement.seconds)
-    if measurement.throughputs:
-        _fill_in(result, measurement)
+def _give_up(result: MeasureReport, limit_s: float, stepped: bool) -> None:
+    """Report and exit, from the watchdog's thread, as MLX does not return. Offline is only a node without any step."""
+    if result.windows:
         result.problem = "a step has not ended"
     elif stepped:
         result.problem = f"a step has not ended within {limit_s:g} s"

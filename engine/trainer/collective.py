@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -62,12 +62,6 @@ class Collective:
             return array[None]
         return self._evaluate(lambda: mx.distributed.all_gather(array[None], group=self._group, stream=mx.cpu))
 
-    def all_gather(self, values: list[int]) -> list[list[int]]:
-        """Every rank's `values` (32 bits each, as many on every rank), one row per rank. Raises PeerLost."""
-        if self.size == 1:
-            return [values]
-        return cast("list[list[int]]", self.gather_arrays(mx.array(values, dtype=mx.uint32)).tolist())
-
     def send(self, array: mx.array, rank: int) -> None:
         """Send `array` to a neighbour, which must be receiving: this may return only then. Raises PeerLost."""
         mx.eval(array)
@@ -86,12 +80,12 @@ class Collective:
         """Return when all ranks have called it. Raises PeerLost."""
         self.all_sum(mx.array(1.0))
 
-    def check_equal(self, facts: dict[str, int]) -> None:
-        """Check that `facts` (32 bits each) are the same on all ranks. Raises GroupError, PeerLost."""
-        rows = self.all_gather(list(facts.values()))
-        for rank, row in enumerate(rows):
-            for name, ours, theirs in zip(facts, rows[0], row, strict=True):
-                if ours != theirs:
+    def check_equal(self, facts: dict[str, object]) -> None:
+        """Check that `facts` (JSON values) are the same on all ranks. Raises GroupError, PeerLost."""
+        first, *others = all_gather_object(self, facts)
+        for rank, found in enumerate(others, 1):
+            for name in facts:
+                if found[name] != first[name]:
                     raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
 
     def _evaluate(self, operation: Callable[[], mx.array]) -> mx.array:
@@ -107,19 +101,55 @@ class Collective:
 
 
 _BUCKET_WORDS = 16 * 2**20
-_ALIGNED_WORDS = 2
-"""No element of any type is cut in two."""
+_ALIGNED_BYTES = 64
 
 Groups = Mapping[str, Mapping[str, mx.array]]
+Item = TypeVar("Item")
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor's shape and type, known before its values arrive."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.size
+
+    @property
+    def words(self) -> int:
+        """The length of its `as_words`: whole 64 bytes, for kernels that read several numbers at once."""
+        return -(-self.nbytes // _ALIGNED_BYTES) * (_ALIGNED_BYTES // 4)
+
+
+def as_words(value: mx.array) -> mx.array:
+    """The bits of `value` as 32-bit words, padded with zeros."""
+    raw = mx.contiguous(value).reshape(-1).view(mx.uint8)
+    return mx.pad(raw, (0, 4 * TensorSpec(value.shape, value.dtype).words - raw.size)).view(mx.uint32)
+
+
+def from_words(words: mx.array, specs: Mapping[Name, TensorSpec]) -> dict[Name, mx.array]:
+    """The arrays of these `specs`, whose words follow one another in `words`."""
+    found, start = {}, 0
+    for name, spec in specs.items():
+        found[name] = words[start : start + spec.words].view(spec.dtype)[: spec.size].reshape(spec.shape)
+        start += spec.words
+    return found
 
 
 def all_gather_object(collective: Collective, facts: Any) -> list[Any]:
     """Every rank's `facts` (a JSON value), by rank. Raises PeerLost."""
     raw = json.dumps(facts).encode()
-    lengths = [row[0] for row in collective.all_gather([len(raw)])]
-    padded = raw.ljust(-(-max(lengths) // 4) * 4, b"\0")
-    rows = collective.all_gather(list(struct.unpack(f"<{len(padded) // 4}I", padded)))
-    return [json.loads(struct.pack(f"<{len(row)}I", *row)[:length]) for row, length in zip(rows, lengths, strict=True)]
+    longest = cast("int", mx.max(collective.gather_arrays(mx.array(len(raw)))).item())
+    padded = mx.array(list(raw.ljust(longest)), dtype=mx.uint8)
+    return [json.loads(bytes(row)) for row in cast("list[list[int]]", collective.gather_arrays(padded).tolist())]
 
 
 def broadcast_object(collective: Collective, facts: Any, owner: int) -> Any:
@@ -127,73 +157,47 @@ def broadcast_object(collective: Collective, facts: Any, owner: int) -> Any:
     return all_gather_object(collective, facts if collective.rank == owner else None)[owner]
 
 
-def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> dict[str, dict[str, mx.array]]:
+def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> Groups:
     """The `groups` of rank `owner`, bit for bit, on every rank; the others pass None. Raises PeerLost."""
+    if collective.size == 1 and groups is not None:
+        return groups
     mine = groups if collective.rank == owner else None
-    described = {
-        group: {name: (value.shape, str(value.dtype).rpartition(".")[2]) for name, value in arrays.items()}
+    described = [
+        (group, name, value.shape, str(value.dtype).rpartition(".")[2])
         for group, arrays in (mine or {}).items()
-    }
-    described = broadcast_object(collective, described, owner)
-    entries = [
-        _Entry(group, name, tuple(shape), getattr(mx, dtype))
-        for group, arrays in described.items()
-        for name, (shape, dtype) in arrays.items()
+        for name, value in arrays.items()
     ]
-    found: dict[str, dict[str, mx.array]] = {group: {} for group in described}
-    for bucket in _buckets(entries):
+    specs = {
+        (group, name): TensorSpec(tuple(shape), getattr(mx, dtype))
+        for group, name, shape, dtype in broadcast_object(collective, described, owner)
+    }
+    found: dict[str, dict[str, mx.array]] = {}
+    # Hundreds of small sums would take longer than one large one.
+    for names in packed(specs, lambda name: specs[name].words, _BUCKET_WORDS):
+        bucket = {name: specs[name] for name in names}
         # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
         if mine is None:
-            bits = mx.zeros(sum(entry.words for entry in bucket), dtype=mx.uint32)
+            bits = mx.zeros(sum(spec.words for spec in bucket.values()), dtype=mx.uint32)
         else:
-            bits = mx.concatenate([as_words(mine[entry.group][entry.name], entry.words) for entry in bucket])
+            bits = mx.concatenate([as_words(mine[group][name]) for group, name in names])
         total = collective.all_sum(bits) if bits.size else bits
-        start = 0
-        for entry in bucket:
-            end = start + entry.words
-            if mine is not None:
-                # The owner keeps its own arrays: there is no room for two states.
-                found[entry.group][entry.name] = mine[entry.group][entry.name]
-            else:
+        # The owner keeps its own arrays: there is no room for two states.
+        if mine is None:
+            for (group, name), value in from_words(total, bucket).items():
                 # A copy: a slice would keep its whole bucket in memory.
-                piece = mx.contiguous(total[start:end].view(entry.dtype)[: math.prod(entry.shape)])
-                found[entry.group][entry.name] = piece.reshape(entry.shape)
-            start = end
-        mx.eval(found)
-    return found
+                found.setdefault(group, {})[name] = mx.contiguous(value)
+            mx.eval(found)
+    return found if mine is None else mine
 
 
-class _Entry(NamedTuple):
-    group: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def words(self) -> int:
-        return aligned_words(math.prod(self.shape) * self.dtype.size, _ALIGNED_WORDS)
-
-
-def _buckets(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """In order, as many as fit: hundreds of small sums would take longer than one large one."""
-    bucket: list[_Entry] = []
-    room = _BUCKET_WORDS
-    for entry in entries:
-        if bucket and entry.words > room:
-            yield bucket
-            bucket, room = [], _BUCKET_WORDS
-        bucket.append(entry)
-        room -= entry.words
-    if bucket:
-        yield bucket
-
-
-def aligned_words(nbytes: int, multiple: int) -> int:
-    """32-bit words for so many bytes, padded to a multiple."""
-    return -(-nbytes // (4 * multiple)) * multiple
-
-
-def as_words(value: mx.array, words: int) -> mx.array:
-    """The bits of `value` as 32-bit words, padded with zeros to `words`."""
-    raw = mx.contiguous(value).reshape(-1).view(mx.uint8)
-    return mx.pad(raw, (0, 4 * words - raw.size)).view(mx.uint32)
+def packed(items: Iterable[Item], size: Callable[[Item], int], room: int) -> list[list[Item]]:
+    """`items` in order, in lists of up to `room` each; one that is larger begins its own."""
+    lists: list[list[Item]] = []
+    left = 0
+    for item in items:
+        if not lists or size(item) > left:
+            lists.append([])
+            left = max(room, size(item))
+        lists[-1].append(item)
+        left -= size(item)
+    return lists

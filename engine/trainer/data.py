@@ -58,14 +58,8 @@ class Split(ABC):
     def __len__(self) -> int:
         return self.plan.dataset_size
 
-    @property
-    def num_chunks(self) -> int | None:
-        """Chunks that it is streamed in; None when it is in memory."""
-        return self.plan.num_chunks if self.plan.enabled else None
-
     def batch(self, indices: Sequence[int] | Indices) -> Batch:
-        """The examples at `indices` (at least one), padded to a multiple of 32 input tokens at most.
-        Raises JobError."""
+        """The examples at `indices` (one or more), padded to a multiple of 32 input tokens or less. Raises JobError."""
         wanted = [int(index) for index in indices]
         pairs = zip(wanted, self._examples(wanted), strict=True)
         return _padded([self._tokens(*pair) for pair in pairs], self._max_length, self._on_truncate)
@@ -191,12 +185,10 @@ def _length(value: Any) -> int:
 
 
 class DataLoader:
-    """This rank's share of each global batch: a function of the position alone, so that resuming needs no other
-    state."""
+    """This rank's share of each global batch, by its position alone: resuming needs no other state."""
 
     def __init__(self, train: Split, job: Job, shares: Sequence[float], rank: int, reporter: Reporter) -> None:
-        """`shares`: relative, per rank. Raises JobError when the batch is too small for the ranks or too large for the
-        data."""
+        """`shares`: relative. Raises JobError for a batch too small for the ranks or too large for the data."""
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)
@@ -205,10 +197,6 @@ class DataLoader:
         self._sampler = train.sampler(job.batch_size, job.seed)
         self._rank = rank
         self._reporter = reporter
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._sampler.batches_per_epoch
 
     def batch(self, position: int) -> Batch:
         """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
@@ -225,13 +213,9 @@ class DataLoader:
             return
         gc.collect()
         mx.clear_cache()
-        text = progress_text(ended.chunk, ended.num_chunks)
+        (epoch, chunk), num_chunks = ended, self._train.plan.num_chunks
+        text = progress_text(chunk, num_chunks)
         self._reporter.event(
-            "chunk",
-            chunk=ended.chunk,
-            num_chunks=ended.num_chunks,
-            epoch=ended.epoch,
-            iteration=position + 1,
-            progress=text,
+            "chunk", chunk=chunk, num_chunks=num_chunks, epoch=epoch, iteration=position + 1, progress=text
         )
         self._reporter.print(text)

@@ -8,8 +8,6 @@ import contextlib
 import json
 import os
 import zlib
-from array import array
-from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,8 +20,6 @@ from engine.protocol.job import JobError
 
 _VERSION = 1
 _OFFSET = np.dtype("<i8")
-_FLUSH = 65_536
-"""Offsets buffered before they are written."""
 _BLOCK_BYTES = 2**20
 
 
@@ -44,18 +40,10 @@ def has_examples(path: Path, count: int) -> bool:
         return any(number == count for number, _ in enumerate(filter(bytes.strip, file), 1))
 
 
-@dataclass(frozen=True)
-class _Stamp:
-    """A file's metadata: while it is unchanged, so is the content."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, file: BinaryIO) -> _Stamp:
-        stat = os.fstat(file.fileno())
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+def _stamp(file: BinaryIO) -> list[int]:
+    """Size, time and inode of a file: while they are unchanged, so is the content."""
+    stat = os.fstat(file.fileno())
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
 class JsonlIndex:
@@ -64,7 +52,7 @@ class JsonlIndex:
     A file that changes afterwards is detected by its size, time and inode, and then by its CRC-32.
     """
 
-    def __init__(self, path: Path, stamp: _Stamp, offsets: Path, checksum: int) -> None:
+    def __init__(self, path: Path, stamp: list[int], offsets: Path, checksum: int) -> None:
         self._path = path
         self._stamp = stamp
         self._offsets = offsets
@@ -88,42 +76,43 @@ class JsonlIndex:
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """The examples at `indices`. Raises JobError for those that cannot be read, or a file that has changed."""
         try:
-            with self._path.open("rb", buffering=0) as file, self._offsets.open("rb", buffering=0) as offsets:
+            with self._path.open("rb", buffering=0) as file:
                 self._verify(file)
-                return [self._row(file, offsets, index) for index in indices]
+                return [self._row(file, index) for index in indices]
         except OSError as error:
             raise JobError(f"{self._path} can no longer be read: {error}") from error
 
     def lengths(self, start: int, end: int) -> NDArray[np.int64]:
         """Bytes of each example's line, from `start` to before `end`. Raises JobError."""
         try:
-            with self._offsets.open("rb", buffering=0) as offsets:
-                return np.diff(_read_offsets(offsets, start, end - start + 1))
+            return np.diff(self._read_offsets(start, end - start + 1))
         except OSError as error:
             raise JobError(f"{self._offsets} can no longer be read: {error}") from error
 
-    def _row(self, file: BinaryIO, offsets: BinaryIO, index: int) -> dict[str, Any]:
-        start, end = _read_offsets(offsets, index, 2).tolist()
-        line = os.pread(file.fileno(), end - start, start)
+    def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
+        found = np.fromfile(self._offsets, _OFFSET, count, offset=first * _OFFSET.itemsize)
+        if len(found) < count:
+            raise OSError(f"{len(found)} offsets instead of {count}")
+        return found.astype(np.int64)
+
+    def _row(self, file: BinaryIO, index: int) -> dict[str, Any]:
+        start, end = self._read_offsets(index, 2).tolist()
+        file.seek(start)
+        line = file.read(end - start)
         try:
             return parse_row(self._path, 0, line)
         except JobError:
             # Counted only now: line numbers are not worth 8 bytes each.
-            return parse_row(self._path, self._line_number(file, start), line)
-
-    def _line_number(self, file: BinaryIO, offset: int) -> int:
-        number, position = 1, 0
-        while position < offset and (block := os.pread(file.fileno(), min(_BLOCK_BYTES, offset - position), position)):
-            number += block.count(b"\n")
-            position += len(block)
-        return number
+            file.seek(0)
+            blocks = iter(lambda: file.read(min(_BLOCK_BYTES, start - file.tell())), b"")
+            return parse_row(self._path, 1 + sum(block.count(b"\n") for block in blocks), line)
 
     def _verify(self, file: BinaryIO) -> None:
-        stamp = _Stamp.of(file)
+        stamp = _stamp(file)
         if stamp == self._stamp:
             return
         # An identical copy in its place, or a new time on the same bytes, is not a change.
-        if stamp.size != self._stamp.size or _checksum(file) != self.checksum:
+        if stamp[0] != self._stamp[0] or _checksum(file) != self.checksum:
             raise JobError(
                 f"{self._path} has changed since its examples were indexed: "
                 "do not change the data during a training, and launch again"
@@ -135,11 +124,11 @@ def _load_index(path: Path, document: Path) -> JsonlIndex | None:
     """The index of an earlier attempt or another rank on this node; None unless it is complete and of this file."""
     try:
         found = json.loads(document.read_text())
-        if found["version"] != _VERSION or found["path"] != str(path):
-            return None
-        stamp, offsets = _Stamp(**found["stamp"]), document.with_name(str(found["offsets"]))
+        offsets = document.with_name(found["offsets"])
         with path.open("rb") as file, offsets.open("rb") as stored:
-            if _Stamp.of(file) != stamp or _checksum(stored) != found["offsets_checksum"]:
+            stamp = _stamp(file)
+            known = (found["version"], found["stamp"], found["offsets_checksum"])
+            if known != (_VERSION, stamp, _checksum(stored)):
                 return None
         return JsonlIndex(path, stamp, offsets, int(found["checksum"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -150,18 +139,18 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
     temporary = document.with_suffix(f".{os.getpid()}")
     try:
         document.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with path.open("rb") as file, temporary.open("wb") as stored:
-            stamp = _Stamp.of(file)
-            checksum, offsets_checksum = _write_offsets(path, file, stored)
-            if _Stamp.of(file) != stamp:
+        with path.open("rb") as file, temporary.open("w+b") as stored:
+            stamp = _stamp(file)
+            checksum = _write_offsets(path, file, stored)
+            if _stamp(file) != stamp:
                 raise JobError(f"{path} changed while it was read: launch again when it is finished")
+            offsets_checksum = _checksum(stored)
         # Named by the content: another rank's index of other content never replaces it.
-        offsets = document.with_name(f"{document.stem}-{checksum:08x}-{stamp.size}.offsets")
+        offsets = document.with_name(f"{document.stem}-{checksum:08x}-{stamp[0]}.offsets")
         os.replace(temporary, offsets)
         found = {
             "version": _VERSION,
-            "path": str(path),
-            "stamp": asdict(stamp),
+            "stamp": stamp,
             "checksum": checksum,
             "offsets": offsets.name,
             "offsets_checksum": offsets_checksum,
@@ -175,42 +164,23 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
             temporary.unlink()
 
 
-def _write_offsets(path: Path, file: BinaryIO, stored: BinaryIO) -> tuple[int, int]:
-    """Write the offset of each example, and of the end; returns the CRC-32 of the file and of the offsets."""
-    held, position, checksum, written = array("q"), 0, 0, 0
-
-    def flush() -> None:
-        nonlocal written
-        raw = np.asarray(held, _OFFSET).tobytes()
-        written = zlib.crc32(raw, written)
-        stored.write(raw)
-        del held[:]
-
+def _write_offsets(path: Path, file: BinaryIO, stored: BinaryIO) -> int:
+    """Write the offset of each example, and of the end; returns the CRC-32 of the file."""
+    position = checksum = 0
     for number, line in enumerate(file, 1):
         checksum = zlib.crc32(line, checksum)
         if line.strip():
             parse_row(path, number, line)
-            held.append(position)
-            if len(held) == _FLUSH:
-                flush()
+            stored.write(position.to_bytes(_OFFSET.itemsize, "little"))
         position += len(line)
-    held.append(position)
-    flush()
-    return checksum, written
-
-
-def _read_offsets(offsets: BinaryIO, first: int, count: int) -> NDArray[np.int64]:
-    wanted = count * _OFFSET.itemsize
-    raw = os.pread(offsets.fileno(), wanted, first * _OFFSET.itemsize)
-    if len(raw) < wanted:
-        raise OSError(f"{len(raw)} bytes instead of {wanted}")
-    return np.frombuffer(raw, _OFFSET).astype(np.int64)
+    stored.write(position.to_bytes(_OFFSET.itemsize, "little"))
+    return checksum
 
 
 def _checksum(file: BinaryIO) -> int:
     """CRC-32 of the whole of `file`."""
-    checksum, position = 0, 0
-    while block := os.pread(file.fileno(), _BLOCK_BYTES, position):
+    checksum = 0
+    file.seek(0)
+    while block := file.read(_BLOCK_BYTES):
         checksum = zlib.crc32(block, checksum)
-        position += len(block)
     return checksum

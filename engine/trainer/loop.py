@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import mlx.core as mx
 
@@ -49,17 +49,6 @@ class Outcome:
 
 
 @dataclass
-class _Iteration:
-    """One iteration of the update under way, on this rank."""
-
-    iteration: int
-    step: LocalStep
-    local: dict[str, float | None] = field(default_factory=dict)
-    """At the end of an update: this rank's loss and gradient norm before they are summed."""
-    local_s: float = 0.0
-
-
-@dataclass
 class Loop:
     """One rank's training. `start` is the point that the strategy's state has been restored to."""
 
@@ -77,8 +66,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
-        self._window = ReportWindow.from_snapshot(self.start.window)
-        self._pending: list[_Iteration] = []
+        self._window = ReportWindow(**self.start.window)
+        self._pending: dict[int, LocalStep] = {}
+        """The iterations of the update under way."""
         self._updates = self.start.update
 
     def run(self) -> Outcome:
@@ -139,7 +129,7 @@ class Loop:
         """One iteration, and the update and the periodic checkpoint that end with it."""
         self.reporter.phase("training")
         mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
-        self._pending.append(_Iteration(iteration, self.strategy.accumulate(iteration - 1)))
+        self._pending[iteration] = self.strategy.accumulate(iteration - 1)
         if iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters:
             try:
                 self._update()
@@ -156,82 +146,69 @@ class Loop:
 
     def _update(self) -> None:
         """Sum over the ranks, take one optimizer step, and report the iterations."""
-        self._measure_local_norms()
+        *_, (last, step) = self._pending.items()
         started = time.perf_counter()
-        counters = [pending.step.loss_sum for pending in self._pending]
-        counters += [float(pending.step.tokens) for pending in self._pending]
+        own = self._own_facts()
+        measured = time.perf_counter()
+        counters = [step.loss_sum for step in self._pending.values()]
+        counters += [float(step.tokens) for step in self._pending.values()]
         counters += [float(self.control.stop_requested), *self.periodic.counters()]
         *counted, stop, idle, settled = self.strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
         self._stop = stop > 0
-        self._sync_checkpoint_state(idle, settled)
-        summed = time.perf_counter()
-        for pending, loss in zip(self._pending, losses, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(f"loss is not finite at iteration {pending.iteration}")
-        with self.emergency.changing():
-            norm = self._apply(sum(tokens))
-            updated = time.perf_counter()
-            self._updates += 1
-            self._report_update(losses, tokens, summed - started, updated - summed, norm)
-            self.emergency.hold(self._snapshot(self._pending[-1].iteration))
-        self._pending = []
-
-    def _measure_local_norms(self) -> None:
-        """This rank's loss and gradient norm before they are summed: the validators compare the ranks by them."""
-        started, last = time.perf_counter(), self._pending[-1]
-        tokens = sum(pending.step.tokens for pending in self._pending)
-        loss = sum(pending.step.loss_sum for pending in self._pending) / tokens if tokens else None
-        norm = self.strategy.local_norm(tokens)
-        last.local = {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": norm}
-        last.local_s = time.perf_counter() - started
-
-    def _apply(self, tokens: float) -> float | None:
-        """Apply the summed gradients; their mean's norm, or None when there was no target anywhere."""
-        iteration = self._pending[-1].iteration
-        norm = self.strategy.apply(tokens)
-        if norm is None:
-            self.reporter.warn(f"iteration {iteration}: no token is a target, so nothing was learned from it")
-        elif not math.isfinite(norm):
-            raise Diverged(f"gradient is not finite at iteration {iteration}")
-        return norm
-
-    def _sync_checkpoint_state(self, idle: float, settled: float) -> None:
-        """`idle` and `settled`: the counters of the periodic checkpoints, summed over the ranks."""
-        before = self.periodic.committed
-        self.periodic.sync(idle, settled)
-        if before is None and self.periodic.committed is not None:
+        if self.periodic.sync(idle, settled):
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
+        summed = time.perf_counter()
+        for iteration, loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {iteration}")
+        with self.emergency.changing():
+            norm = self.strategy.apply(sum(tokens))
+            if norm is None:
+                self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
+            elif not math.isfinite(norm):
+                raise Diverged(f"gradient is not finite at iteration {last}")
+            self._updates += 1
+            self._pending[last] = replace(
+                step,
+                compute_s=step.compute_s + measured - started,
+                communicate_s=step.communicate_s + summed - measured,
+                update_s=time.perf_counter() - summed,
+            )
+            self._report_update(losses, tokens, {**own, "grad_norm": norm})
+            self.emergency.hold(self._snapshot(last))
+        self._pending = {}
+
+    def _own_facts(self) -> dict[str, float | None]:
+        """This rank's loss and gradient norm before they are summed: the validators compare the ranks by them."""
+        tokens = sum(step.tokens for step in self._pending.values())
+        loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
+        return {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
         return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())
 
-    def _report_update(
-        self, losses: list[float], tokens: list[float], communicate_s: float, update_s: float, norm: float | None
-    ) -> None:
-        for pending, loss, count in zip(self._pending, losses, tokens, strict=True):
-            last, step = pending is self._pending[-1], pending.step
+    def _report_update(self, losses: list[float], tokens: list[float], of_update: dict[str, float | None]) -> None:
+        """`of_update`: for the event of the last iteration."""
+        *_, last = self._pending
+        for (iteration, step), loss, count in zip(self._pending.items(), losses, tokens, strict=True):
             mean = loss / count if count else None
-            compute_s = step.compute_s + pending.local_s
-            exchange_s = step.communicate_s + (communicate_s if last else 0.0)
-            apply_s = update_s if last else 0.0
             self.reporter.event(
                 "step",
-                iteration=pending.iteration,
+                iteration=iteration,
                 loss=mean,
                 tokens=int(count),
                 data_s=step.data_s,
-                compute_s=compute_s,
-                communicate_s=exchange_s,
-                update_s=apply_s,
-                grad_norm=norm if last else None,
+                compute_s=step.compute_s,
+                communicate_s=step.communicate_s,
+                update_s=step.update_s,
                 peak_memory_bytes=mx.get_peak_memory(),
-                **pending.local,
+                **(of_update if iteration == last else {"grad_norm": None}),
             )
-            self._window.add(mean, int(count), step.data_s + compute_s + exchange_s + apply_s)
-            if pending.iteration % self.job.steps_per_report == 0 or pending.iteration == self.job.iters:
-                values = self._window.close(pending.iteration, self.strategy.learning_rate)
+            self._window.add(mean, int(count), step.data_s + step.compute_s + step.communicate_s + step.update_s)
+            if iteration % self.job.steps_per_report == 0 or iteration == self.job.iters:
+                values = self._window.close(iteration, self.strategy.learning_rate)
                 self.reporter.report(self.job.iters, values)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:
@@ -268,5 +245,5 @@ class Loop:
         message += f"; kept: what was saved at iteration {saved}" if saved is not None else "; nothing was saved"
         self.reporter.print(message)
         if self.collective.rank in mismatch.ranks:
-            raise Corrupted(message, mismatch.ranks, certain=mismatch.certain)
+            raise Corrupted(message, mismatch)
         return Outcome(False, True, agreed)

@@ -1,6 +1,4 @@
-"""The model on this rank: loads it, freezes all but the trained part, and computes the checksums that all ranks
-compare.
-"""
+"""The model on this rank: loads it, freezes all but the trained part, and computes a checksum of its files."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import grad_checkpoint
@@ -17,9 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
 from engine.protocol.job import Job, JobError
-from engine.trainer.weights import UINT_OF_SIZE
 
-_SAMPLE = 2**16
 _PIECE, _PIECES = 2**12, 2**9
 """Bytes of one read, and about how many reads per file."""
 
@@ -58,20 +53,6 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
     if job.strategy == "data":
         mx.eval(model.parameters())
     return model, tokenizer
-
-
-def parameter_checksum(model: nn.Module) -> str:
-    """16 hexadecimal digits, the same for models with the same parameters.
-
-    Of a large parameter only some 100,000 elements at regular distances are read: another model differs in those too,
-    and reading all of a large model would take longer than loading it.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in tree_flatten(model.parameters()):
-        bits = parameter.reshape(-1).view(UINT_OF_SIZE[parameter.dtype.size])
-        sample = np.asarray(bits[:: max(1, bits.size // _SAMPLE)])
-        digest.update(f"{name} {parameter.shape} {parameter.dtype}\n".encode() + sample.tobytes())
-    return digest.hexdigest()
 
 
 def files_checksum(job: Job) -> str:

@@ -52,11 +52,6 @@ class Updater:
         mx.eval(self.masters, self._optimizer.state)
 
     @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits."""
-        return any(dtype.size < 4 for dtype in self._dtypes.values())
-
-    @property
     def learning_rate(self) -> float:
         return scalar(self._optimizer.learning_rate)
 
@@ -80,15 +75,12 @@ class Updater:
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`restore` accepts `state`."""
-        try:
-            self._check(state)
-        except ValueError:
-            return False
-        return True
+        return self._difference(state) is None
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
         """Restore a result of `state()`. Raises ValueError when it is of another job, and changes nothing then."""
-        self._check(state)
+        if (difference := self._difference(state)) is not None:
+            raise ValueError(difference)
         self.masters.update(state["weights"])
         for name, value in state["optimizer"].items():
             parameter, _, kind = name.rpartition(_MOMENT_SEPARATOR)
@@ -99,19 +91,18 @@ class Updater:
         self._update_model()
         mx.eval(self._model.trainable_parameters())
 
-    def _check(self, state: Mapping[str, Mapping[str, mx.array]]) -> None:
-        """Raises ValueError when names, shapes or types differ from this job's."""
+    def _difference(self, state: Mapping[str, Mapping[str, mx.array]]) -> str | None:
+        """The first name, shape or type that is not this job's."""
         for group, ours in self.state().items():
             theirs = state.get(group, {})
             for name in ours.keys() | theirs.keys():
                 if name not in ours or name not in theirs:
                     where = "this job's" if name in ours else "the saved"
-                    raise ValueError(f"{name} is only in {where} {group}")
+                    return f"{name} is only in {where} {group}"
                 here, there = ((value.shape, value.dtype) for value in (ours[name], theirs[name]))
                 if here != there:
-                    raise ValueError(
-                        f"{name} of the saved {group} is {there[0]} {there[1]}, this job's is {here[0]} {here[1]}"
-                    )
+                    return f"{name} of the saved {group} is {there[0]} {there[1]}, this job's is {here[0]} {here[1]}"
+        return None
 
     def _update_model(self) -> None:
         parameters = [(name, master.astype(self._dtypes[name])) for name, master in self.masters.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.exit_codes import TrainerError, TrainerExit
-from engine.trainer.collective import Collective, broadcast_arrays
+from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays
 from engine.trainer.reporting import Reporter
 from engine.trainer.weights import UINT_OF_SIZE
 
@@ -32,17 +32,6 @@ _NAMED = 3
 """Differing parameters named in a message, at most."""
 
 
-class Corrupted(TrainerError):
-    """This rank's parameters differ from the others', or there is no majority that tells which are right."""
-
-    exit_code = TrainerExit.CORRUPTED
-
-    def __init__(self, message: str, ranks: Sequence[int], *, certain: bool) -> None:
-        super().__init__(message)
-        self.facts = {"ranks": list(ranks), "certain": certain}
-        """For the `failure` event."""
-
-
 @dataclass(frozen=True)
 class ReplicaMismatch:
     """The ranks that differ, as far as that can be known."""
@@ -55,8 +44,19 @@ class ReplicaMismatch:
     """Those that differ."""
 
 
-def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, bytes]:
-    """8 bytes per parameter, which change with any of its bits: one pass over the memory, on the device."""
+class Corrupted(TrainerError):
+    """This rank's parameters differ from the others', or there is no majority that tells which are right."""
+
+    exit_code = TrainerExit.CORRUPTED
+
+    def __init__(self, message: str, mismatch: ReplicaMismatch) -> None:
+        super().__init__(message)
+        self.facts = {"ranks": list(mismatch.ranks), "certain": mismatch.certain}
+        """For the `failure` event."""
+
+
+def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, str]:
+    """16 hexadecimal digits each, which change with any of its bits: one pass over the memory, on the device."""
     pieces = {name: _pieces(parameter) for name, parameter in parameters.items()}
     mx.eval([piece for parts in pieces.values() for piece in parts])
     found = {}
@@ -65,19 +65,24 @@ def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, bytes]:
         digest = hashlib.blake2b(f"{name} {parameter.shape} {parameter.dtype}\n".encode(), digest_size=_DIGEST_BYTES)
         for piece in parts:
             digest.update(np.asarray(piece).tobytes())
-        found[name] = digest.digest()
+        found[name] = digest.hexdigest()
     return found
 
 
-def find_mismatch(rows: Sequence[Sequence[int]], frozen: Sequence[int] | None) -> ReplicaMismatch | None:
-    """Compare `rows`, one per rank (two words of the frozen parameters, two of the trained); None when all agree.
-    `frozen`: the words of the frozen parameters when all ranks last agreed."""
-    if all(list(row) == list(rows[0]) for row in rows):
-        return None
-    if frozen is not None and (ranks := [rank for rank, row in enumerate(rows) if list(row[:2]) != list(frozen)]):
-        return ReplicaMismatch(tuple(ranks), certain=True)
+def parameter_checksum(model: nn.Module) -> str:
+    """16 hexadecimal digits, the same for models with the same parameters."""
+    return _combined(parameter_digests(dict(tree_flatten(model.parameters()))))
+
+
+def find_mismatch(rows: Sequence[Sequence[object]], frozen: object | None) -> ReplicaMismatch | None:
+    """Compare `rows`, one per rank (a digest of the frozen parameters, one of the trained); None when all agree.
+    `frozen`: the digest of the frozen parameters when all ranks last agreed."""
     votes = [tuple(row) for row in rows]
     majority = max(votes, key=votes.count)
+    if votes.count(majority) == len(votes):
+        return None
+    if frozen is not None and (ranks := [rank for rank, vote in enumerate(votes) if vote[0] != frozen]):
+        return ReplicaMismatch(tuple(ranks), certain=True)
     if votes.count(majority) * 2 > len(votes):
         return ReplicaMismatch(tuple(rank for rank, vote in enumerate(votes) if vote != majority), certain=True)
     return ReplicaMismatch(tuple(range(len(rows))), certain=False)
@@ -100,9 +105,10 @@ class ReplicaCheck:
     """The last iteration at which all ranks agreed."""
     _compared: int | None = None
     """The update of the last comparison."""
-    _frozen: list[int] | None = None
+    _frozen: str | None = None
+    """The digest of the frozen parameters when all ranks last agreed."""
     _kept: dict[str, mx.array] = field(default_factory=dict)
-    _kept_words: list[int] = field(default_factory=list)
+    _kept_digest: str = ""
     _restored: bool = False
 
     @property
@@ -120,12 +126,13 @@ class ReplicaCheck:
         trained = dict(tree_flatten(self.model.trainable_parameters()))
         every = dict(tree_flatten(self.model.parameters()))
         own = parameter_digests(every)
-        row = [*_combined(own, every.keys() - trained.keys()), *_combined(own, trained.keys())]
-        rows = self.collective.all_gather(row)
+        digests = [_combined({name: own[name] for name in names}) for names in (every.keys() - trained, trained)]
+        rows = all_gather_object(self.collective, digests)
         mismatch = find_mismatch(rows, self._frozen)
         if mismatch is None:
-            self.agreed_at, self._frozen = iteration, row[:2]
-            self._remember(trained, every, row[2:])
+            self.agreed_at, self._frozen = iteration, digests[0]
+            if _size(trained) <= _KEPT_FRACTION * _size(every):
+                self._kept, self._kept_digest = trained, digests[1]
         else:
             mismatch = replace(mismatch, parameters=self._differing_parameters(own))
         self._compared, self.difference = update, mismatch
@@ -133,9 +140,8 @@ class ReplicaCheck:
         return mismatch is None or not self.stops
 
     def message(self) -> str:
-        """The result of the last comparison, in one line."""
-        if self.difference is None:
-            return "all ranks have the same parameters"
+        """The difference that the last comparison has found, in one line."""
+        assert self.difference is not None
         *others, final = map(str, self.difference.ranks)
         who = f"ranks {', '.join(others)} and {final}" if others else f"rank {final}"
         what = (
@@ -157,38 +163,27 @@ class ReplicaCheck:
             return 0
         return next((rank for rank in range(self.collective.size) if rank not in mismatch.ranks), None)
 
-    def broadcast_trained(self, rank: int) -> dict[str, mx.array]:
+    def broadcast_trained(self, rank: int) -> Mapping[str, mx.array]:
         """The trained parameters of `rank`, bit for bit, on every rank. Raises PeerLost."""
         own = dict(tree_flatten(self.model.trainable_parameters()))
         return broadcast_arrays(self.collective, {"trained": own}, rank)["trained"]
 
     def restore(self) -> bool:
-        """Restore the trained parameters of the last agreement; False, on every rank, when a rank does not have
-        them."""
-        kept = bool(self._kept) and _combined(parameter_digests(self._kept), self._kept.keys()) == self._kept_words
+        """Restore the trained parameters of the last agreement; False, on all ranks, when one does not have them."""
+        kept = bool(self._kept) and _combined(parameter_digests(self._kept)) == self._kept_digest
         # A rank whose copy is corrupted too must not save it.
-        if not all(row[0] for row in self.collective.all_gather([int(kept)])):
+        if not all(all_gather_object(self.collective, kept)):
             return False
         self.model.update(tree_unflatten(list(self._kept.items())))
         self._restored = True
         return True
 
-    def _remember(self, trained: dict[str, mx.array], every: dict[str, mx.array], words: list[int]) -> None:
-        if sum(value.nbytes for value in trained.values()) <= _KEPT_FRACTION * sum(
-            value.nbytes for value in every.values()
-        ):
-            self._kept, self._kept_words = trained, words
-
-    def _differing_parameters(self, own: dict[str, bytes]) -> tuple[str, ...]:
+    def _differing_parameters(self, own: dict[str, str]) -> tuple[str, ...]:
         """Their names: a single one hints at bad memory, all of them at different arithmetic."""
-        table = self.collective.all_gather([word for digest in own.values() for word in _words(digest)])
-        return tuple(
-            name
-            for place, name in enumerate(own)
-            if any(row[2 * place : 2 * place + 2] != table[0][2 * place : 2 * place + 2] for row in table)
-        )
+        table = all_gather_object(self.collective, list(own.values()))
+        return tuple(name for name, *digests in zip(own, *table, strict=True) if len(set(digests)) > 1)
 
-    def _report(self, iteration: int, update: int, rows: list[list[int]], seconds: float) -> None:
+    def _report(self, iteration: int, update: int, rows: list[list[str]], seconds: float) -> None:
         found = self.difference
         facts: dict[str, object] = {}
         if found is not None:
@@ -197,7 +192,7 @@ class ReplicaCheck:
                 "certain": found.certain,
                 "parameters": found.parameters[:_NAMED],
                 "differing": len(found.parameters),
-                "checksums": ["".join(f"{word:08x}" for word in row) for row in rows],
+                "checksums": ["".join(row) for row in rows],
                 "message": self.message(),
             }
         self.reporter.event(
@@ -223,12 +218,11 @@ def _pieces(parameter: mx.array) -> list[mx.array]:
     return [*sums, bits[rows * _ROW :]]
 
 
-def _combined(own: Mapping[str, bytes], names: Iterable[str]) -> list[int]:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in sorted(names):
-        digest.update(own[name])
-    return _words(digest.digest())
+def _combined(digests: Mapping[str, str]) -> str:
+    """16 hexadecimal digits over those of several parameters."""
+    together = "".join(digests[name] for name in sorted(digests))
+    return hashlib.blake2b(together.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _words(digest: bytes) -> list[int]:
-    return [int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")]
+def _size(parameters: Mapping[str, mx.array]) -> int:
+    return sum(value.nbytes for value in parameters.values())

@@ -4,8 +4,7 @@ configured.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -64,7 +63,7 @@ class Reporter:
         self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
 
 
-@dataclasses.dataclass
+@dataclass
 class ReportWindow:
     """Sums since the last report."""
 
@@ -75,12 +74,6 @@ class ReportWindow:
     seconds: float = 0.0
     trained_tokens: int = 0
     """Since the run started."""
-
-    @classmethod
-    def from_snapshot(cls, window: Mapping[str, Any]) -> ReportWindow:
-        """`window`: a window as a dict, perhaps of another version."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in window.items() if name in names})
 
     def add(self, loss: float | None, tokens: int, seconds: float) -> None:
         """One iteration: its global loss (None without targets), global tokens, and its seconds on this rank."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,17 +34,6 @@ def _stream_part(plan: ChunkPlan, chunk: int) -> int:
     return 1 + chunk if plan.enabled else 0
 
 
-@dataclass(frozen=True)
-class ChunkEnd:
-    """The end of a chunk."""
-
-    epoch: int
-    """From 0."""
-    chunk: int
-    """Its number within the epoch, from 1; each epoch has its own order of chunks."""
-    num_chunks: int
-
-
 class Sampler:
     """Endless global batches of training examples of similar length.
 
@@ -59,8 +47,7 @@ class Sampler:
     """
 
     def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
-        """`lengths` returns those of a half-open range of examples, in any unit. Raises ValueError for fewer examples
-        than a batch."""
+        """`lengths`: of a half-open range of examples, in any unit. Raises ValueError for fewer than a batch."""
         if plan.dataset_size < batch_size:
             raise ValueError(f"{plan.dataset_size} examples do not fill one batch of {batch_size}")
         self._plan = plan
@@ -91,15 +78,15 @@ class Sampler:
         chosen: Indices = self._order[number - self._windows[window]]
         return chosen
 
-    def chunk_end(self, position: int) -> ChunkEnd | None:
-        """The chunk that ends with the batch at `position`; the last of several. None without chunks."""
+    def chunk_end(self, position: int) -> tuple[int, int] | None:
+        """The epoch, from 0, and the number within it, from 1, of the chunk that ends with the batch at `position`; the
+        last of several. None without chunks."""
         if not self._plan.enabled:
             return None
         epoch, number = divmod(position, self.batches_per_epoch)
         self._begin_epoch(epoch)
         chunk = bisect_right(self._windows, number + 1) - 1
-        ended = self._windows[chunk] == number + 1
-        return ChunkEnd(epoch, chunk, self._plan.num_chunks) if ended else None
+        return (epoch, chunk) if self._windows[chunk] == number + 1 else None
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:

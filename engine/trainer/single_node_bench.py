@@ -8,7 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job
-from engine.protocol.measurements import MeasureSpec
+from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.data import Batch, load_train_split
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
@@ -95,7 +94,7 @@ WARM_UP_STEPS = 2
 WINDOWS = 10
 """The spread is over their throughputs."""
 _SECOND_BATCH_FRACTION = 0.2
-"""Share of a window for steps of a second batch size: the two give a step's fixed overhead."""
+"""Share of a window for steps of the second batch."""
 _PROBE_STEPS = 5
 """Steps of a memory probe: MLX frees a step's memory while the next operation runs, so that a single step may
 show less than the peak."""
@@ -104,25 +103,6 @@ _CACHE_BYTES = 2**30
 
 class BatchSource(Protocol):
     def batch(self, indices: Indices) -> Batch: ...
-
-
-@dataclass
-class StepTimes:
-    batch: int
-    seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds)
-
-    @property
-    def examples_per_s(self) -> float | None:
-        return self.batch * len(self.seconds) / self.total_s if self.seconds else None
-
-    @property
-    def mean_s(self) -> float:
-        return statistics.fmean(self.seconds)
 
 
 class SingleNodeTrainer:
@@ -136,7 +116,7 @@ class SingleNodeTrainer:
         self._gradients = Gradients(model)
         self._updater = Updater(job, model)
         self._updater.evaluate()
-        self._sums: list[mx.array] | None = None
+        self._sums: list[mx.array] = []
         self._targets = 0
         self._position = 0
         model.train()
@@ -145,8 +125,7 @@ class SingleNodeTrainer:
         """Bytes of an all_sum of the gradients (float32)."""
 
     def step(self, batch_size: int) -> tuple[float, int]:
-        """One iteration with the first `batch_size` examples of the next global batch; its seconds and target
-        tokens."""
+        """One iteration with `batch_size` examples of the next global batch; its seconds and target tokens."""
         started = time.perf_counter()
         indices = np.resize(self._order(self._position), batch_size)
         batch = self._data.batch(indices)
@@ -160,8 +139,7 @@ class SingleNodeTrainer:
         return time.perf_counter() - started, batch.targets
 
     def probe(self, batch_size: int) -> tuple[int, int]:
-        """Steps with `batch_size` sequences of the job's full length; MLX's bytes of the state (weights, gradients and
-        moments) in the first, and of the peak."""
+        """Steps of full length; MLX's bytes of the state (weights, gradients, moments) in the first, and the peak."""
         batch = self._full(batch_size)
         states = []
         mx.clear_cache()
@@ -179,10 +157,9 @@ class SingleNodeTrainer:
         self._targets += batch.targets
 
     def _update(self) -> None:
-        assert self._sums is not None
         if self._targets:
             self._updater.update(self._gradients.unpack(self._sums, self._targets))
-        self._sums, self._targets = None, 0
+        self._sums, self._targets = [], 0
 
     def _full(self, batch_size: int) -> Batch:
         """Real tokens, repeated to the job's full length."""
@@ -193,62 +170,54 @@ class SingleNodeTrainer:
         return Batch(filled.astype(np.int32), bounds, batch_size * (length - 1))
 
 
-class Measurement:
-    """Steps of two batches in turn, window by window; its figures can be read at any time."""
+Step = Callable[[int], tuple[float, int]]
+"""SingleNodeTrainer.step"""
 
-    def __init__(
-        self, training: SingleNodeTrainer, batch: int, seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Measures `batch` for about `seconds`."""
-        self._training = training
-        self.seconds = seconds
-        self._clock = clock
-        self.steps = StepTimes(batch)
-        self.others = StepTimes(1 if batch > 1 else 2)
-        self.throughputs: list[float] = []
-        """Examples per second of each window."""
-        self.elapsed_s = 0.0
-        self.on_step: Callable[[], object] = lambda: None
 
-    def run(self, on_window: Callable[[], None]) -> None:
-        """Measure until the time is over, at least one window."""
-        started = self._clock()
-        while self.elapsed_s < self.seconds:
-            self._window()
-            self.elapsed_s = self._clock() - started
-            on_window()
+def second_batch(batch: int) -> int:
+    """Measured beside `batch`: the two give a step's fixed overhead."""
+    return 1 if batch > 1 else 2
 
-    @property
-    def spread(self) -> float | None:
-        """Coefficient of variation of the windows' throughputs (sample standard deviation over mean)."""
-        if len(self.throughputs) < 2:
-            return None
-        return statistics.stdev(self.throughputs) / statistics.fmean(self.throughputs)
 
-    @property
-    def overhead_s(self) -> float | None:
-        """A step's fixed seconds: the line through both batches' mean steps, at batch 0."""
-        one, two = self.steps, self.others
-        if not one.seconds or not two.seconds:
-            return None
-        slope = (one.mean_s - two.mean_s) / (one.batch - two.batch)
-        return min(max(0.0, one.mean_s - slope * one.batch), one.mean_s)
+def measure(
+    step: Step,
+    seconds: float,
+    report: MeasureReport,
+    on_window: Callable[[], object],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[float]:
+    """Steps of `report.batch` and of a second batch in turn, window by window, for about `seconds`, at least one
+    window; the figures are in `report` after each. Returns the windows' throughputs, examples per second."""
+    assert report.batch is not None
+    batch, other, length = report.batch, second_batch(report.batch), seconds / WINDOWS
+    times: list[float] = []
+    other_times: list[float] = []
+    tokens, throughputs, started = 0, list[float](), clock()
+    while report.measured_s < seconds:
+        taken, targets = _steps(step, batch, length * (1 - _SECOND_BATCH_FRACTION), clock)
+        throughputs.append(batch * len(taken) / sum(taken))
+        times, tokens = times + taken, tokens + targets
+        other_times += _steps(step, other, length * _SECOND_BATCH_FRACTION, clock)[0]
+        mean, other_mean = statistics.fmean(times), statistics.fmean(other_times)
+        report.measured_s = clock() - started
+        report.steps, report.windows = len(times), len(throughputs)
+        report.examples_per_s = batch / mean
+        report.tokens_per_s = tokens / sum(times)
+        report.step_s = statistics.median(times)
+        if len(throughputs) > 1:
+            # The coefficient of variation: sample standard deviation over mean.
+            report.spread = statistics.stdev(throughputs) / statistics.fmean(throughputs)
+        # The line through both batches' mean steps, at batch 0.
+        report.overhead_s = min(max(0.0, mean - batch * (mean - other_mean) / (batch - other)), mean)
+        on_window()
+    return throughputs
 
-    def _window(self) -> None:
-        before = len(self.steps.seconds)
-        length = self.seconds / WINDOWS
-        self._until(self.steps, length * (1 - _SECOND_BATCH_FRACTION))
-        window = self.steps.seconds[before:]
-        self.throughputs.append(self.steps.batch * len(window) / sum(window))
-        self._until(self.others, length * _SECOND_BATCH_FRACTION)
 
-    def _until(self, steps: StepTimes, seconds: float) -> None:
-        """At least one step."""
-        started = self._clock()
-        while True:
-            taken, tokens = self._training.step(steps.batch)
-            steps.seconds.append(taken)
-            steps.tokens += tokens
-            self.on_step()
-            if self._clock() - started >= seconds:
-                return
+def _steps(step: Step, batch: int, seconds: float, clock: Callable[[], float]) -> tuple[list[float], int]:
+    """The seconds of each step, at least one, and the target tokens of all."""
+    started, times, tokens = clock(), list[float](), 0
+    while not times or clock() - started < seconds:
+        taken, targets = step(batch)
+        times.append(taken)
+        tokens += targets
+    return times, tokens

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -19,16 +20,17 @@ from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.files import Origin, check_codec
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
-from engine.trainer.checkpoint.store import Origin, package_versions
-from engine.trainer.collective import Collective, PeerLost
+from engine.trainer.checkpoint.store import package_versions
+from engine.trainer.collective import Collective, PeerLost, all_gather_object
 from engine.trainer.control import Control
 from engine.trainer.data import DataLoader, Split, load_split, load_train_split
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, files_checksum, load_model, parameter_checksum
-from engine.trainer.replica_check import ReplicaCheck
+from engine.trainer.model import count_parameters, files_checksum, load_model
+from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
 from engine.trainer.saver import save_adapter_config
 from engine.trainer.strategies.base import Strategy
@@ -42,25 +44,23 @@ _MIB = 2**20
 def train(spec: AttemptSpec, home: Path, collective: Collective, control: Control, reporter: Reporter) -> None:
     """Run the job to its end or to an agreed stop. `home`: the run's folder on this node. Raises JobError, GroupError,
     PeerLost, Diverged, Corrupted, OSError."""
-    setup = _Setup(spec, _rank_job(spec.job or {}, spec.rank(collective.rank), home), collective, control, reporter)
-    job = setup.job
+    raw = spec.job or {}
+    job = _rank_job(raw, spec.rank(collective.rank), home)
+    setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     maybe_set_recommended_wired_limit()
     model, tokenizer = load_model(job)
-    splits = setup.load_splits(tokenizer)
-    checksum = setup.check_ranks_agree(model, splits)
+    examples, valid, test = setup.load_splits(tokenizer)
+    checksum = setup.check_ranks_agree(model, examples, valid)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
         reporter.callback = _reporting_callback(job)
-    setup.report_start(model, splits.train, checksum)
-    strategy = setup.build_strategy(model, splits.train)
-    if job.optimizer_precision == "parameter" and strategy.in_16_bits:
-        reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
-    loop = setup.build_loop(strategy, splits.valid)
+    setup.report_start(model, examples, checksum)
+    loop = setup.build_loop(setup.build_strategy(model, examples), valid)
     try:
         outcome = loop.run()
-        if splits.test is not None and not outcome.stopped:
+        if test is not None and not outcome.stopped:
             reporter.phase("validating")
-            loss = loop.evaluate(splits.test, job.test_batches)
+            loss = loop.evaluate(test, job.test_batches)
             if loss is not None:
                 reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
                 reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
@@ -72,9 +72,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
 
 
 def _reporting_callback(job: Job) -> TrainingCallback | None:
-    """W&B and SwanLab by mlx-lm's own callbacks."""
-    if not job.report_to:
-        return None
+    """W&B and SwanLab by mlx-lm's own callbacks, None without report_to."""
     config = {key: str(value) for key, value in asdict(job).items()}
     return get_reporting_callbacks(
         job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
@@ -89,26 +87,18 @@ def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
 
 
 @dataclass(frozen=True)
-class _Splits:
-    train: Split
-    valid: Split
-    """May be empty."""
-    test: Split | None
-    """Only where the job has `test`."""
-
-
-@dataclass(frozen=True)
 class _Setup:
     """The steps from a rank's specification to its loop. All ranks take the same steps in the same order."""
 
     spec: AttemptSpec
+    config_hash: str
     job: Job
     collective: Collective
     control: Control
     reporter: Reporter
 
-    def load_splits(self, tokenizer: Any) -> _Splits:
-        """Raises JobError."""
+    def load_splits(self, tokenizer: Any) -> tuple[Split, Split, Split | None]:
+        """The examples for training, for validation (perhaps empty), and for the job's `test`. Raises JobError."""
         job, reporter = self.job, self.reporter
 
         def truncated(longest: int) -> None:
@@ -124,18 +114,18 @@ class _Setup:
         test = load_split(job, "test", tokenizer, truncated) if job.test else None
         if test is not None and not len(test):
             raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
-        return _Splits(train, valid, test)
+        return train, valid, test
 
-    def check_ranks_agree(self, model: nn.Module, splits: _Splits) -> str:
+    def check_ranks_agree(self, model: nn.Module, train: Split, valid: Split) -> str:
         """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
         # A partitioned model never is complete in the memory of one rank.
         checksum = parameter_checksum(model) if self.job.strategy == "data" else files_checksum(self.job)
         self.collective.check_equal(
             {
-                "the job's configuration": int(self._config_hash[:8], 16),
-                "the model or the adapter": int(checksum[:8], 16),
-                "train.jsonl": splits.train.checksum,
-                "valid.jsonl": splits.valid.checksum,
+                "the job's configuration": self.config_hash,
+                "the model or the adapter": checksum,
+                "train.jsonl": train.checksum,
+                "valid.jsonl": valid.checksum,
             }
         )
         return checksum
@@ -148,18 +138,21 @@ class _Setup:
             versions=package_versions(),
             world_size=self.spec.world_size,
             backend=self.spec.backend,
-            config_hash=self._config_hash,
+            config_hash=self.config_hash,
             parameter_checksum=checksum,
             iterations=job.iters,
             trainable_parameters=trainable,
             total_parameters=total,
             device=str(mx.default_device()),
         )
-        chunks = f" in {train.num_chunks} chunks of {job.chunk_size}" if train.num_chunks is not None else ""
+        chunks = f" in {train.plan.num_chunks} chunks of {job.chunk_size}" if train.plan.enabled else ""
         self.reporter.print(
             f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
             f"{len(train)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
         )
+        trained = tree_flatten(model.trainable_parameters())
+        if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
+            self.reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
 
     def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
         """Raises JobError, PeerLost."""
@@ -179,18 +172,18 @@ class _Setup:
         rank, size = collective.rank, collective.size
         node = spec.rank(rank)
         stop_on_corruption = spec.on_corruption == "stop"
-        origin = Origin(self._config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
+        origin = Origin(self.config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
         locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
         policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
         start = ResumePoint()
         if spec.resume:
             locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
-            resume = Resume(collective, strategy, self._config_hash, reporter, stop_on_corruption=stop_on_corruption)
+            resume = Resume(collective, strategy, self.config_hash, reporter, stop_on_corruption=stop_on_corruption)
             adapter = self.job.resume_adapter_file is not None
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
         destination = None
         if policy.every > 0 and (origin.part > 0 or rank == 0):
-            policy.check()
+            check_codec(policy.compression)
             destination = locations.destination(origin.part, origin.parts)
         emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
         self.control.save_and_exit = emergency.save_and_exit
@@ -213,17 +206,12 @@ class _Setup:
             start=start,
         )
 
-    @property
-    def _config_hash(self) -> str:
-        return config_hash(self.spec.job or {})
-
     def _layer_split(self, layers: int) -> LayerSplit:
         """As the job has it, else in proportion to the ranks' memory."""
         try:
             if self.job.layer_split is not None:
                 return parse_split(self.job.layer_split)
-            rows = self.collective.all_gather([_memory_mib()])
-            return layer_split(layers, [float(memory) for (memory,) in rows])
+            return layer_split(layers, all_gather_object(self.collective, _memory_mib()))
         except ValueError as error:
             raise JobError(f"[job] layer_split: {error}") from error
 

@@ -1,14 +1,10 @@
 """Parameters as a stream of arrays, one at a time, and safetensors files written from such a stream; MLX arrays as
-Python floats.
-
-The safetensors format: eight bytes of length, a JSON header with each tensor's type, shape and offsets, then the
-tensors.
+Python floats. For the format see protocol.safetensors.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.protocol.attempt import replacing
+from engine.trainer.collective import TensorSpec
 
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
@@ -44,22 +41,6 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor's shape and type, known before its values arrive."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.size
-
-
-@dataclass(frozen=True)
 class WeightStream:
     """Parameters by name, iterated once."""
 
@@ -81,8 +62,7 @@ class WeightStream:
 
 
 def write_safetensors(path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array]) -> None:
-    """Write the next `arrays`, one per entry of `entries`. `path` is complete and on disk afterwards, or as it was
-    before. Raises OSError."""
+    """Write one of `arrays` per entry; `path` is complete and on disk afterwards, or as before. Raises OSError."""
     with replacing(path) as file:
         header = _header(entries)
         file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)

@@ -99,7 +99,9 @@ def checkpoint_version(path: Path) -> str | None:
 def _manifest_version(path: Path) -> str | None:
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise CorruptCheckpoint(f"{path.name} is too large for a manifest")
-    manifest = _object(path.read_bytes(), path.name)
+    manifest = json_or_none(path.read_bytes())
+    if not isinstance(manifest, dict):
+        raise CorruptCheckpoint(f"{path.name} is not a JSON object")
     if "format" in manifest and isinstance(manifest.get("files"), list):
         # Written by the trainer beside its state: its version is the update.
         manifest = _convert_trainer_manifest(manifest, path.name)
@@ -134,13 +136,6 @@ def _safetensors_version(path: Path) -> str | None:
     except CheckpointError as error:
         raise CorruptCheckpoint(str(error)) from error
     return _version(metadata.get("version"))
-
-
-def _object(data: bytes, what: str) -> dict[str, Any]:
-    found = json_or_none(data)
-    if not isinstance(found, dict):
-        raise CorruptCheckpoint(f"{what} is not a JSON object")
-    return found
 
 
 def _version(value: object) -> str | None:

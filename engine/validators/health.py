@@ -14,10 +14,11 @@ from typing import Any, Final
 from engine.security.identifiers import safe_repr
 from engine.validators.values import finite, not_negative, number, table, whole
 
-MINIMUMS: Final = MappingProxyType({"throughput": 0.0, "gpu_utilization": 0.8})
-"""Exclusive: examples per second; 0 to 1."""
-MAXIMUMS: Final = MappingProxyType({"latency_ms": 500.0, "memory_utilization": 0.9})
-"""Exclusive: milliseconds; 0 to 1."""
+LIMITS: Final = MappingProxyType(
+    {"throughput": 0.0, "latency_ms": 500.0, "gpu_utilization": 0.8, "memory_utilization": 0.9}
+)
+"""Exclusive: examples per second, milliseconds, 0 to 1, 0 to 1."""
+_MINIMUMS: Final = ("throughput", "gpu_utilization")
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,13 @@ def monitor_performance(metrics: Mapping[str, Any], thresholds: Mapping[str, flo
     Raises ValueError for a metric that is missing or not a number, and for an unknown threshold.
     """
     found = table(metrics, "performance metrics")
-    replaced = dict(table(thresholds, "thresholds")) if thresholds is not None else {}
-    if unknown := sorted(map(str, set(replaced) - set(MINIMUMS) - set(MAXIMUMS))):
-        raise ValueError(f"threshold {safe_repr(unknown[0])}: must be one of {', '.join([*MINIMUMS, *MAXIMUMS])}")
+    limits = {**LIMITS, **(table(thresholds, "thresholds") if thresholds is not None else {})}
+    if unknown := sorted(map(str, limits.keys() - LIMITS.keys())):
+        raise ValueError(f"threshold {safe_repr(unknown[0])}: must be one of {', '.join(LIMITS)}")
     within: dict[str, bool | None] = {}
     issues = []
-    for name in ("throughput", "latency_ms", "gpu_utilization", "memory_utilization"):
-        above = name in MINIMUMS
-        limit = finite(replaced.get(name, (MINIMUMS if above else MAXIMUMS)[name]), f"threshold {name}")
+    for name in LIMITS:
+        above, limit = name in _MINIMUMS, finite(limits[name], f"threshold {name}")
         if name not in found:
             raise ValueError(f"performance metrics: {name} is missing (None where it was not measured)")
         if found[name] is None:

@@ -14,7 +14,6 @@ from engine.validators.gradients import validate_gradient_layer
 from engine.validators.health import monitor_performance, run_health_checks
 
 PARTS: Final = ("checkpoints", "gradient_updates", "performance_metrics", "health_config")
-LAYERS: Final = ("hardware", "worker", "checkpoint", "gradient", "performance", "health")
 
 
 @dataclass(frozen=True)

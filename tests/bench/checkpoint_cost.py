@@ -27,9 +27,10 @@ from mlx_lm.models.llama import Model, ModelArgs
 from engine.plan.checkpoints import save_every
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
+from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.optimizer import Updater
 from engine.trainer.reporting import Reporter
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
@@ -82,7 +83,7 @@ class Training:
     def step(self) -> None:
         batch = self._data.batch(np.arange(BATCH) + self._position * BATCH)
         self._position += 1
-        _, sums = self._gradients.of(batch)
+        _, sums = self._gradients.add(batch)
         scalar(self.updater.update(self._gradients.unpack(sums, batch.targets)))
 
     def snapshot(self) -> Snapshot:

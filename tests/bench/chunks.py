@@ -84,7 +84,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
 
     started = time.perf_counter()
     train = load_split(job, "train", tokenizer, lambda _: None)
-    if (train.num_chunks is not None) != chunked:
+    if train.plan.enabled != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
     loader, order = (
         DataLoader(train, job, [1.0], 0, Reporter(EventWriter(None, 0, 1))),
@@ -92,7 +92,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     )
     ready = time.perf_counter()
     taken, blocks = 0, 0
-    for position in range(loader.batches_per_epoch):
+    for position in range(order.batches_per_epoch):
         taken += len(loader.batch(position).tokens)
         loader.end_batch(position)
         if order.chunk_end(position) is not None:

@@ -80,7 +80,7 @@ async def flood(home: Path, seconds: float) -> list[Figure]:
     config = home / "flightdeck.toml"
     config.write_text(CONFIG.format(rate=LINES_PER_SECOND // len(RANKS), seconds=seconds + WARM_UP_S))
     engine = Engine(home / "state")
-    run = await engine.launches.launch(engine.configs.load(config))
+    run = await engine.launches.launch(engine.load_config(config))
     watch = engine.runs.watch(run.id)
     while watch.poll().record.state is not RunState.RUNNING:
         await asyncio.sleep(0.05)

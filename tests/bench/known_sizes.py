@@ -7,9 +7,10 @@ activations of one micro-batch without attention's scores.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.plan.memory.architecture import Layer
 from engine.plan.memory.estimate import RankWorkload, kept_per_token
 from engine.plan.memory.shape import ModelShape
 
@@ -123,12 +124,17 @@ KNOWN_SIZES = (
 )
 
 
+def _fused(layer: Layer) -> Layer:
+    """The layer where attention's kernel recomputes the scores, as a GPU's can."""
+    return replace(layer, sublayers=tuple(replace(sublayer, scores=0) for sublayer in layer.sublayers))
+
+
 def known_bytes(size: KnownSize) -> int:
     """The figure under its assumption: parameters × bytes, and what the layers keep of the tokens; with checkpointing
     only the layers' inputs, and what one layer keeps while its turn is on."""
     shape = ModelShape.from_config(size.config)
     ask = RankWorkload(fine_tune_type="full")
-    kept = [kept_per_token(shape, layer, ask, fused=True) for layer in shape.architecture.layers]
+    kept = [kept_per_token(shape, _fused(layer), ask) for layer in shape.architecture.layers]
     inputs = shape.layers * shape.hidden * shape.dtype_bytes
     per_token = inputs + max(kept) if size.grad_checkpoint else sum(kept)
     return shape.total_parameters * size.bytes_per_parameter + TOKENS * per_token

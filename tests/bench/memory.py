@@ -197,7 +197,7 @@ class Row:
     def probes_error(self) -> float | None:
         """Of batch 8, from the peaks of batch 1 and 2; None where those are no line."""
         probes = [MemoryProbe(batch=batch, peak_bytes=self.peaks[batch]) for batch in BATCHES[:2]]
-        predicted = peak_from_probes(probes, BATCHES[-1], before_bytes=self.expected(1).before_bytes)
+        predicted = peak_from_probes(probes, BATCHES[-1], self.expected(1).before_bytes)
         return predicted / self.peaks[BATCHES[-1]] - 1 if predicted is not None else None
 
     @property

@@ -67,7 +67,7 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
     losses = []
     for position in range(steps):
         batch = train_split.batch(sampler.batch(position))
-        loss, sums = gradients.of(batch)
+        loss, sums = gradients.add(batch)
         updater.update(gradients.unpack(sums, batch.targets))
         losses.append(loss / batch.targets)
     squares = [mx.square(value.astype(mx.float32) - start[name]).sum() for name, value in updater.masters.items()]

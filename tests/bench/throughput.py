@@ -30,7 +30,6 @@ from typing import Any, Final
 import mlx.core as mx
 
 from engine.demo_model import calls
-from engine.launch import mlx_launch
 from engine.protocol.attempt import END
 from tests.bench.calibration import SPINNERS, spinning
 from tests.bench.figures import Figure, machine, report
@@ -129,11 +128,12 @@ class Place:
         prepare += f"export TMPDIR={shlex.quote(str(self._kernels))}; echo $$ >rank$MLX_RANK.pid; "
         held = f"{prepare}exec setsid --wait taskset -c $MLX_RANK {program} </dev/null >>rank$MLX_RANK.log 2>&1"
         started = run_under_launcher(directory, case.ranks, ["/bin/sh", "-c", held], "0" * 32)
+        assert started.process is not None
         logs = [directory / f"rank{rank}.log" for rank in range(case.ranks)]
         try:
             while not all(path.exists() for path in logs) and started.process.poll() is None:
                 time.sleep(0.1)
-            mlx_launch.drop_pipes(started.stdin)
+            started.drop_pipes()
             started.process.wait(_RUN_LIMIT_S)
         except BaseException:
             started.process.kill()

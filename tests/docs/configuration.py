@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
@@ -112,7 +112,7 @@ def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), [each for each in get_args(annotation) if each not in (NoneType, ...)]
     if origin is Literal:
         return "one of " + ", ".join(f"`{_toml(each)}`" for each in arguments)
-    if origin is UnionType:
+    if origin in (UnionType, Union, Annotated):
         return _type_name(arguments[0])
     if origin is tuple:
         return "list of strings"

@@ -54,7 +54,7 @@ async def test_consoles_killed_while_lines_stream(home: Path, tmp_path: Path, ki
     config.write_text(CONFIG.format(python=sys.executable, flag=flag))
     (tmp_path / "chatter.py").write_text(CHATTER)
     engine = Engine(home)
-    run = await engine.launches.launch(engine.configs.load(config), skip=["versions_match", "gradient_layer"])
+    run = await engine.launches.launch(engine.load_config(config), skip=["versions_match", "gradient_layer"])
     watch = engine.runs.watch(run.id)
     while (state := watch.poll().record.state) is not RunState.RUNNING:
         assert not state.ended, watch.poll().record

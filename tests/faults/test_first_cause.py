@@ -46,7 +46,7 @@ def configuration(directory: Path, script: str) -> Path:
 
 async def run_pane(engine: Engine, config: Path, run: str) -> str:
     """The console's lines about a run that has ended, joined."""
-    app = FlightDeckApp(engine, engine.configs.load(config), follow=run)
+    app = FlightDeckApp(engine, engine.load_config(config), follow=run)
     async with app.run_test(size=DASHBOARD) as pilot:
         console = Console(app, pilot)
         await console.shows("first cause")

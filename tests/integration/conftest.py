@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import pytest_asyncio
 
 from engine.cluster.transport.fleet import Fleet
-from engine.node.processes import kill_group
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import LAUNCHERS
 
@@ -23,6 +21,4 @@ async def fleet(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async with Fleet((), tmp_path / "home") as fleet:
         yield fleet
     while LAUNCHERS:
-        launcher = LAUNCHERS.pop()
-        kill_group(launcher.pid, signal.SIGKILL)
-        launcher.process.wait(10)
+        LAUNCHERS.pop().kill()

@@ -16,10 +16,10 @@ from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import prepare
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.launch.hostfile import fresh_ports
-from engine.launch.mlx_launch import Launcher, drop_pipes
+from engine.launch.mlx_launch import Launcher
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import ExitRecord
-from engine.run.attempt import LaunchResult, Placement, launch, new_attempt
+from engine.run.attempt import AttemptOrigin, launch, new_attempt
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
@@ -61,7 +61,7 @@ class Flown:
     """One attempt, launched."""
 
     def __init__(
-        self, run_dir: RunDir, plan: RunPlan, attempt: Attempt, launched: LaunchResult, fleet: TransportProvider
+        self, run_dir: RunDir, plan: RunPlan, attempt: Attempt, launched: AttemptOrigin, fleet: TransportProvider
     ) -> None:
         self.run_dir, self.plan, self.attempt, self.launched, self.fleet = run_dir, plan, attempt, launched, fleet
 
@@ -78,7 +78,7 @@ class Flown:
         deadline = time.monotonic() + LIMIT_S
         while not (record := await self.read(rank, name)):
             assert time.monotonic() < deadline, (
-                self.run_dir.log(0xFFFF).read_text() if self.launched.launcher else self.launched.failures,
+                self.run_dir.log(0xFFFF).read_text() if self.launched.launcher else self.launched.start_failures,
                 await self.read(rank, f"rank{rank}.keeper.log"),
                 await self.read(rank, f"rank{rank}.log"),
             )
@@ -87,9 +87,10 @@ class Flown:
 
     async def launcher_left(self) -> None:
         """Awaits the end of mlx.launch, if there is one."""
-        if self.launched.launcher is not None:
-            drop_pipes(self.launched.launcher.stdin)
-            await asyncio.to_thread(self.launched.launcher.process.wait, LIMIT_S)
+        if (launcher := self.launched.launcher) is not None:
+            assert launcher.process is not None
+            launcher.drop_pipes()
+            await asyncio.to_thread(launcher.process.wait, LIMIT_S)
 
     async def output(self, rank: int) -> str:
         """What the rank's program has printed, once it has ended with 0."""
@@ -108,7 +109,7 @@ async def fly(home: Path, plan: RunPlan, fleet: TransportProvider, wiring: Netwo
     places = await prepare(fleet, nodes)
     port = await fresh_ports(fleet, nodes, wiring, plan.config.cluster.starting_port)
     history = RunHistory(plan.record(), NONCE, plan.created_at)
-    attempt = new_attempt(run_dir, plan, Placement(places, wiring, port), history)
+    attempt = new_attempt(run_dir, plan, history, layouts=places, network=wiring, starting_port=port)
     launched = await launch(run_dir, plan, attempt, fleet)
     if launched.launcher is not None:
         LAUNCHERS.append(launched.launcher)

@@ -66,7 +66,7 @@ async def test_a_person_accepts_a_key_fixes_a_node_and_sees_it_live(
         await console.press("escape")
     done = await asyncio.to_thread(
         subprocess.run,
-        [*engine.nodes.shell_argv(engine.configs.load(studio), "bea"), "cat fixed; rm fixed; exit 3"],
+        [*engine.nodes.shell_argv(engine.load_config(studio), "bea"), "cat fixed; rm fixed; exit 3"],
         capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert (done.stdout.strip(), done.returncode) == (b"fixed", 3)

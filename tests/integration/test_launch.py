@@ -50,7 +50,7 @@ async def test_a_launch_that_is_given_up_leaves_no_launcher(
     with pytest.raises(asyncio.CancelledError):
         await launching
     launcher = await asyncio.to_thread(started.get, timeout=30)
-    assert launcher.process.returncode == -signal.SIGKILL
+    assert launcher.process is not None and launcher.process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -59,7 +59,7 @@ async def test_ranks_on_hosts_with_other_homes_form_a_ring(
 ) -> None:
     plan = plan_of(on(cluster, "ana", "bea", "cyd", "dov"), ["python", "-c", RING], launcher=launcher)
     flown = await fly(tmp_path / "home", plan, fleet)
-    assert flown.launched.failures == ()
+    assert flown.launched.start_failures == ()
     output = [json.loads(await flown.output(rank)) for rank in range(4)]
     await flown.launcher_left()
     if flown.launched.launcher is not None:

@@ -83,7 +83,7 @@ async def test_a_python_that_is_gone_is_told_by_both_launchers(cluster: Cluster,
     good, bad = on(cluster, "ana", "ana")
     nodes = (good, bad.model_copy(update={"python": "~/gone/python"}))
     directly = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="direct"), fleet)
-    (failure,) = directly.launched.failures
+    (failure,) = directly.launched.start_failures
     assert (failure.rank, failure.code) == (1, 127)
     assert f"{cluster['ana'].home}/gone/python" in failure.message
     launched = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="mlx.launch"), fleet)
@@ -101,8 +101,8 @@ async def test_a_node_that_is_lost_while_ranks_are_started_is_told_by_its_rank(
         plan = plan_of(nodes, ["python", "-c", ""], launcher=launcher)
         flown = await fly(tmp_path / "home", plan, CutAfterFiles(fleet, cluster, "bea"))
         if flown.launched.launcher is None:
-            assert [failure.rank for failure in flown.launched.failures] == [1]
-            assert "bea" in flown.launched.failures[0].message
+            assert [failure.rank for failure in flown.launched.start_failures] == [1]
+            assert "bea" in flown.launched.start_failures[0].message
             assert (await flown.record(0)).error is None
         else:
             await flown.launcher_left()

@@ -144,9 +144,10 @@ def launch(
     write_atomic(files.spec, spec.to_json())
     write_atomic(files.start, start_script(spec, files, link_bundle(directory / "node")))
     started = run_under_launcher(files.directory, len(ranks), ["/bin/sh", str(files.start)], nonce)
+    assert started.process is not None
     run = Launched(started.process, files, len(ranks), nonce)
     wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)
-    mlx_launch.drop_pipes(started.stdin)
+    started.drop_pipes()
     return run
 
 

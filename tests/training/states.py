@@ -12,9 +12,10 @@ import numpy as np
 
 from engine.protocol.events import EventWriter
 from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination, Remote
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import State
 

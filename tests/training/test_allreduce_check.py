@@ -19,7 +19,9 @@ def test_two_ranks_agree_and_are_measured(tmp_path: Path) -> None:
     options = ["--seconds", "0.5", "--world-size", "2", "--out", str(tmp_path / "rank{rank}.json")]
     command = shlex.join([sys.executable, "-m", "engine.trainer.allreduce_check", *options])
     program = ["/bin/sh", "-c", f"cd {shlex.quote(str(bundle))} && exec {command}"]
-    run_under_launcher(tmp_path, 2, program, uuid.uuid4().hex).process.wait(60)
+    launcher = run_under_launcher(tmp_path, 2, program, uuid.uuid4().hex)
+    assert launcher.process is not None
+    launcher.process.wait(60)
     for rank in (0, 1):
         result = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert (result["rank"], result["size"], result["exact"], result["error"]) == (rank, 2, True, None)

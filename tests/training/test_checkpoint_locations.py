@@ -23,23 +23,23 @@ def test_a_url_holds_complete_copies_and_the_newest_is_fetched(tmp_path: Path) -
     there = tmp_path / "elsewhere" / "run"
     assert names(there) == [4, 6]
     assert events(tmp_path / "e0")[-1]["path"] == f"file://{tmp_path}/elsewhere/run/step-000000006"
-    refused: list[str] = []
-    fetched: list[Path] = []
 
     def fetch(name: str, count: int) -> list[int]:
-        def on_fetched(path: Path, size: int) -> None:
-            fetched.append(path)
-
-        assert remote.fetch(tmp_path / name, count, lambda path, why: refused.append(why), on_fetched)
+        assert remote.fetch(tmp_path / name, count, reporter(tmp_path / "e"))
         return names(tmp_path / name)
 
-    assert fetch("new", 1) == [6] and refused == [] and len(fetched) == 2
+    def fetched() -> int:
+        reported = events(tmp_path / "e")
+        assert {event["event"] for event in reported} == {"fetched"}
+        return len(reported)
+
+    assert fetch("new", 1) == [6] and fetched() == 2
     assert store.verify(tmp_path / "new" / "step-000000006").manifest.update == 6
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-000000006"], "nothing else is left there"
     # What is here already and verifies is not fetched again; what does not verify is.
-    assert fetch("new", 2) == [4, 6] and len(fetched) == 4
+    assert fetch("new", 2) == [4, 6] and fetched() == 4
     (tmp_path / "new" / "step-000000006" / "weights.safetensors").write_bytes(b"short")
-    assert fetch("new", 2) == [4, 6] and len(fetched) == 6 and refused == []
+    assert fetch("new", 2) == [4, 6] and fetched() == 6
     store.verify(tmp_path / "new" / "step-000000006")
 
 

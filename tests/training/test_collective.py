@@ -40,7 +40,7 @@ def test_arrays_are_broadcast_bit_for_bit(
         patch.setattr(collective_module, "_BUCKET_WORDS", bucket)
         found = together(3, lambda each: broadcast_arrays(each, groups if each.rank == owner else None, owner))
     for one in found:
-        assert {group: set(arrays) for group, arrays in one.items()} == {g: set(a) for g, a in groups.items()}
+        assert {(group, name) for group in one for name in one[group]} == {(g, n) for g in groups for n in groups[g]}
         for group, arrays in groups.items():
             for name, value in arrays.items():
                 theirs = one[group][name]

@@ -10,9 +10,9 @@ import pytest
 
 from engine.protocol.job import JobError, config_hash
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import MANIFEST_NAME
+from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest
 from engine.trainer.checkpoint.locations import CheckpointLocations
-from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, StateFolder, complete_states
+from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
@@ -35,7 +35,7 @@ def resume(
     def run(collective: Collective) -> ResumePoint:
         rank = collective.rank
         search = Resume(collective, cast("Strategy", strategies[rank]), "job", reporter(home / f"e{rank}", rank))
-        return search.run([StateFolder("checkpoint", folder) for folder in folders[rank]], reached=reached)
+        return search.run(dict.fromkeys(folders[rank]), reached=reached)
 
     starts = together(len(folders), run)
     messages = "\n".join(
@@ -57,11 +57,11 @@ def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
     # Of each rank: update, part, parts.
     rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
     found = complete_states(
-        StateCopy(rank, index, update, parts, part, "checkpoint", 2 * update, {}, None, 0)
+        StateCopy(rank, index, Manifest("job", 2, part, parts, update, 2 * update, {}, {}, ()), None)
         for rank, copies in enumerate(rows)
         for index, (update, part, parts) in enumerate(copies)
     )
-    assert [{copy.update for copies in whole for copy in copies} for whole in found] == [{5}, {3}]
+    assert [{copy.manifest.update for copies in whole for copy in copies} for whole in found] == [{5}, {3}]
     holders = [[[(copy.rank, copy.number) for copy in copies] for copies in whole] for whole in found]
     assert holders == [[[(0, 1)], [(1, 0)]], [[(0, 2), (1, 1)]]]
 
@@ -101,7 +101,7 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
         rank = collective.rank
         search = Resume(collective, cast("Strategy", FakeStrategy()), "job", reporter(tmp_path / f"e{rank}", rank))
         with pytest.raises(JobError) as error:
-            search.run([StateFolder("checkpoint", tmp_path / "none")], adapter=rank == 0, reached=40)
+            search.run({tmp_path / "none": None}, adapter=rank == 0, reached=40)
         raised.append(str(error.value))
 
     together(2, run)
@@ -183,20 +183,20 @@ def test_emergency_checkpoints_of_different_attempts_may_differ(tmp_path: Path) 
 @pytest.mark.parametrize(
     "facts",
     [
-        {},
-        {"iteration": "4", "part": 0, "parts": 1, "window": {}},
-        {"iteration": -4, "part": 0, "parts": 1, "window": {}},
-        {"iteration": 4, "part": 1, "parts": 1, "window": {}},
-        {"iteration": 4, "part": 0, "parts": 10**9, "window": {}},
-        {"iteration": 4, "part": True, "parts": 1, "window": {}},
-        {"iteration": 4, "part": 0, "parts": 1, "window": {"losses": "many"}},
-        {"iteration": 4, "part": 0, "parts": 1, "window": []},
+        {"iteration": None},
+        {"iteration": "4"},
+        {"iteration": -4},
+        {"part": 1},
+        {"parts": 10**9},
+        {"part": True, "parts": 2},
+        {"window": {"losses": "many"}},
+        {"window": []},
     ],
 )
 def test_a_manifest_with_impossible_facts_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
     written = store.write(tmp_path / "a", snapshot(2), origin())
     manifest = json.loads((written.path / MANIFEST_NAME).read_bytes())
-    (written.path / MANIFEST_NAME).write_text(json.dumps({**manifest, "state": facts}))
+    (written.path / MANIFEST_NAME).write_text(json.dumps({**manifest, **facts}))
     starts, strategies, messages = resume(tmp_path, [[tmp_path / "a"]])
     assert starts[0].source == "none" and strategies[0].restored == {}
     assert "its manifest" in messages and "1 were refused" in messages

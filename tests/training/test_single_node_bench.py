@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,9 +26,9 @@ from engine.trainer.model import load_model
 from engine.trainer.single_node_bench import (
     PROBE_BATCHES,
     WINDOWS,
-    Measurement,
     SingleNodeTrainer,
     SyntheticData,
+    measure,
     synthetic_model,
 )
 from tests.training.test_update import make_job, train
@@ -88,37 +88,38 @@ class Paced:
         return seconds, batch_size * 10
 
 
-def measured(paced: Paced, batch: int, seconds: float) -> Measurement:
-    measurement = Measurement(cast("SingleNodeTrainer", paced), batch, seconds, clock=lambda: paced.now)
-    measurement.run(lambda: None)
-    return measurement
+def measured(paced: Paced, batch: int, seconds: float) -> tuple[MeasureReport, list[float]]:
+    """The report, and each window's throughput."""
+    report = MeasureReport(batch=batch)
+    return report, measure(paced.step, seconds, report, lambda: None, clock=lambda: paced.now)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_throughput_and_what_a_step_costs_whatever_its_batch(batch: int) -> None:
-    found = measured(Paced(0.02, 0.01), batch, 30.0)
-    assert found.steps.examples_per_s == pytest.approx(batch / (0.02 + batch * 0.01))
+    found, _ = measured(Paced(0.02, 0.01), batch, 30.0)
+    assert found.examples_per_s == pytest.approx(batch / (0.02 + batch * 0.01))
+    assert found.tokens_per_s == pytest.approx(10 * batch / (0.02 + batch * 0.01))
+    assert found.step_s == pytest.approx(0.02 + batch * 0.01)
     assert found.overhead_s == pytest.approx(0.02)
     assert found.spread == pytest.approx(0)
-    assert found.steps.tokens == 10 * batch * len(found.steps.seconds)
-    assert 30.0 <= found.elapsed_s < 34.0
+    assert 30.0 <= found.measured_s < 34.0
 
 
 def test_the_spread_is_over_windows_and_says_how_unsteady_it_was() -> None:
     slower = (0.01 * (1 + step / 1000) for step in count())
-    found = measured(Paced(0.0, slower), 4, 20.0)
-    assert WINDOWS - 2 <= len(found.throughputs) <= WINDOWS
-    assert found.throughputs == sorted(found.throughputs, reverse=True)
+    found, throughputs = measured(Paced(0.0, slower), 4, 20.0)
+    assert WINDOWS - 2 <= found.windows == len(throughputs) <= WINDOWS
+    assert throughputs == sorted(throughputs, reverse=True)
     assert found.spread is not None and found.spread == pytest.approx(
-        np.std(found.throughputs, ddof=1) / np.mean(found.throughputs)
+        np.std(throughputs, ddof=1) / np.mean(throughputs)
     )
     assert found.spread > 0.05
 
 
 def test_a_step_that_outlasts_the_measurement_is_measured_once() -> None:
-    found = measured(Paced(0.0, 100.0), 2, 10.0)
-    assert len(found.steps.seconds) == 1 and found.spread is None
-    assert found.steps.examples_per_s == pytest.approx(0.01)
+    found, _ = measured(Paced(0.0, 100.0), 2, 10.0)
+    assert found.steps == 1 and found.spread is None
+    assert found.examples_per_s == pytest.approx(0.01)
 
 
 def run(spec: MeasureSpec, folder: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -142,7 +143,7 @@ def test_the_program_says_how_far_it_is_and_what_it_has_measured(tiny: Tiny, tmp
     assert found.problem is None and found.batch == 4 and found.steps > 0
     assert found.examples_per_s is not None and found.examples_per_s > 0
     assert found.tokens_per_s is not None and found.tokens_per_s > found.examples_per_s
-    assert [batch for batch, _ in found.probes] == list(PROBE_BATCHES)
+    assert [probe["batch"] for probe in found.probes] == list(PROBE_BATCHES)
     assert found.state_bytes is not None and found.gradient_bytes is not None
     assert found.qos == ("not on macOS" if sys.platform != "darwin" else found.qos)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spec.json"]
@@ -179,9 +180,8 @@ def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
         raise LeftError(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    idle = Measurement(cast("SingleNodeTrainer", Paced(0.0, 1.0)), 4, 10.0)
     with pytest.raises(LeftError, match="1"):
-        calibrate._give_up(MeasureReport(), idle, stepped)
+        calibrate._give_up(MeasureReport(), 60.0, stepped)
     found = json.loads(capsys.readouterr().out)["measured"]
     assert (found["examples_per_s"], found["problem"]) == (speed, problem)
 

@@ -22,15 +22,15 @@ from engine.protocol.attempt import CONTROL_FD_ENV, STOP
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.store import Origin
 from engine.trainer.collective import Collective
 from engine.trainer.control import Control
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.trainer.loop import Diverged, Loop, Outcome
-from engine.trainer.model import load_model, parameter_checksum
+from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
-from engine.trainer.replica_check import ReplicaCheck
+from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
@@ -110,7 +110,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     losses = []
     for window in ([0, 1], [2, 3], [4]):
         batches = [examples.batch(sampler.batch(position)) for position in window]
-        parts = [gradients.of(batch) for batch in batches]
+        parts = [gradients.add(batch) for batch in batches]
         losses += [loss / batch.targets for (loss, _), batch in zip(parts, batches, strict=True)]
         sums = [mx.sum(mx.stack(list(buckets)), axis=0) for buckets in zip(*(part[1] for part in parts), strict=True)]
         updater.update(gradients.unpack(sums, sum(batch.targets for batch in batches)))
@@ -150,7 +150,7 @@ def test_loss_and_gradient_are_mlx_lms_but_for_its_pad_target(tiny: Tiny, tmp_pa
     gradients = Gradients(model)
     ends = np.array(bounds[:, 1]) + 1
     batch = Batch(np.array(tokens), np.stack([np.ones(4), ends], axis=1).astype(np.int32), int((ends - 1).sum()))
-    loss, _ = gradients.of(batch)
+    loss, _ = gradients.add(batch)
     assert batch.targets == count.item()
     assert loss / batch.targets == pytest.approx(expected.item(), abs=1e-5)
 
@@ -302,7 +302,7 @@ def test_gradients_of_many_buckets_are_those_of_one(
     whole = train(tiny, tmp_path / "whole", iters=4, grad_accumulation_steps=2)
     monkeypatch.setattr(data_parallel, "_BUCKET_FLOATS", 1_500)
     parts = train(tiny, tmp_path / "parts", iters=4, grad_accumulation_steps=2)
-    assert len(Gradients(parts.model).of(load_batch(parts))[1]) > 5
+    assert len(Gradients(parts.model).add(load_batch(parts))[1]) > 5
     assert all(mx.array_equal(value, whole.weights()[name]).item() for name, value in parts.weights().items())
 
 
@@ -341,7 +341,7 @@ def test_without_checkpoints_a_stop_saves_its_state_and_removes_older_ones(
     train(tiny, tmp_path, stopped_control(monkeypatch), grad_accumulation_steps=3)
     assert [path.name for path in (tmp_path / "emergency").iterdir()] == ["1"]
     found = latest(tmp_path / "emergency" / "1" / "rank0", lambda path, why: pytest.fail(why))
-    assert found is not None and (found.manifest.update, found.manifest.state["iteration"]) == (1, 3)
+    assert found is not None and (found.manifest.update, found.manifest.iteration) == (1, 3)
 
 
 def test_a_save_that_fails_on_the_way_is_a_warning(tiny: Tiny, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class _Table:
 
 
 class Member:
-    """One rank's side: a Collective's `all_sum` and `all_gather`."""
+    """One rank's side: a Collective's `all_sum` and `gather_arrays`."""
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
@@ -39,10 +39,11 @@ class Member:
         mx.eval(total)
         return total
 
-    def all_gather(self, values: list[int]) -> list[list[int]]:
-        rows = self._exchange(values)
-        assert len({len(row) for row in rows}) == 1
-        return [list(row) for row in rows]
+    def gather_arrays(self, array: mx.array) -> mx.array:
+        mx.eval(array)
+        gathered = mx.stack(self._exchange(array))
+        mx.eval(gathered)
+        return gathered
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._table.rows[self.rank] = mine

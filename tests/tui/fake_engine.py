@@ -29,8 +29,8 @@ from engine.models import (
     RunState,
     Topology,
 )
-from engine.plan.context import Launching, PlanInputs, Tools
-from engine.plan.document import TrainingPlan
+from engine.plan.context import PlanInputs, Tools
+from engine.plan.document import Launching, TrainingPlan
 from engine.plan.network import NetworkPlan, plan_network
 from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
@@ -374,12 +374,12 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    configs = nodes = plans = checks = calibrations = launches = runs = part
+    nodes = plans = checks = calibrations = launches = runs = part
 
-    def load(self, path: Path) -> Config:
+    def load_config(self, path: Path) -> Config:
         return configuration()
 
-    def demo(self, *, ranks: int = 2, iters: int = 60) -> Config:
+    def demo_config(self, *, ranks: int = 2, iters: int = 60) -> Config:
         return configuration()
 
     def all(self) -> list[RunRecord]:
@@ -462,7 +462,7 @@ class FakeEngine:
                 examples=512,
                 examples_source="counted in train.jsonl on local-0",
                 calibration=self.taken,
-                launching=Launching(command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
+                launching=Launching(mlx_launch_command="mlx.launch --hostfile hostfile.json -- python -m mlx_lm lora"),
             )
         )
 

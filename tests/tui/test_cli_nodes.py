@@ -38,7 +38,7 @@ class Cluster:
     accepted: list[str] = field(default_factory=list)
     closed: int = 0
 
-    def load(self, path: Path) -> Config:
+    def load_config(self, path: Path) -> Config:
         named = tuple(NodeConfig(name=f.node, ssh=f.host, python="python3", workdir="~") for f in self.found)
         return Config(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
 
@@ -79,7 +79,7 @@ class Cluster:
         """Every part of the Engine at once."""
         return self
 
-    configs = nodes = part
+    nodes = part
 
     def run(self, *trust: str, json: bool = False) -> int:
         options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json)

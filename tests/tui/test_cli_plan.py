@@ -91,7 +91,7 @@ def test_a_pipelines_layers_can_be_given(home: Path, studio: Path) -> None:
     assert done.code == 1 and "ends at layer 3, and the model has 4" in done.err + done.out
     for arguments, text in (
         (["--layer-split", "0-1;1-4"], "is not a range of layers"),
-        (["--layer-split", "0-1,1-2,2-4"], "3 ranges for 2 nodes"),
+        (["--layer-split", "0-1,1-2,2-4"], "2 ranges, one per node, not 3"),
         (["--layer-split", "0-1,1-4", "--strategy", "sharded"], "does not split layers"),
     ):
         done = plan(home, studio, *arguments)

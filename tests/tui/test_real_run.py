@@ -28,7 +28,7 @@ async def console_on(engine: Engine, config: Config) -> AsyncIterator[Console]:
 
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
     engine = Engine(demo_below(home))
-    config = await asyncio.to_thread(engine.configs.demo, ranks=2, iters=4000)
+    config = await asyncio.to_thread(engine.demo_config, ranks=2, iters=4000)
     config = config.model_copy(update={"preflight": config.preflight.model_copy(update={"skip": TAKE_SECONDS})})
     async with console_on(engine, config) as console:
         await console.shows("launches it, after you confirm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,7 +19,7 @@ _EVERY_S = 5.0
 
 def calibrate(options: argparse.Namespace, engine: Engine) -> int:
     """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     if options.show:
         taken = engine.calibrations.latest(config)
     else:
@@ -34,9 +33,9 @@ def calibrate(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def document(found: Prediction) -> dict[str, Any]:
-    shares = asdict(found.shares) | {"micro_batches": found.micro_batches}
+    shares = found.shares.model_dump(mode="json") | {"micro_batches": found.micro_batches}
     taken = found.calibration.model_dump(mode="json") if found.calibration is not None else {"nodes": [], "links": []}
-    return taken | {"stale": found.stale, "shares": shares, "prediction": asdict(found.throughput)}
+    return taken | {"stale": found.stale, "shares": shares, "prediction": found.throughput.model_dump()}
 
 
 async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -> Calibration:

@@ -18,6 +18,7 @@ from engine.api import (
     FoundHost,
     FoundPython,
     already_there,
+    draft,
     find_job,
     hosts_from_hostfile,
     hosts_from_names,
@@ -52,7 +53,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
     if hostfile:
         job = replace(job, env=hostfile.env)
     backend = (hostfile.backend if hostfile else None) or "auto"
-    text = engine.configs.draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
+    text = draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
     if target == _STDOUT:
         print(text, end="")
         return ExitCode.OK
@@ -195,7 +196,7 @@ def _say_next(
         lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each Mac itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
-    there = {"model": job.model or job.has_model, "data": job.data or job.has_data}
+    there = {"model": job.has_model, "data": job.data or job.has_data}
     missing = [key for key, known in there.items() if not known]
     if missing:
         lines.say(f"  edit {target}: [job] {' and '.join(missing)}")

@@ -24,7 +24,7 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
         progress_lines(options).say("demo: making its model and corpus, where they are not there yet")
     else:
         check_terminal()
-    config = engine.configs.demo(ranks=options.ranks, iters=options.iters)
+    config = engine.demo_config(ranks=options.ranks, iters=options.iters)
     if headless:
         return _launch(options, engine, config, owned=True)
     # Imported late: textual costs more than all other commands need to start.
@@ -35,7 +35,7 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, return once preflight has let it through."""
-    config = with_strategy(engine.configs.load(config_file(options)), options.strategy, options.layer_split)
+    config = with_strategy(engine.load_config(config_file(options)), options.strategy, options.layer_split)
     return _launch(options, engine, config)
 
 

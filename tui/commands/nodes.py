@@ -41,7 +41,7 @@ class ClusterProbe:
 
 def nodes(options: argparse.Namespace, engine: Engine) -> int:
     """Probe every node of the configuration; 1 when one has a problem, or they cannot be wired."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     progress = Lines(sys.stderr)
     if ASK in options.trust and not is_person(sys.stdin):
         raise InputError("--trust without a fingerprint asks, and there is no terminal", todo="--trust SHA256:…")

@@ -17,7 +17,7 @@ _WIDEST = 120
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
     """Make the plan; 1 when it could not be launched as it stands, or not by this release."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     strategy = options.strategy
     if options.layer_split is not None:
         config = with_strategy(config, strategy, options.layer_split)

@@ -17,7 +17,7 @@ from tui.commands.terminal import Lines, config_file, has_colour, print_json, pr
 
 def preflight(options: argparse.Namespace, engine: Engine) -> int:
     """Run the checks and stream them; 1 when one would block a launch."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     lines = progress_lines(options)
     results = asyncio.run(_checks(engine, config, options.skip, lines))
     report = engine.checks.report(config, results, skip=options.skip)
@@ -72,7 +72,7 @@ def _terminal() -> CheckResult:
 
 def sync(options: argparse.Namespace, engine: Engine) -> int:
     """Copy and compare, or compare only; 1 when a node differs after it."""
-    config = engine.configs.load(config_file(options))
+    config = engine.load_config(config_file(options))
     lines = progress_lines(options)
     report = asyncio.run(_synced(engine, config, lines, dry_run=options.dry_run))
     if options.json:

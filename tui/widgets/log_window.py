@@ -65,7 +65,7 @@ class LogWindow:
         self.run_dir = run_dir
         self.source = source
         self._reader = None if run_dir is None else LogReader(run_dir, source)
-        self._scan = None if self._reader is None else LogScan(self._reader.copy(), self._found)
+        self._scan = None if run_dir is None else LogScan(LogReader(run_dir, source), self._found)
         self.sources = [] if self._reader is None else self._reader.run_dir.sources()
         """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
         self.following = True

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from engine.errors import InputError
 from engine.security.identifiers import SshTarget
+from engine.security.sanitise import last_line
 
 _UNSAFE = re.compile(rb"[^ -~]|[\\'!]")
 """Bytes that some login shell reads otherwise within single quotes: fish a backslash, csh a newline and a `!`."""
@@ -30,8 +31,7 @@ class Completed:
     @property
     def exit_output(self) -> str:
         """The last line of its stderr, or else of its stdout: usually why it failed."""
-        lines = [line for stream in (self.stdout, self.stderr) for line in stream.decode(errors="replace").splitlines()]
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return last_line(self.stderr.decode(errors="replace")) or last_line(self.stdout.decode(errors="replace"))
 
 
 class Channel(Protocol):

@@ -22,6 +22,8 @@ _LEAVES_S = 1.0
 _REAP_LIMIT_S = 5.0
 """For a killed program to go: one that waits for a stalled disk may never."""
 _EXIT_OUTPUT_BYTES = 4096
+_PIPE_BYTES = 1 << 18
+"""On Linux; a flood of log lines then wakes the head a fourth as often."""
 
 
 class LocalTransport:
@@ -116,6 +118,8 @@ async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.sub
         stderr=stderr,
         cwd="/",
         start_new_session=True,
+        limit=_PIPE_BYTES,
+        pipesize=_PIPE_BYTES,
     )
 
 

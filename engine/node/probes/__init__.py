@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.node.processes import end_with_parent
+from engine.node.processes import end_with_parent, tool_output
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,17 @@ def run(name: str, arguments: list[str]) -> None:
     for document in report if isinstance(report, Iterator) else [report]:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
+
+
+def nearest(path: Path) -> Path:
+    """The path, or what there is of the way to it."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def mac_gpu_statistics(limit: int) -> str:
+    """At most `limit` characters of ioreg's lines about the GPU's use."""
+    statistics = tool_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
+    return "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:limit]
 
 
 def did_you_mean(path: Path, holding: str = "") -> str:

@@ -19,7 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from engine.node.probes import nearest
 
 LIMIT_S = 4.0
 MLX_LIMIT_S = 8.0
@@ -167,10 +170,7 @@ def version(distribution: str) -> str | None:
 
 def disk(directory: str) -> list[int]:
     """(free, total) bytes on the disk of the directory, or of the nearest parent that there is."""
-    directory = os.path.expanduser(directory)  # noqa: PTH111
-    while not os.path.isdir(directory) and directory != os.path.dirname(directory):  # noqa: PTH112, PTH120
-        directory = os.path.dirname(directory)  # noqa: PTH120
-    usage = shutil.disk_usage(directory)
+    usage = shutil.disk_usage(nearest(Path(directory).expanduser()))
     return [usage.free, usage.total]
 
 

@@ -4,7 +4,6 @@ program is; and `write`, which puts the files of an attempt in place."""
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 
 from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean
-from engine.node.probes.model import HASHED, HASHED_LIMIT
+from engine.node.probes.model import HASHED, file_hash, sha256
 from engine.protocol.job import config_hash
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -34,19 +33,6 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
     return {"hashes": found}
 
 
-def file_hash(path: Path) -> str | None:
-    """SHA-256 of the file, its size if over the limit, or why it cannot be read; None if it is missing."""
-    try:
-        size = path.stat().st_size
-        if size > HASHED_LIMIT:
-            return f"{size} bytes"
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    except OSError as error:
-        return f"{error.strerror}"
-
-
 LINK = -1
 ENVIRONMENT = "pyvenv.cfg"
 """A folder that holds it is a virtual environment, whatever it is called: made on each machine, for that machine."""
@@ -62,20 +48,16 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
     target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
     """
     folder, request = Path(folder_path), json.loads(request_text)
-    report: dict[str, Any] = {
-        "home": False, "absent": False, "problem": None, "permit": None, "entries": {}, "cut": False, "left": [],
-    }  # fmt: skip
     try:
         if not folder.is_dir():
-            report["absent"], report["problem"] = True, f"{folder} is not there{did_you_mean(folder)}"
-            return report
+            return {"absent": True, "problem": f"{folder} is not there{did_you_mean(folder)}"}
         if folder.resolve() == Path.home().resolve():
-            report["home"] = True
-            return report
+            return {"home": True}
     except OSError as error:
-        report["problem"] = f"{folder}: {error.strerror}"
-        return report
-    left, entries = int(request["all_bytes"]), report["entries"]
+        return {"problem": f"{folder}: {error.strerror}"}
+    left = int(request["all_bytes"])
+    entries: dict[str, list[Any]] = {}
+    report: dict[str, Any] = {"entries": entries}
     walk = _Walk(tuple(request["without"]), {Path(path) for path in request["apart"]})
     for path in walk.below(folder):
         if len(entries) == request["files"]:
@@ -138,11 +120,7 @@ def _entry(path: Path, hashed: int) -> list[Any] | None:
     size = path.stat().st_size
     if size > hashed:
         return [size, None]
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return [size, digest.hexdigest()]
+    return [size, sha256(path)]
 
 
 def probe_bundle() -> dict[str, Any]:
@@ -155,10 +133,12 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
     user alone; its parents are made. `problem` says why that failed, also when there is such a folder already."""
     os.umask(0o077)
     target, content = Path(folder), json.loads(files)
-    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    partial = target.with_name(f".{target.name}.partial")
     try:
         if target.exists():
             raise FileExistsError(0, "is there already")
+        # What one that was killed has left.
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, text in content.items():
             if text is None:
@@ -211,5 +191,5 @@ def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]
     return {"program": str(program), "fault": None}
 
 
-def _fault(what: str, *, make: str | None = None, permit: str | None = None) -> dict[str, str | None]:
-    return {"program": None, "fault": what, "make": make, "permit": permit}
+def _fault(what: str, **fix: str) -> dict[str, str | None]:
+    return {"program": None, "fault": what, **fix}

@@ -44,16 +44,6 @@ def sweep(nonce: str, quiet_s: float) -> list[str]:
         time.sleep(_SWEEP_INTERVAL_S)
 
 
-def hold(nonce: str, seconds: float, folders: list[Path]) -> list[str]:
-    """Wait for the end of the lease, and end what it covers; the commands of what cannot be killed."""
-    released = _await_end(seconds)
-    # First: what has not been started by now then finds nothing to start.
-    for folder in folders:
-        if folder.name.startswith(CHECK_PREFIX):
-            shutil.rmtree(folder, ignore_errors=True)
-    return sweep(nonce, _QUIET_S if released else _LATE_S)
-
-
 def _await_end(seconds: float) -> bool:
     """True when the head has released the lease; False when it is gone."""
     received = b""
@@ -107,4 +97,9 @@ def probe_lease(nonce: str, seconds: str, *folders: str) -> Iterator[dict[str, A
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     yield {"held": True}
-    yield {"left": hold(nonce, float(seconds), [Path(folder) for folder in folders])}
+    released = _await_end(float(seconds))
+    # First: what has not been started by now then finds nothing to start.
+    for folder in folders:
+        if Path(folder).name.startswith(CHECK_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+    yield {"left": sweep(nonce, _QUIET_S if released else _LATE_S)}

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.node.probes import mac_gpu_statistics
 from engine.node.processes import command_of, linux_stat, pids_of_runs, tool_output
 
 BUSY_CORES = 0.8
@@ -111,9 +112,8 @@ def _linux_output() -> dict[str, Any]:
 
 
 def _mac_output() -> dict[str, Any]:
-    statistics = tool_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
     return {
-        "ioreg": "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:_TEXT_LIMIT],
+        "ioreg": mac_gpu_statistics(_TEXT_LIMIT),
         "assertions": tool_output("pmset", "-g", "assertions"),
         "caffeinate": os.access("/usr/bin/caffeinate", os.X_OK),
     }

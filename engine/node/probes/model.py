@@ -41,7 +41,7 @@ def probe_model(path: str) -> dict[str, Any]:
     shards = sorted(directory.glob("model*.safetensors"))
     faults += _shard_faults(directory, {shard.name for shard in shards})
     report["shards"], report["bytes"] = len(shards), sum(shard.stat().st_size for shard in shards)
-    report["hashes"] = {file: _sha256(directory / file) for file in HASHED if (directory / file).is_file()}
+    report["hashes"] = {name: value for name in HASHED if (value := file_hash(directory / name)) is not None}
     report["hashes"] |= {shard.name: f"{shard.stat().st_size} bytes" for shard in shards}
     return report
 
@@ -63,9 +63,19 @@ def _shard_faults(directory: Path, present: set[str]) -> list[str]:
     return [f"empty: {', '.join(empty)}"] if empty else []
 
 
-def _sha256(path: Path) -> str:
-    if path.stat().st_size > HASHED_LIMIT:
-        return f"{path.stat().st_size} bytes"
+def file_hash(path: Path) -> str | None:
+    """SHA-256 of the file, its size if over the limit, or why it cannot be read; None if it is missing."""
+    try:
+        size = path.stat().st_size
+        return f"{size} bytes" if size > HASHED_LIMIT else sha256(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+def sha256(path: Path) -> str:
+    """Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

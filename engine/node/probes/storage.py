@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import did_you_mean
+from engine.node.probes import did_you_mean, nearest
 from engine.protocol.safetensors import CheckpointError, check_header
 
 _ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_a$")
@@ -85,7 +85,7 @@ def probe_storage(request: str) -> dict[str, Any]:
         report["directory"] = str(directory.resolve())
         report |= _place(directory, roots)
         if report["fault"] is None:
-            report["free"] = shutil.disk_usage(_existing(directory)).free
+            report["free"] = shutil.disk_usage(nearest(directory)).free
             report["damaged"] = _damaged(directory)
     except (OSError, RuntimeError) as error:
         report["fault"] = f"{directory} cannot be looked at: {getattr(error, 'strerror', None) or error}"
@@ -106,7 +106,7 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     for path in (directory, *directory.parents):
         if path.is_symlink() and not path.exists():
             return {"fault": f"{path} leads to {path.resolve()}, which is not there", "make": str(path.resolve())}
-    place = _existing(directory)
+    place = nearest(directory)
     if not place.is_dir():
         return {"fault": f"{place} is a file"}
     try:
@@ -134,11 +134,6 @@ def write(folder: Path) -> None:
     finally:
         for path in (temporary, file):
             path.unlink(missing_ok=True)
-
-
-def _existing(directory: Path) -> Path:
-    """The directory, or what there is of the way to it."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _damaged(directory: Path) -> list[list[str]]:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from engine.node.probes import mac_gpu_statistics
 from engine.node.processes import linux_stat, tool_output
 
 BUDGET = 0.008
@@ -345,11 +346,10 @@ class Mac:
         return self.interval * 2.5 if self.leads else max(self.interval, self.own.due - now)
 
     def tools(self) -> dict[str, object]:
-        statistics = tool_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
         return {
             "vm_stat": tool_output("/usr/bin/vm_stat"),
             "swapusage": tool_output("/usr/sbin/sysctl", "vm.swapusage"),
-            "ioreg": "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:8192],
+            "ioreg": mac_gpu_statistics(8192),
         }
 
     def sample(self, now: float) -> dict[str, object]:

@@ -39,11 +39,6 @@ class Matrix:
     def parameters(self) -> int:
         return self.weights + self.biases
 
-    def adapter(self, rank: int, *, dora: bool = False) -> int:
-        """Parameters of its LoRA adapter: lora_a and lora_b, plus the magnitudes with DoRA."""
-        pair = self.copies * rank * (self.inputs + self.outputs)
-        return pair + (self.outputs if dora else 0)
-
 
 @dataclass(frozen=True)
 class Sublayer:
@@ -120,10 +115,7 @@ class ConfigReader:
         """The first of `names` that is set: an integer from 0 to 2^24."""
         for name in names:
             if name in self._table:
-                value = self._table[name]
-                if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-                    raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not a size")
-                return value
+                return int(_checked(name, self._table[name], (int,), "a size"))
         if default is None:
             raise cannot_estimate(f"{names[0]} is missing")
         return default
@@ -136,10 +128,7 @@ class ConfigReader:
         return value
 
     def get_float(self, name: str, default: float) -> float:
-        value = self._table.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-            raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not a number")
-        return float(value)
+        return float(_checked(name, self._table.get(name, default), (int, float), "a number"))
 
     def get_flag(self, name: str, default: bool) -> bool:
         return bool(self._table.get(name, default))
@@ -180,6 +169,12 @@ class ConfigReader:
     def hidden(self) -> int:
         """Elements of one token's residual stream."""
         return self.get_size("hidden_size", "d_model")
+
+
+def _checked(name: str, value: Any, kinds: tuple[type, ...], what: str) -> Any:
+    if type(value) not in kinds or not 0 <= value <= _LARGEST:
+        raise cannot_estimate(f"{name} = {plain(repr(value))[:60]} is not {what}")
+    return value
 
 
 def cannot_estimate(why: str) -> InputError:

@@ -5,12 +5,14 @@ for a Mac's GPU that is an upper bound.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
+from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 
@@ -179,17 +181,15 @@ class _Rank:
         return sum(matrix.outputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
 
 
-def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload, *, fused: bool = False) -> int:
-    """Bytes per token that one trained layer keeps for the backward pass. With `fused`, attention's kernel recomputes
-    the scores, as a GPU's can, and keeps none."""
+def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
+    """Bytes per token that one trained layer keeps for the backward pass."""
     one = shape.dtype_bytes
     normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
     # A norm is computed in float32 and needs its input; a trained norm needs its output too.
     kept = normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
     for sublayer in layer.sublayers:
         kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(sublayer, workload, one)
-        if not fused:
-            kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
+        kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
     return kept
 
 
@@ -228,30 +228,9 @@ RESERVE_BYTES = 3 * 2**29
 and half a GiB for Python, the tokenizer and the data."""
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Breakdown of the memory of one rank."""
-
-    weights_bytes: int
-    """Weights as stored, adapters included."""
-    gradients_bytes: int
-    """Float32 sums in flat buckets."""
-    optimizer_bytes: int
-    """Float32 master copies of 16-bit weights, and the optimizer's moments."""
-    activations_bytes: int
-    """Kept for the backward pass, and its working memory, without the logits."""
-    logits_bytes: int
-    """Output of the head and the loss: several arrays of batch × sequence × vocabulary."""
-    communication_bytes: int
-    """Reduced gradients beside the local ones (data), or one fully gathered layer (sharded)."""
-    update_bytes: int
-    """Working memory of the optimizer's step."""
+class MemoryEstimate(MemoryBreakdown):
     before_bytes: int
     """Weights, optimizer state, and the gradients alive at the peak of the activations."""
-    peak_bytes: int
-    """MLX's peak: the larger of the backward pass and the update, each with the state alive at that time."""
-    reserve_bytes: int
-    """Memory of the process outside MLX's live arrays."""
     trainable_parameters: int
     assumption: str
 
@@ -259,11 +238,6 @@ class MemoryEstimate:
     def state_bytes(self) -> int:
         """Weights, gradients and optimizer state, which do not depend on the batch."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """Peak plus reserve: what the node must provide."""
-        return self.peak_bytes + self.reserve_bytes
 
 
 def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
@@ -298,22 +272,13 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     )
 
 
-def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int | None:
-    """Most sequences of a rank that fit `limit_bytes`, reserve included; None when not even one fits."""
+def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int:
+    """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
 
-    def fits(batch: int) -> bool:
-        return estimate(shape, replace(workload, batch=batch)).needed_bytes <= limit_bytes
+    def needed(batch: int) -> int:
+        return estimate(shape, replace(workload, batch=batch)).needed_bytes
 
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while high <= MOST_SEQUENCES and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MOST_SEQUENCES + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_right(range(1, MOST_SEQUENCES + 1), limit_bytes, key=needed)
 
 
 def _assumption(shape: ModelShape, workload: RankWorkload) -> str:
@@ -329,27 +294,12 @@ def _assumption(shape: ModelShape, workload: RankWorkload) -> str:
     )
 
 
-_MIN_GROWTH = 0.001
-"""Growth per sequence, relative to the peak, below which the optimizer's step was the peak at both batches, so that the
-probes tell nothing about the activations of a larger batch."""
-
-
-def peak_from_probes(probes: Sequence[MemoryProbe], batch: int, *, before_bytes: int | None = None) -> int | None:
-    """The peak at `batch` sequences, bytes, which grows linearly with the batch.
-
-    With `before_bytes` (MemoryEstimate.before_bytes), the line runs from there at batch 0 through the largest probed
-    batch, and never below the smallest peak: at batch 1 or 2 of full fine-tuning the peak may be the optimizer's step,
-    which is not on the activations' line. Without it, the line runs through the smallest and the largest batch; the
-    result is None beyond them if the peak did not grow. None with fewer than two different batches.
-    """
-    ordered = sorted(probes, key=lambda probe: probe.batch)
-    if len({probe.batch for probe in ordered}) < 2:
+def peak_from_probes(probes: Sequence[MemoryProbe], batch: int, before_bytes: int) -> int | None:
+    """The peak at `batch` sequences, bytes, on the line from `before_bytes` (MemoryEstimate.before_bytes) at batch 0
+    through the largest probed batch, and never below the smallest peak: at batch 1 or 2 of full fine-tuning the peak
+    may be the optimizer's step, which is not on the activations' line. None with fewer than two different batches."""
+    if len({probe.batch for probe in probes}) < 2:
         return None
-    low, high = ordered[0], ordered[-1]
-    if before_bytes is not None:
-        slope = max(0.0, (high.peak_bytes - before_bytes) / high.batch)
-        return max(low.peak_bytes, round(high.peak_bytes + slope * (batch - high.batch)))
-    slope = (high.peak_bytes - low.peak_bytes) / (high.batch - low.batch)
-    if slope < _MIN_GROWTH * low.peak_bytes:
-        return low.peak_bytes if batch <= low.batch else None
-    return max(0, round(low.peak_bytes + slope * (batch - low.batch)))
+    low, *_, high = sorted(probes, key=lambda probe: probe.batch)
+    slope = max(0.0, (high.peak_bytes - before_bytes) / high.batch)
+    return max(low.peak_bytes, round(high.peak_bytes + slope * (batch - high.batch)))

@@ -4,8 +4,9 @@ limit of its node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError
@@ -29,9 +30,9 @@ class MemoryFit:
     largest_batch: int | None = None
     """Most sequences per rank that fit every node; 0 if none does."""
 
-    @property
-    def parameters(self) -> int | None:
-        return self.section.parameters if isinstance(self.section, MemorySection) else None
+    def billions(self, least: float, below: float = math.inf) -> bool:
+        """True if the model is known to have that many parameters."""
+        return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9 < below
 
     @property
     def trainable_share(self) -> float | None:
@@ -43,16 +44,10 @@ class MemoryFit:
         return isinstance(self.section, MemorySection) and all(row.fits for row in self.section.ranks)
 
 
-@dataclass(frozen=True)
-class _Limit:
-    bytes: int | None
-    source: str
-
-
 def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     """Estimate every rank, and refuse a job that does not fit."""
     nodes = context.inputs.config.nodes
-    sizes = [_limit(context, node).bytes for node in nodes]
+    sizes = [size for size, _ in (_limit(context, node) for node in nodes)]
     if not context.settings:
         return MemoryFit(_unknown("the job runs a custom command", rationale))
     if context.inputs.model is None:
@@ -63,11 +58,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         split = split_layers(context, shape.layers, sizes, rationale)
         workloads = _workloads(context, split)
         estimates = [estimate(shape, workload) for workload in workloads]
-        most = [
-            largest_batch(shape, workload, size) or 0
-            for workload, size in zip(workloads, sizes, strict=True)
-            if size is not None
-        ]
+        most = [largest_batch(shape, workload, size) for workload, size in zip(workloads, sizes, strict=True) if size]
     except InputError as error:
         rationale.warn("memory", str(error))
         return MemoryFit(_unknown(str(error), rationale))
@@ -95,21 +86,21 @@ def _unknown(reason: str, rationale: Rationale) -> Disabled:
     return Disabled(reason=reason)
 
 
-def _limit(context: PlanContext, node: NodeConfig) -> _Limit:
-    """The rank's part of its machine's memory."""
+def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
+    """The rank's part of its machine's memory, bytes, and where it comes from or why it is unknown."""
     facts = context.inputs.facts.get(node.name)
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     if facts is None:
-        return _Limit(None, "the node was never probed")
+        return None, "the node was never probed"
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
     if facts.gpu_limit_bytes is not None:
-        return _Limit(facts.gpu_limit_bytes // ranks, f"the GPU's limit{shared}")
+        return facts.gpu_limit_bytes // ranks, f"the GPU's limit{shared}"
     if facts.memory_total_bytes is None:
-        return _Limit(None, "the node did not report its memory")
+        return None, "the node did not report its memory"
     if facts.system == "Darwin":
         size = int(facts.memory_total_bytes * WORKING_SET) // ranks
-        return _Limit(size, f"{WORKING_SET:.0%} of memory, since the GPU's limit is not known{shared}")
-    return _Limit(facts.memory_total_bytes // ranks, f"all memory, since there is no GPU limit{shared}")
+        return size, f"{WORKING_SET:.0%} of memory, since the GPU's limit is not known{shared}"
+    return facts.memory_total_bytes // ranks, f"all memory, since there is no GPU limit{shared}"
 
 
 def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkload]:
@@ -124,14 +115,14 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
         # A sharded layer is always recomputed in the backward pass.
-        grad_checkpoint=bool(settings.get("grad_checkpoint")) or context.inputs.strategy == "sharded",
+        grad_checkpoint=bool(settings.get("grad_checkpoint")) or context.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
         optimizer_precision=settings.get("optimizer_precision") or "float32",
-        strategy=context.inputs.strategy,
+        strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,
     )
-    if context.inputs.strategy == "pipeline":
+    if context.strategy == "pipeline":
         return _stages(common, int(settings["batch_size"]), split)
     return [
         replace(common, batch=context.micro_batches[name] if context.micro_batches is not None else even)
@@ -157,36 +148,37 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 def _rank_memory(
     context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate, rationale: Rationale
 ) -> RankMemory:
-    limit = _limit(context, node)
-    # The peak comes from the probe steps of a usable calibration of this job, else from the estimate.
-    peak, source = _measured_peak(context, node, workload, found), Source.CALIBRATION
+    """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
+    limit_bytes, limit_from = _limit(context, node)
+    measured = _measured_peak(context, node.name, workload, found)
     reason = f"from two probe steps, for a batch of {workload.batch}"
-    if peak is None:
-        peak, source, why_not = found.peak_bytes, Source.RULE, why_unused(context.inputs)
+    if measured is None:
+        why_not = why_unused(context.inputs)
         reason = f"from config.json: {found.assumption}" + (f" (calibration not used: {why_not})" if why_not else "")
+    peak = found.peak_bytes if measured is None else measured
     needed = peak + found.reserve_bytes
-    size = f"{workload.batch} × {workload.sequence:,} tokens"
-    text = f"{needed / 1e9:,.2f} GB with the reserve, {size}, {reason}; limit: {limit.source}"
-    rationale.explain(f"memory.{node.name}", source, text)
-    estimated = {key: value for key, value in asdict(found).items() if key in RankMemory.model_fields}
+    rationale.explain(
+        f"memory.{node.name}",
+        Source.RULE if measured is None else Source.CALIBRATION,
+        f"{needed / 1e9:,.2f} GB with the reserve, {workload.batch} × {workload.sequence:,} tokens, {reason}; "
+        f"limit: {limit_from}",
+    )
     return RankMemory(
-        **{**estimated, "peak_bytes": peak},
+        **{**dict(found), "peak_bytes": peak},
         node=node.name,
-        needed_bytes=needed,
-        source="calibration" if source is Source.CALIBRATION else "estimate",
-        limit_bytes=limit.bytes,
-        limit_from=limit.source,
-        fits=needed <= limit.bytes if limit.bytes is not None else None,
+        source="estimate" if measured is None else "calibration",
+        limit_bytes=limit_bytes,
+        limit_from=limit_from,
+        fits=needed <= limit_bytes if limit_bytes is not None else None,
     )
 
 
-def _measured_peak(context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate) -> int | None:
+def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:
     calibration = usable_calibration(context.inputs)
-    if calibration is None or calibration.synthetic_model or context.inputs.strategy != "data":
+    if calibration is None or calibration.synthetic_model or context.strategy != "data":
         return None
-    measured = calibration.measure_of(node.name)
-    probes = measured.probes if measured is not None else ()
-    return peak_from_probes(probes, workload.batch, before_bytes=found.before_bytes)
+    measured = calibration.measure_of(node)
+    return peak_from_probes(measured.probes, workload.batch, found.before_bytes) if measured is not None else None
 
 
 def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationale) -> None:
@@ -199,7 +191,7 @@ def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationa
     found = "; ".join(
         f"{row.node} needs {row.needed_bytes / 1e9:,.1f} GB of {row.limit_bytes / 1e9:,.1f} GB"
         for row in small
-        if row.needed_bytes is not None and row.limit_bytes is not None
+        if row.limit_bytes is not None
     )
     nowhere = "it fits on no node: " if len(small) == len(rows) else ""
     rationale.refuse("memory", f"{nowhere}{found}; {_way_out(context)}", OVERRIDE)
@@ -210,12 +202,12 @@ def _way_out(context: PlanContext) -> str:
     ways = []
     if context.micro_batches is not None and max(context.micro_batches.values()) > 1:
         ways.append("a smaller batch_size with more grad_accumulation_steps")
-    if not context.settings.get("grad_checkpoint") and context.inputs.strategy != "sharded":
+    if not context.settings.get("grad_checkpoint") and context.strategy != "sharded":
         ways.append("grad_checkpoint = true")
     ways.append("a smaller max_seq_length")
     if context.full:
         ways.append('fine_tune_type = "lora"')
-    if context.inputs.strategy == "data" and context.ranks > 1:
+    if context.strategy == "data" and context.ranks > 1:
         ways.append("--strategy sharded or pipeline")
     return "try " + ", ".join(ways)
 

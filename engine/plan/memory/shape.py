@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from engine.errors import InputError
@@ -38,7 +37,6 @@ class Quantization:
 class ModelShape:
     """The sizes that the memory estimate needs."""
 
-    model_type: str
     architecture: Architecture
     dtype: str
     """Type of the unquantized weights: "float32", "float16" or "bfloat16"."""
@@ -59,7 +57,7 @@ class ModelShape:
                 why=f"supported: {', '.join(sorted(MODEL_TYPES))}",
                 todo="run `flightdeck calibrate`, which measures it instead",
             )
-        return cls(model_type, build(keys), _dtype(keys), _quantization(keys))
+        return cls(build(keys), _dtype(keys), _quantization(keys))
 
     @property
     def layers(self) -> int:
@@ -83,16 +81,12 @@ class ModelShape:
         """Bytes of one unquantized weight, and of one activation."""
         return _BYTES[self.dtype]
 
-    @cached_property
-    def layer_parameters(self) -> tuple[int, ...]:
-        return tuple(layer.parameters for layer in self.architecture.layers)
-
-    @cached_property
+    @property
     def total_parameters(self) -> int:
         """Parameters before quantization, of the embedding, the last norm and the head too."""
         model = self.architecture
         head = model.head.parameters if model.head else 0
-        return sum(self.layer_parameters) + model.embedding.weights + model.last_norm + head
+        return sum(layer.parameters for layer in model.layers) + model.embedding.weights + model.last_norm + head
 
     def layer_bytes(self, layer: Layer) -> int:
         """Bytes of the weights of one layer as stored."""

@@ -5,6 +5,8 @@ Only the supervisor imports this (and with it numpy); frontends read with engine
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, OFFSET_MASK, RECORD, read_header
 
 RECORD_TYPE: Final = np.dtype([("place", "<u8"), ("at", "<u4")])
@@ -23,7 +26,7 @@ Records = npt.NDArray[Any]
 """A vector of RECORD_TYPE."""
 
 
-class IndexFile:
+class IndexFile(DescriptorOwner):
     """One index file, appended to. A full disk is no error: what could not be written waits for the next `flush`."""
 
     def __init__(self, path: Path, began_at: float) -> None:
@@ -42,7 +45,6 @@ class IndexFile:
             os.ftruncate(self._descriptor, size - torn)
 
     def records(self) -> Records:
-        """All records in the file."""
         count = max(0, (os.fstat(self._descriptor).st_size - HEADER.size) // RECORD.size)
         if not count:
             return np.empty(0, RECORD_TYPE)
@@ -52,22 +54,11 @@ class IndexFile:
         """Drop all records after the first `count`. Raises OSError."""
         os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
 
-    def append(self, records: bytes) -> None:
-        self.waiting += records
-
     def flush(self) -> None:
         """Write what waits. Raises OSError; what was not written goes on waiting."""
         while self.waiting:
             written = os.write(self._descriptor, self.waiting)
             del self.waiting[:written]
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
 
 
 class SourceIndex:
@@ -106,23 +97,17 @@ class SourceIndex:
         if starts.size:
             self.last_at = at
         added = records.tobytes()
-        self.file.append(added)
+        self.file.waiting += added
         return added
 
-    def scan_log(self, at: int, limit: int | None = None) -> bytes:
+    def scan_log(self, at: int, limit: float = math.inf) -> bytes:
         """Enter what the log itself holds beyond `scanned`, at most `limit` bytes of it. Their records."""
         added = bytearray()
-        try:
-            with self._log.open("rb", buffering=0) as log:
-                log.seek(self.scanned)
-                while limit is None or limit > 0:
-                    data = log.read(_SCAN_BYTES if limit is None else min(limit, _SCAN_BYTES))
-                    if not data:
-                        break
-                    added += self.feed(data, at)
-                    limit = None if limit is None else limit - len(data)
-        except FileNotFoundError:
-            pass
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as log:
+            log.seek(self.scanned)
+            while limit > 0 and (data := log.read(int(min(limit, _SCAN_BYTES)))):
+                added += self.feed(data, at)
+                limit -= len(data)
         return bytes(added)
 
     def _mend(self, log_size: int) -> None:
@@ -137,14 +122,11 @@ class SourceIndex:
                 # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
                 self.scanned = int(offsets[count - 1]) + 1
                 self.last_at = int(records["at"][count - 1])
-                self._line_begins = self._byte_before(self.scanned) == b"\n"
+                with self._log.open("rb", buffering=0) as log:
+                    log.seek(self.scanned - 1)
+                    self._line_begins = log.read(1) == b"\n"
             if count < records.size:
                 self.file.keep(count)
-
-    def _byte_before(self, offset: int) -> bytes:
-        with self._log.open("rb", buffering=0) as log:
-            log.seek(offset - 1)
-            return log.read(1)
 
 
 def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
@@ -166,7 +148,7 @@ def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
     if missing.size and added.size and missing["at"][0] < added["at"][-1]:
         sound = False
     if sound and kept == added.size:
-        merged.append(missing.tobytes())
+        merged.waiting += missing.tobytes()
         merged.flush()
         return merged
     return _rebuilt(merged, _by_arrival(parts))

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from engine.run.json_lines import DescriptorOwner
+
 MAGIC: Final = b"FDLX1\0\0\0"
 HEADER: Final = struct.Struct("<8sd")
 RECORD: Final = struct.Struct("<QI")
@@ -35,12 +37,11 @@ class IndexEntry(NamedTuple):
     centiseconds: int
 
 
-class GrowingFile:
+class GrowingFile(DescriptorOwner):
     """A file that another process appends to, read by offset; empty while it is not there or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = -1
         self.refresh()
 
     def refresh(self) -> bool:
@@ -67,14 +68,6 @@ class GrowingFile:
             return os.pread(self._descriptor, size, offset)
         except OSError:
             return b""
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class LogIndex:
@@ -120,17 +113,14 @@ class LogIndex:
     def position(self, entry: IndexEntry) -> int | None:
         """In a merged index: the line number of an entry, None while it is not there."""
         wanted = RECORD.pack(entry.source << OFFSET_BITS | entry.offset, entry.centiseconds)
-        start = self.first_since(entry.centiseconds)
-        while start < self.count:
-            block = self._read(start, min(start + _BLOCK_RECORDS, self.count))
+        stop = self.first_since(entry.centiseconds + 1)
+        for begin in range(self.first_since(entry.centiseconds), stop, _BLOCK_RECORDS):
+            block = self._read(begin, min(begin + _BLOCK_RECORDS, stop))
             found = block.find(wanted)
             while found >= 0 and found % RECORD.size:
                 found = block.find(wanted, found + 1)
             if found >= 0:
-                return start + found // RECORD.size
-            if not block or RECORD.unpack_from(block, len(block) - RECORD.size)[1] > entry.centiseconds:
-                return None
-            start += len(block) // RECORD.size
+                return begin + found // RECORD.size
         return None
 
     def count_of(self, source: int, start: int, stop: int) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from engine.cluster.host_connection import HostConnection, NodeFile
+from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
 from engine.run.ranks import AttemptContext
@@ -43,34 +44,31 @@ class Gap:
 
     file: str
     """Name of the head's file."""
-    offset: int
-    """Bytes that the head's file holds."""
     problem: str
     """One line without the file's name; the same as before when it is over."""
     over: bool = False
 
 
-class FileMirror:
+class FileMirror(DescriptorOwner):
     """One file of one attempt: the head's copy from `base` on is the node's file from 0 on."""
 
     def __init__(self, path: Path, node: NodeFile, base: int) -> None:
         self.path = path
         self._node = node
         self._base = base
-        self._descriptor = -1
         self._verified: int | None = None
         """The node file's generation when the tail was last compared."""
         self.size = 0
         """Bytes in the head's file."""
-        self.cut_to: int | None = None
-        """Where the head's file was cut because it contradicted the node's, once; None when it did not."""
+        self.cut = False
+        """The head's file has just been cut, because it contradicted the node's."""
 
     def pull(self) -> bytes:
-        """Copy the next chunk; the bytes that were stored, none when `cut_to` has just been set. Raises OSError; a part
+        """Copy the next chunk; the bytes that were stored, none when it has just been `cut`. Raises OSError; a part
         may be stored by then."""
         if self._descriptor < 0:
             self._open()
-        if self._verified != self._node.generation and (not self._verify() or self.cut_to is not None):
+        if self._verified != self._node.generation and (not self._verify() or self.cut):
             # After a cut nothing is copied yet: the index must first see the file as short as it is.
             return b""
         data = self._node.read_from(self.size - self._base, CHUNK_BYTES)
@@ -83,14 +81,6 @@ class FileMirror:
                 raise
         self.size += stored
         return data[:stored]
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -128,7 +118,7 @@ class FileMirror:
             end = start
         if end < self.size:
             os.ftruncate(self._descriptor, end)
-            self.size = self.cut_to = end
+            self.size, self.cut = end, True
         self._verified = generation
         return True
 
@@ -214,16 +204,14 @@ class Mirror:
             else:
                 time.sleep(_POLL_S)
 
-    def close(self) -> bool:
-        """`settle`, and follow nothing any more: the next attempt writes the same files. True when nothing is
-        missing."""
-        complete = not self.settle() and not self._problems
+    def close(self) -> None:
+        """`settle`, and follow nothing any more: the next attempt writes the same files."""
+        self.settle()
         for file in self._files():
             file.close()
         self._logs.clear()
         self._events.clear()
         self._close_indices()
-        return complete
 
     def _files(self) -> list[FileMirror]:
         return [file for file in (*self._logs.values(), *self._events.values()) if file is not None]
@@ -234,7 +222,7 @@ class Mirror:
             return 0
         before = index.scanned
         data = self._pull(log) if log is not None else b""
-        if log is not None and log.cut_to is not None:
+        if log is not None and log.cut:
             self._tell_cut(log)
             self._close_indices()
             return self._take_log(source, log)
@@ -246,18 +234,18 @@ class Mirror:
         else:
             added = index.scan_log(at)
         if added and self._merged is not None:
-            self._merged.append(added)
+            self._merged.waiting += added
         return index.scanned - before
 
     def _take_events(self, events: FileMirror) -> int:
         data = self._pull(events)
-        if events.cut_to is not None:
+        if events.cut:
             self._tell_cut(events)
             data = self._pull(events)
         return len(data)
 
     def _pull(self, file: FileMirror) -> bytes:
-        return self._try(file.path, file.pull, lambda: file.size) or b""
+        return self._try(file.path, file.pull) or b""
 
     def _now(self) -> int:
         """Centiseconds, never less than before, whatever the wall clock does."""
@@ -309,7 +297,7 @@ class Mirror:
         self._indices.clear()
         self._merged = None
 
-    def _try(self, path: Path, action: Callable[[], T], size: Callable[[], int] = lambda: 0) -> T | None:
+    def _try(self, path: Path, action: Callable[[], T]) -> T | None:
         """`action`'s result, None when the disk or the node fails; reported when that begins and when it is over."""
         try:
             result = action()
@@ -317,18 +305,16 @@ class Mirror:
             problem = _in_words(error)
             if self._problems.get(path.name) != problem:
                 self._problems[path.name] = problem
-                self._tell(Gap(path.name, size(), problem))
+                self._tell(Gap(path.name, problem))
             return None
         if problem := self._problems.pop(path.name, ""):
-            self._tell(Gap(path.name, size(), problem, over=True))
+            self._tell(Gap(path.name, problem, over=True))
         return result
 
     def _tell_cut(self, file: FileMirror) -> None:
         """Once: the file's tail was not the node's."""
-        assert file.cut_to is not None
-        problem = "the mirror's tail was not the node's and is copied again"
-        self._tell(Gap(file.path.name, file.cut_to, problem, over=True))
-        file.cut_to = None
+        self._tell(Gap(file.path.name, "the mirror's tail was not the node's and is copied again", over=True))
+        file.cut = False
 
     def _tell(self, gap: Gap) -> None:
         # The journal may be on the very disk that is full; mirroring goes on all the same.

@@ -71,22 +71,6 @@ class LogPattern:
                 yield found
             at = end + 1
 
-    def last_position(self, data: bytes) -> int:
-        """In whole lines of a log: a position in the last line that matches, -1 when none does."""
-        if self.raw is not None:
-            return max(self.positions(data), default=-1)
-        searched = data.lower() if self.folded else data
-        end = len(data)
-        while end > 0:
-            found = max(searched.rfind(needle, 0, end) for needle in self.needles)
-            if found < 0:
-                return -1
-            start, stop = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
-            if self.matches(data[start : len(data) if stop < 0 else stop]):
-                return found
-            end = start
-        return -1
-
     def _next(self, searched: bytes, at: int, upcoming: dict[bytes, int]) -> int:
         if self.raw is not None:
             match = self.raw.search(searched, at)

@@ -23,7 +23,8 @@ SHOWN_BYTES: Final = 64 * 1024
 """The most of one line that is made into text."""
 _BLOCK_BYTES: Final = 4 << 20
 _SEARCH_BYTES: Final = 1 << 20
-_FIRST_WINDOW, _LAST_WINDOW = 1 << 14, 1 << 20
+_FIRST_WINDOW, _LAST_WINDOW = 1 << 6, 1 << 17
+"""Lines. Backwards, all matches of a window are looked at for its last one: the first windows are small."""
 _LONGEST_LINE: Final = 64 << 20
 """Searched as one line; a longer one in pieces."""
 
@@ -45,7 +46,7 @@ class LogLine:
 
 class LogReader:
     """A run's log: of one source, or (None) of all, in order of arrival. Line numbers count from 0 and stay, until
-    `refresh` reports that they begin anew. Not thread safe; a thread that searches has a `copy` of its own."""
+    `refresh` reports that they begin anew. Not thread safe; a thread that searches has one of its own."""
 
     def __init__(self, run_dir: RunDir, source: int | None = None) -> None:
         self.run_dir = run_dir
@@ -57,10 +58,6 @@ class LogReader:
     @property
     def line_count(self) -> int:
         return self._index.count
-
-    def copy(self) -> LogReader:
-        """Another reader of the same lines, for another thread."""
-        return LogReader(self.run_dir, self.source)
 
     def close(self) -> None:
         for index in (self._index, *self._sources.values()):
@@ -88,18 +85,15 @@ class LogReader:
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Lines `start` to `stop`, as far as there are any."""
         start = max(0, start)
-        entries = self._index.entries(start, stop)
-        shown: list[LogLine | None] = [None] * len(entries)
-        places: dict[int, list[int]] = {}
-        for place, entry in enumerate(entries):
-            places.setdefault(entry.source, []).append(place)
-        for source, own in places.items():
-            raws = self._raw_lines(source, entries[own[0]], len(own))
-            for place, (raw, size, partial) in zip(own, raws, strict=False):
-                entry, text = entries[place], _shown(raw, size)
+        entries = list(enumerate(self._index.entries(start, stop), start))
+        found = []
+        for source in {entry.source for _, entry in entries}:
+            own = [(number, entry) for number, entry in entries if entry.source == source]
+            raws = self._raw_lines(source, own[0][1], len(own))
+            for (number, entry), (raw, size, partial) in zip(own, raws, strict=False):
                 at = self._index.at(entry.centiseconds)
-                shown[place] = LogLine(start + place, source, at, text, entry.offset, partial)
-        return [line for line in shown if line is not None]
+                found.append(LogLine(number, source, at, _shown(raw, size), entry.offset, partial))
+        return sorted(found, key=lambda line: line.number)
 
     def number_of(self, source: int, offset: int) -> int | None:
         """The line that byte `offset` of a source's log belongs to, None while it is not in the index."""
@@ -127,11 +121,9 @@ class LogReader:
     ) -> int | None:
         """The first line from `from_line` on, itself included, that matches, None when none does or `stop` returned
         True (called several times a second)."""
-        last = self.line_count - 1
-        if last < 0:
-            return None
-        from_line = min(max(from_line, 0), last)
-        low, high = (from_line, last + 1) if forward else (0, from_line + 1)
+        count = self.line_count
+        from_line = max(0, min(from_line, count - 1))
+        low, high = (from_line, count) if forward else (0, min(from_line + 1, count))
         for begin, end in _windows(low, high, forward):
             if stop():
                 return None
@@ -146,14 +138,12 @@ class LogReader:
         entries: list[IndexEntry] | None = None
         for source in self._sources_within():
             first, end = self._range_of(source, start, stop)
-            offsets: list[int] = []
-            own: list[int] = []
-            for position in self._positions(source, first, end, pattern):
-                if not offsets:
-                    entries = entries or self._index.entries(start, stop)
-                    own = [start + place for place, entry in enumerate(entries) if entry.source == source]
-                    offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
-                numbers.append(own[bisect_right(offsets, position) - 1])
+            positions = list(self._positions(source, first, end, pattern))
+            if positions:
+                entries = entries or self._index.entries(start, stop)
+                own = [number for number, entry in enumerate(entries, start) if entry.source == source]
+                offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
+                numbers += [own[bisect_right(offsets, position) - 1] for position in positions]
         return sorted(numbers)
 
     def _find_within(
@@ -162,10 +152,8 @@ class LogReader:
         best: int | None = None
         for source in self._sources_within():
             first, end = self._range_of(source, start, stop)
-            if forward:
-                position = next(self._positions(source, first, end, pattern), None)
-            else:
-                position = self._last_position(source, first, end, pattern)
+            positions = self._positions(source, first, end, pattern)
+            position = next(positions, None) if forward else max(positions, default=None)
             found = None if position is None else self.number_of(source, position)
             if found is not None and (best is None or (found < best) == forward):
                 best = found
@@ -184,17 +172,6 @@ class LogReader:
                 yield low + position
             low += len(data)
 
-    def _last_position(self, source: int, first: int, end: int, pattern: LogPattern) -> int | None:
-        low, high = self._bytes_of(source, first, end)
-        while low < high:
-            data = self._whole_lines_before(source, low, high)
-            if not data:
-                return None
-            if (position := pattern.last_position(data)) >= 0:
-                return high - len(data) + position
-            high -= len(data)
-        return None
-
     def _whole_lines(self, source: int, low: int, high: int) -> bytes:
         log, size = self._log(source), _SEARCH_BYTES
         while True:
@@ -203,17 +180,6 @@ class LogReader:
                 return data
             if newline := data.rfind(b"\n") + 1:
                 return data[:newline]
-            size *= 4
-
-    def _whole_lines_before(self, source: int, low: int, high: int) -> bytes:
-        log, size = self._log(source), _SEARCH_BYTES
-        while True:
-            start = max(low, high - size)
-            data = log.read(start, high - start)
-            if start == low or size >= _LONGEST_LINE:
-                return data
-            if 0 < (after := data.find(b"\n") + 1) < len(data):
-                return data[after:]
             size *= 4
 
     def _sources_within(self) -> Iterable[int]:
@@ -336,10 +302,8 @@ class LogFilter:
         if stop > self.scanned:
             matching = self._reader.matching(self.pattern, self.scanned, stop)
             if self.inverted:
-                left_out = set(matching)
-                self.numbers.extend(number for number in range(self.scanned, stop) if number not in left_out)
-            else:
-                self.numbers.extend(matching)
+                matching = sorted(set(range(self.scanned, stop)).difference(matching))
+            self.numbers.extend(matching)
             self.scanned = stop
         if stop == self._reader.line_count:
             self._growing = self._reader.growing()

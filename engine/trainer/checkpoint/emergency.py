@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.checkpoint.files import Origin
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.reporting import Reporter
 
 
@@ -37,7 +38,7 @@ class EmergencyCheckpoint:
         self._unchanging = threading.Lock()
         """Held while an update changes the state."""
         self._snapshot: Snapshot | None = None
-        self._saved: bool | None = None
+        self._saved = False
         self._exiting = False
 
     def hold(self, snapshot: Snapshot) -> None:
@@ -46,16 +47,15 @@ class EmergencyCheckpoint:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """The state changes inside: it is not written meanwhile, and no reference keeps the old one in memory. `hold`
-        inside when it is complete again."""
+        """The state changes inside: it is neither written nor held in memory until `hold` has a complete one again."""
         with self._unchanging:
             self._snapshot = None
             yield
 
-    def save_on_peer_loss(self) -> bool:
-        """Write the state, once; True when it is on disk. The caller ends the process."""
+    def save_on_peer_loss(self) -> None:
+        """Write the state, once. The caller ends the process."""
         self._exiting = True
-        return self._save()
+        self._save()
 
     def save_on_stop(self) -> None:
         """Write the state of a run that is stopped without periodic checkpoints, where a rank has all of it."""
@@ -63,8 +63,7 @@ class EmergencyCheckpoint:
             self._save()
 
     def save_and_exit(self, code: int) -> None:
-        """On request of the head, as the main thread may hang: write the state and end the process with `code`, unless
-        the main thread is about to."""
+        """On request of the head, in case the main thread hangs: save, and exit with `code` unless it is about to."""
         self._save()
         if not self._exiting:
             os._exit(code)
@@ -79,20 +78,20 @@ class EmergencyCheckpoint:
     def remove_all(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _save(self) -> bool:
+    def _save(self) -> None:
         with self._unchanging:
-            if self._saved is None:
-                self._saved = self._save_once()
-            return self._saved
+            if not self._saved:
+                self._saved = True
+                self._write()
 
-    def _save_once(self) -> bool:
+    def _write(self) -> None:
         snapshot = self._snapshot
         if self._origin.parts > 1:
             self._reporter.print("no emergency checkpoint: this rank has only a part of the state")
-            return False
+            return
         if snapshot is None or snapshot.update == 0:
             self._reporter.print("no emergency checkpoint: no update is finished")
-            return False
+            return
         started = time.perf_counter()
         facts = {"iteration": snapshot.iteration, "update": snapshot.update}
         size = sum(array.nbytes for group in snapshot.state.values() for array in group.values())
@@ -102,11 +101,10 @@ class EmergencyCheckpoint:
         except (OSError, ValueError) as error:
             self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
             self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
-            return False
+            return
         seconds = time.perf_counter() - started
         self._reporter.event(
             "emergency_checkpoint", phase="committed", seconds=seconds, path=str(self._folder), **facts
         )
         self._reporter.print(f"saved the state of iteration {snapshot.iteration} in {seconds:.2f} s")
         self.remove_older()
-        return True

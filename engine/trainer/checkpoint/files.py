@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,22 +23,25 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
+
+Document = TypeVar("Document", "Manifest", "FileEntry")
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 22
-MAX_FILES = 1000
-_FILE = re.compile(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_FOLDER = re.compile(r"step-(\d{9})")
+_MAX_FILES = 1000
+_MAX_PARTS = 1000
 _MAX_TEXT = 1000
+_FOLDER = re.compile(r"step-(\d{9})")
+_SUFFIX = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 
 @dataclass(frozen=True)
@@ -48,29 +52,40 @@ class FileEntry:
     """On disk."""
     bytes: int
     """Before compression."""
-    compression: str = "none"
+    compression: str
 
 
 @dataclass(frozen=True)
-class Manifest:
-    update: int
-    """Optimizer updates that its state has seen."""
+class Origin:
+    """The job and the rank that a state is of."""
+
     config_hash: str
     """engine.protocol.job.config_hash"""
     world_size: int
-    state: dict[str, Any]
-    """Counters and positions: everything that is not an array."""
+    part: int
+    """Index of the part of the state, from 0."""
+    parts: int
+    """1 where every rank has the whole state."""
+
+
+@dataclass(frozen=True)
+class Manifest(Origin):
+    update: int
+    """Optimizer updates that its state has seen."""
+    iteration: int
+    window: dict[str, Any]
+    """The sums since the last report (reporting.ReportWindow)."""
     versions: dict[str, str]
     """Package → version that wrote the checkpoint."""
-    files: tuple[FileEntry, ...] = ()
-    format: int = MANIFEST_FORMAT
+    files: tuple[FileEntry, ...]
 
     @property
     def stored_bytes(self) -> int:
         return sum(entry.stored_bytes for entry in self.files)
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False).encode()
+        document = {"format": MANIFEST_FORMAT, **asdict(self)}
+        return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
@@ -79,31 +94,62 @@ class Manifest:
             document = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"its manifest is not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise CheckpointError("its manifest is not an object")
-        if document.get("format") != MANIFEST_FORMAT:
+        if isinstance(document, dict) and document.get("format") != MANIFEST_FORMAT:
             raise CheckpointError(
                 f"its format is {_quoted(document.get('format'))}, and this release reads {MANIFEST_FORMAT}"
             )
-        files = document.get("files")
-        if not isinstance(files, list) or not 0 < len(files) <= MAX_FILES:
-            raise CheckpointError("its manifest lists no files, or too many")
-        entries = tuple(_entry(file) for file in files)
-        if len({entry.name for entry in entries}) < len(entries):
+        found = _parsed(cls, document)
+        files = tuple(_parsed(FileEntry, file) for file in found.files)
+        if len({entry.name for entry in files}) < len(files):
             raise CheckpointError("its manifest lists a file twice")
-        state, versions, job_hash = (document.get(key) for key in ("state", "versions", "config_hash"))
-        if not isinstance(state, dict) or not isinstance(versions, dict):
-            raise CheckpointError("its manifest has no state or no versions")
-        if not isinstance(job_hash, str) or len(job_hash) > _MAX_TEXT:
-            raise CheckpointError(f"its manifest has config_hash = {_quoted(job_hash)}")
-        return cls(
-            update=_count(document, "update"),
-            config_hash=job_hash,
-            world_size=_count(document, "world_size", least=1),
-            state=state,
-            versions={str(name): str(version) for name, version in versions.items()},
-            files=entries,
-        )
+        if found.part >= found.parts:
+            raise CheckpointError(f"its manifest is of part {found.part} of {found.parts}")
+        return replace(found, files=files)
+
+
+def _parsed(kind: type[Document], document: object) -> Document:
+    """The fields of a manifest or of a file in it. Raises CheckpointError for what no training of ours has written."""
+    if not isinstance(document, dict):
+        raise CheckpointError("its manifest is not an object, or has a file that is none")
+    values: dict[str, Any] = {field.name: document.get(field.name) for field in fields(kind)}
+    for name, value in values.items():
+        if not _VALID[name](value):
+            raise CheckpointError(f"its manifest has {name} = {_quoted(value)}")
+    return kind(**values)
+
+
+def _quoted(value: object) -> str:
+    return ascii(value)[:80]
+
+
+def _number(least: int = 0, below: int = 1 << 62) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value < below
+
+
+def _text(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < math.inf
+
+
+_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "config_hash": _text(rf".{{0,{_MAX_TEXT}}}"),
+    "world_size": _number(least=1),
+    "part": _number(),
+    "parts": _number(1, _MAX_PARTS + 1),
+    "update": _number(),
+    "iteration": _number(),
+    "window": lambda value: isinstance(value, dict) and all(map(_is_finite, value.values())),
+    "versions": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
+    "name": _text(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?"),
+    "sha256": _text(r"[0-9a-f]{64}"),
+    "stored_bytes": _number(),
+    "bytes": _number(),
+    "compression": lambda value: isinstance(value, str) and value in _SUFFIX,
+}
 
 
 def folder_name(update: int) -> str:
@@ -116,36 +162,11 @@ def update_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _entry(document: object) -> FileEntry:
-    if not isinstance(document, dict):
-        raise CheckpointError("its manifest has a file entry that is not an object")
-    name, sha256, compression = (document.get(key) for key in ("name", "sha256", "compression"))
-    if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise CheckpointError(f"its manifest lists {_quoted(name)}, which is not a file of a checkpoint")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise CheckpointError(f"its manifest has no hash of {name}")
-    if compression not in _SUFFIX:
-        raise CheckpointError(f"its manifest has {name} compressed by {_quoted(compression)}")
-    return FileEntry(name, sha256, _count(document, "stored_bytes"), _count(document, "bytes"), str(compression))
-
-
-def _count(document: dict[str, Any], key: str, least: int = 0) -> int:
-    value = document.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 62:
-        raise CheckpointError(f"its manifest has {key} = {_quoted(value)}")
-    return value
-
-
-def _quoted(value: object) -> str:
-    return ascii(value)[:80]
-
-
 CHUNK_BYTES = 8 << 20
 GZIP_LEVEL = 6
 ZSTD_LEVEL = 1
 _GZIP_WINDOW = 31
 """zlib's wbits for a gzip header and trailer."""
-_SUFFIX = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 
 class HashedFile:
@@ -154,7 +175,7 @@ class HashedFile:
     mode = "wb"
 
     def __init__(self, folder: Path, name: str, compression: str) -> None:
-        """Raises OSError, and ValueError for a compression that this node lacks."""
+        """Raises OSError, and JobError for a compression that this node lacks."""
         self.name = name + _SUFFIX[compression]
         self._compression = compression
         self._packer = _packer(compression)
@@ -201,9 +222,9 @@ class HashedFile:
 
 
 def check_codec(compression: str) -> None:
-    """Raises ValueError for a compression that this node lacks."""
+    """Raises JobError for a compression that this node lacks."""
     if compression not in _SUFFIX:
-        raise ValueError(f"{compression!r}: must be one of {', '.join(_SUFFIX)}")
+        raise JobError(f"[checkpoint] compression: {compression!r}: must be one of {', '.join(_SUFFIX)}")
     _packer(compression)
 
 
@@ -235,37 +256,33 @@ def replace_folder(folder: Path, target: Path) -> None:
 
 
 def move_aside(path: Path) -> Path:
-    """One rename, so that a kill in the middle of a deletion leaves nothing that looks like a checkpoint; returns the
-    folder that is to be deleted."""
+    """One rename, so that a killed deletion leaves nothing like a checkpoint; returns the folder to delete."""
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     path.rename(aside / "removed")
     return aside
 
 
-def verify_file(folder: Path, entry: FileEntry) -> None:
-    """Read the whole file. Raises CheckpointError when its hash is not the manifest's, OSError."""
-    digest, left = hashlib.sha256(), entry.stored_bytes
+def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
+    """Check the kind and size of the file, and with `check_hash` its hash. Raises CheckpointError, OSError."""
     with _opened(folder, entry) as file:
+        if not check_hash:
+            return
+        digest, left = hashlib.sha256(), entry.stored_bytes
         while left and (data := file.read(min(CHUNK_BYTES, left))):
             left -= len(data)
             digest.update(data)
-    if left:
-        raise CheckpointError(f"{entry.name} became shorter while it was read")
     if digest.hexdigest() != entry.sha256:
         raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
-
-
-def check_size(folder: Path, entry: FileEntry) -> None:
-    """Raises CheckpointError when it is not a regular file of the manifest's size, OSError."""
-    with _opened(folder, entry):
-        pass
 
 
 def unpacked(folder: Path, entry: FileEntry) -> Iterator[bytes]:
     """A compressed file's content, in pieces of at most CHUNK_BYTES, so that a zip bomb is noticed while it unpacks.
     Raises CheckpointError when it is more or less than the manifest says, OSError."""
     size = 0
-    with _opened(folder, entry) as stored, _unpacker(entry.compression, stored) as file:
+    with (
+        _opened(folder, entry) as stored,
+        gzip.GzipFile(fileobj=stored) if entry.compression == "gzip" else _zstd().ZstdFile(stored) as file,
+    ):
         while data := _read_packed(file):
             size += len(data)
             if size > entry.bytes:
@@ -275,19 +292,13 @@ def unpacked(folder: Path, entry: FileEntry) -> Iterator[bytes]:
         raise CheckpointError(f"{entry.name} holds {size:,} bytes, and its manifest says {entry.bytes:,}")
 
 
-def _unpacker(compression: str, stored: FileIO) -> Any:
-    return gzip.GzipFile(fileobj=stored) if compression == "gzip" else _zstd().ZstdFile(stored)
-
-
 def _read_packed(file: Any) -> bytes:
     try:
         data: bytes = file.read(CHUNK_BYTES)
         return data
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise CheckpointError(f"it cannot be unpacked: {error}") from error
     except Exception as error:  # the error types of the modules have no common base
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise CheckpointError(f"it cannot be unpacked: {error}") from error
 
 
@@ -316,10 +327,13 @@ def _packer(compression: str) -> Any:
 
 
 def _zstd() -> Any:
-    """The standard library's (Python 3.14) or its backport. Raises ValueError."""
+    """The standard library's (Python 3.14) or its backport. Raises JobError."""
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise ValueError('zstd needs Python 3.14, or the package backports.zstd: install it, or use compression = "gzip"')
+    raise JobError(
+        "[checkpoint] compression: zstd needs Python 3.14, or the package backports.zstd: install it, or use "
+        'compression = "gzip"'
+    )

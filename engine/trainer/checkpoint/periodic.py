@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from engine.protocol.job import JobError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import check_codec
+from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination
-from engine.trainer.checkpoint.store import Origin, Snapshot
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.reporting import Reporter
 
 
@@ -29,24 +27,9 @@ class CheckpointPolicy:
     keep: int = 3
     compression: str = "none"
 
-    def check(self) -> None:
-        """Raises JobError for a compression that this node lacks."""
-        try:
-            check_codec(self.compression)
-        except ValueError as error:
-            raise JobError(f"[checkpoint] compression: {error}") from error
-
     def kept(self, parts: int) -> int:
         """How many to keep of a state in so many parts: the newest may lack a part of another rank."""
         return self.keep if parts == 1 else max(2, self.keep)
-
-
-@dataclass(frozen=True)
-class _Written:
-    checkpoint: store.Checkpoint
-    seconds: float
-    problems: tuple[str, ...]
-    """With older ones."""
 
 
 class PeriodicCheckpoints:
@@ -62,7 +45,7 @@ class PeriodicCheckpoints:
         self._reporter = reporter
         # The interpreter's end waits for its thread, and so for what is half written.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[_Written] | None = None
+        self._writing: Future[tuple[dict[str, object], list[str]]] | None = None
         self._last: Snapshot | None = None
         """Without its state."""
         self._blocking_s = 0.0
@@ -77,16 +60,16 @@ class PeriodicCheckpoints:
 
     def counters(self) -> list[float]:
         """Added to the update's sum: this rank could begin one (0 or 1), and its last one is complete (0 or 1)."""
-        started = time.perf_counter()
         self._poll(wait=False)
-        self._blocking_s += time.perf_counter() - started
         return [float(self._writing is None or self._writing.done()), float(self._settled)]
 
-    def sync(self, idle: float, settled: float) -> None:
-        """The counters, summed over the ranks."""
+    def sync(self, idle: float, settled: float) -> bool:
+        """The counters, summed over the ranks; True when there is a complete checkpoint for the first time."""
+        first = self.committed is None
         self._idle = idle == self._origin.world_size
         if settled == self._origin.world_size and self._last is not None:
             self.committed = self._last.update
+        return first and self.committed is not None
 
     def due(self, update: int) -> bool:
         """A checkpoint begins after `update`. The same on every rank."""
@@ -104,17 +87,15 @@ class PeriodicCheckpoints:
         """Write `snapshot` in the background. Called on every rank, when due."""
         # A part is of use only with all others: old ones go when the next is known to be complete.
         complete = self._origin.parts == 1 or (self._last is not None and self._last.update == self.committed)
-        destination = self._destination
         started = time.perf_counter()
-        if destination is not None:
-            self._poll(wait=True)
+        self._poll(wait=True)
         self._last = replace(snapshot, state={})
-        if destination is None:
+        if self._destination is None:
             return
-        self._settled, self._blocking_s = False, 0.0
+        self._settled = False
         self._report("begin")
-        self._writing = self._executor.submit(self._write, destination, snapshot, retain=complete)
-        self._blocking_s += time.perf_counter() - started
+        self._writing = self._executor.submit(self._write, self._destination, snapshot, retain=complete)
+        self._blocking_s = time.perf_counter() - started
 
     def finish(self, snapshot: Snapshot | None) -> None:
         """The training ends: await the write in flight, and write `snapshot`, if any. Called on every rank."""
@@ -132,7 +113,7 @@ class PeriodicCheckpoints:
         error = writing.exception()
         self._blocking_s += time.perf_counter() - waited if wait else 0.0
         self._writing = None
-        assert self._last is not None and self._destination is not None
+        assert self._last is not None
         if error is not None:
             self._report("failed", message=str(error))
             self._reporter.warn(
@@ -140,30 +121,22 @@ class PeriodicCheckpoints:
             )
             return
         self._settled = True
-        written = writing.result()
-        for problem in written.problems:
+        facts, problems = writing.result()
+        for problem in problems:
             self._reporter.warn(problem)
-        self._report(
-            "committed",
-            path=self._destination.location(written.checkpoint.path.name),
-            bytes=written.checkpoint.manifest.stored_bytes,
-            seconds=written.seconds,
-            blocking_seconds=self._blocking_s,
-        )
+        self._report("committed", blocking_seconds=self._blocking_s, **facts)
 
     def _report(self, phase: str, **fields: object) -> None:
         assert self._last is not None and self._destination is not None
         facts = {"iteration": self._last.iteration, "update": self._last.update, "path": str(self._destination.folder)}
         self._reporter.event("checkpoint", phase=phase, kind="state", background=True, **{**facts, **fields})
 
-    def _write(self, destination: Destination, snapshot: Snapshot, *, retain: bool) -> _Written:
-        """In the background thread."""
+    def _write(
+        self, destination: Destination, snapshot: Snapshot, *, retain: bool
+    ) -> tuple[dict[str, object], list[str]]:
+        """In the background thread. Returns the facts of the event, and problems with older checkpoints."""
         started = time.perf_counter()
         problems: list[str] = []
-
-        def on_refused(path: Path, why: str) -> None:
-            problems.append(f"the checkpoint {path.name}: {why}")
-
         written = store.write(destination.folder, snapshot, self._origin, self._policy.compression)
         # Older ones go only after this one has been read back.
         store.verify(written.path)
@@ -171,7 +144,12 @@ class PeriodicCheckpoints:
         if destination.remote is not None:
             destination.remote.put(written)
             if retain:
-                destination.remote.retain(keep, snapshot.update, on_refused)
+                problems += destination.remote.retain(keep, snapshot.update)
         if retain:
-            store.retain(destination.folder, keep, snapshot.update, on_refused)
-        return _Written(written, time.perf_counter() - started, tuple(problems))
+            problems += store.retain(destination.folder, keep, snapshot.update)
+        facts: dict[str, object] = {
+            "path": destination.location(written.path.name),
+            "bytes": written.manifest.stored_bytes,
+            "seconds": time.perf_counter() - started,
+        }
+        return facts, problems

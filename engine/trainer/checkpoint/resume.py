@@ -11,26 +11,23 @@ another order.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Manifest
-from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays, broadcast_object
+from engine.trainer.checkpoint.files import FileEntry, Manifest
+from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import State, Strategy
 
 Result = TypeVar("Result")
 
-MAX_PARTS = 1000
 _MAX_STATES = 32
 """Per rank."""
 
@@ -44,41 +41,18 @@ class Author(NamedTuple):
 
 
 class StateCopy(NamedTuple):
-    """A state, or a part of one, on a rank's disk, complete by names and sizes. The ranks exchange it as JSON."""
+    """A state, or a part of one, on a rank's disk, complete by names and sizes."""
 
     rank: int
     number: int
     """Among that rank's, from 0."""
-    update: int
-    parts: int
-    part: int
-    source: str
-    iteration: int
-    window: dict[str, Any]
+    manifest: Manifest
     author: Author | None
-    digest: int
-    """64 bits over the hashes of all its files."""
-
-    @classmethod
-    def from_manifest(cls, manifest: Manifest, rank: int, source: str, author: Author | None) -> StateCopy:
-        """Raises CheckpointError for facts that no training of ours has written."""
-        iteration, part, parts, window = (manifest.state.get(key) for key in ("iteration", "part", "parts", "window"))
-        if not (type(iteration) is type(part) is type(parts) is int and isinstance(window, dict)):
-            raise CheckpointError("its manifest has no iteration")
-        if not (iteration >= 0 and 0 <= part < parts <= MAX_PARTS):
-            raise CheckpointError(f"its manifest has iteration {iteration}, part {part} of {parts}")
-        if not all(isinstance(value, int | float) for value in window.values()):
-            raise CheckpointError("its manifest has a counter that is not a number")
-        hashes = "".join(sorted(f"{entry.name} {entry.sha256}\n" for entry in manifest.files))
-        digest = int.from_bytes(hashlib.blake2b(hashes.encode(), digest_size=8).digest(), "little")
-        return cls(rank, 0, manifest.update, parts, part, source, iteration, window, author, digest)
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> StateCopy:
-        copy = cls(*values)
-        return copy if copy.author is None else copy._replace(author=Author(*copy.author))
+    """The author of an emergency checkpoint."""
 
 
+StateFolders = Mapping[Path, Author | None]
+"""Folders that may hold states, with the author of an emergency checkpoint."""
 CompleteState = list[list[StateCopy]]
 """A state of which every part is on some node. Per part: all copies, that of the rank of the part's number first."""
 
@@ -87,9 +61,10 @@ def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
     """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first."""
     found: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
     for copy in copies:
-        found.setdefault((-copy.update, copy.parts), {}).setdefault(copy.part, []).append(copy)
+        state = found.setdefault((-copy.manifest.update, copy.manifest.parts), {})
+        state.setdefault(copy.manifest.part, []).append(copy)
     return [
-        [sorted(held[part], key=lambda copy: (copy.rank != copy.part, copy.rank, copy.number)) for part in range(parts)]
+        [sorted(held[part], key=lambda copy: (copy.rank != part, copy.rank, copy.number)) for part in range(parts)]
         for (_, parts), held in sorted(found.items())
         if len(held) == parts
     ]
@@ -98,28 +73,17 @@ def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
 def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMismatch]]:
     """The attempts whose ranks have saved different states of one update, with the ranks that differ. An author listed
     twice, as by two ranks of one node, counts once."""
-    attempts: dict[int, dict[int, int]] = {}
+    attempts: dict[int, dict[int, tuple[FileEntry, ...]]] = {}
     for copy in copies:
         if copy.author is not None:
-            attempts.setdefault(copy.author.attempt, {})[copy.author.rank] = copy.digest
+            attempts.setdefault(copy.author.attempt, {})[copy.author.rank] = copy.manifest.files
     differing = []
-    for attempt, digests in sorted(attempts.items()):
-        ranks = sorted(digests)
-        if (mismatch := find_mismatch([[digests[rank]] for rank in ranks], None)) is not None:
+    for attempt, files in sorted(attempts.items()):
+        ranks = sorted(files)
+        if (mismatch := find_mismatch([[files[rank]] for rank in ranks], None)) is not None:
             of_attempt = tuple(ranks[index] for index in mismatch.ranks)
             differing.append((attempt, replace(mismatch, ranks=of_attempt)))
     return differing
-
-
-@dataclass(frozen=True)
-class StateFolder:
-    """A folder that may hold states."""
-
-    source: str
-    """"emergency" or "checkpoint"."""
-    folder: Path
-    author: Author | None = None
-    """The author of an emergency checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -136,39 +100,34 @@ class ResumePoint:
     """Whose state it is; None where each rank has its own part."""
 
 
+@dataclass
 class Resume:
     """The search of one rank. Every call is made by every rank."""
 
-    def __init__(
-        self,
-        collective: Collective,
-        strategy: Strategy,
-        config_hash: str,
-        reporter: Reporter,
-        *,
-        stop_on_corruption: bool = True,
-    ) -> None:
-        """`stop_on_corruption`: raise Corrupted when emergency checkpoints differ and no majority tells which is
-        right."""
-        self._stop_on_corruption = stop_on_corruption
-        self._collective = collective
-        self._strategy = strategy
-        self._config_hash = config_hash
-        self._reporter = reporter
-        self._refused = 0
-        self._paths: list[Path] = []
-        """This rank's copies, by number."""
+    collective: Collective
+    strategy: Strategy
+    config_hash: str
+    reporter: Reporter
+    stop_on_corruption: bool = True
+    """Raise Corrupted when emergency checkpoints differ and no majority tells which is right."""
+    _refused: int = 0
+    _paths: list[Path] = field(default_factory=list)
+    """This rank's copies, by number."""
 
-    def run(self, folders: Sequence[StateFolder], *, adapter: bool = False, reached: int = 0) -> ResumePoint:
+    def run(self, folders: StateFolders, *, adapter: bool = False, reached: int = 0) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
         started = time.perf_counter()
-        table = all_gather_object(self._collective, self._own_copies(folders))
-        copies = [StateCopy.from_json(values) for rows in table for values in rows]
+        table = all_gather_object(self.collective, self._own_copies(folders))
+        copies = [
+            StateCopy(rank, number, Manifest.from_json(manifest.encode()), author and Author(*author))
+            for rank, rows in enumerate(table)
+            for number, (manifest, author) in enumerate(rows)
+        ]
         points = (self._restore(state) for state in complete_states(copies))
         found = next((point for point in points if point is not None), None)
-        refused = sum(all_gather_object(self._collective, self._refused))
+        refused = sum(all_gather_object(self.collective, self._refused))
         if reached > 0 and found is None:
             raise JobError(
                 f"no state to resume from ({_why_no_state(refused)}), and the run had reached iteration {reached}: "
@@ -179,27 +138,28 @@ class Resume:
         self._report(point, time.perf_counter() - started, refused)
         return point
 
-    def _own_copies(self, folders: Sequence[StateFolder]) -> list[StateCopy]:
+    def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
+        """The manifests of those on this rank's disk, as JSON, with their authors."""
         found = []
-        for place in folders:
+        for folder, author in folders.items():
             try:
-                paths = store.list_checkpoints(place.folder)
+                paths = store.list_checkpoints(folder)
             except OSError as error:
-                self._reporter.warn(f"{place.folder} cannot be read: {error.strerror or error}")
+                self.reporter.warn(f"{folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
-                copy = self._read(path, partial(self._describe, place))
-                if copy is not None:
-                    found.append((path, copy))
+                manifest = self._read(path, self._manifest)
+                if manifest is not None:
+                    found.append((path, manifest, author))
         newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
-        self._paths = [path for path, _ in newest]
-        return [copy._replace(number=number) for number, (_, copy) in enumerate(newest)]
+        self._paths = [path for path, _, _ in newest]
+        return [(manifest.to_json().decode(), author) for _, manifest, author in newest]
 
-    def _describe(self, place: StateFolder, path: Path) -> StateCopy:
+    def _manifest(self, path: Path) -> Manifest:
         manifest = store.verify(path, check_hashes=False).manifest
-        if manifest.config_hash != self._config_hash:
+        if manifest.config_hash != self.config_hash:
             raise CheckpointError("it is of another job")
-        return StateCopy.from_manifest(manifest, self._collective.rank, place.source, place.author)
+        return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
         """None, reported, when it cannot be read."""
@@ -211,7 +171,7 @@ class Resume:
 
     def _refuse(self, path: Path, why: Exception) -> None:
         self._refused += 1
-        self._reporter.warn(f"the state in {path} is not used: {why}")
+        self.reporter.warn(f"the state in {path} is not used: {why}")
 
     def _restore(self, complete: CompleteState) -> ResumePoint | None:
         """Restore it on all ranks or on none; None when nobody who has a part can read it."""
@@ -220,11 +180,11 @@ class Resume:
         chosen = [copy for copy in verified if copy is not None]
         if len(chosen) < len(complete):
             return None
-        size = self._collective.size
+        size = self.collective.size
         if len(chosen) == size > 1 and [copy.rank for copy in chosen] == list(range(size)):
-            own = chosen[self._collective.rank]
+            own = chosen[self.collective.rank]
             state = self._load(own)
-            fits = all_gather_object(self._collective, None if state is None else self._strategy.fits(state))
+            fits = all_gather_object(self.collective, None if state is None else self.strategy.fits(state))
             if None in fits:
                 return None
             if state is not None and all(fits):
@@ -237,30 +197,32 @@ class Resume:
         """Every part, on every rank; False when one cannot be read (nothing is restored then) or does not fit."""
         restored = True
         for part, copy in enumerate(chosen):
-            state = self._broadcast(copy)
-            if state is None:
+            state = self._load(copy) if copy.rank == self.collective.rank else None
+            if not broadcast_object(self.collective, state is not None, copy.rank):
                 return False
-            restored = self._put(state, part, len(chosen), copy) and restored
+            received = broadcast_arrays(self.collective, state, copy.rank)
+            restored = self._put(received, part, len(chosen), copy) and restored
         return restored
 
     def _outvoted(self, complete: CompleteState) -> set[Author | None]:
-        """Authors whose emergency checkpoint differs from most of their attempt's. Raises Corrupted without a
-        majority."""
+        """Authors whose emergency checkpoint their attempt's others outvote. Raises Corrupted without a majority."""
         if len(complete) > 1:
             return set()
         (copies,) = complete
         outvoted: set[Author | None] = set()
         for attempt, mismatch in differing_authors(copies):
             ranks = ", ".join(map(str, mismatch.ranks))
-            message = f"the states of update {copies[0].update} that the ranks of attempt {attempt} saved differ: "
+            message = (
+                f"the states of update {copies[0].manifest.update} that the ranks of attempt {attempt} saved differ: "
+            )
             if mismatch.certain:
-                self._reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
+                self.reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
                 outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}
                 continue
             message += f"ranks {ranks} disagree, and there is no majority that tells which is right"
-            if self._stop_on_corruption:
-                raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch.ranks, certain=False)
-            self._reporter.warn(message)
+            if self.stop_on_corruption:
+                raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch)
+            self.reporter.warn(message)
         return outvoted
 
     def _first_verified(self, copies: Sequence[StateCopy], outvoted: set[Author | None]) -> StateCopy | None:
@@ -268,9 +230,9 @@ class Resume:
         for copy in copies:
             if copy.author in outvoted:
                 continue
-            own = copy.rank == self._collective.rank
+            own = copy.rank == self.collective.rank
             verified = own and self._read(self._paths[copy.number], store.verify) is not None
-            if broadcast_object(self._collective, verified, copy.rank):
+            if broadcast_object(self.collective, verified, copy.rank):
                 return copy
         return None
 
@@ -278,37 +240,31 @@ class Resume:
         """This rank's own; None when it cannot be read after all."""
         return self._read(self._paths[copy.number], lambda path: store.load(store.verify(path, check_hashes=False)))
 
-    def _broadcast(self, copy: StateCopy) -> State | None:
-        """On every rank."""
-        state = self._load(copy) if copy.rank == self._collective.rank else None
-        if not broadcast_object(self._collective, state is not None, copy.rank):
-            return None
-        return state if self._collective.size == 1 else broadcast_arrays(self._collective, state, copy.rank)
-
-    def _put(self, state: State, part: int, parts: int, copy: StateCopy) -> bool:
+    def _put(self, state: Groups, part: int, parts: int, copy: StateCopy) -> bool:
         """Give the strategy a part; False when it does not fit."""
         try:
-            self._strategy.restore(state, part, parts)
+            self.strategy.restore(state, part, parts)
         except ValueError as error:
-            if copy.rank == self._collective.rank:
+            if copy.rank == self.collective.rank:
                 self._refuse(self._paths[copy.number], error)
             return False
         return True
 
     def _agree_on_start(self, copy: StateCopy, rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
-        results = all_gather_object(self._collective, restored)
+        found, results = copy.manifest, all_gather_object(self.collective, restored)
         if not any(results):
             return None
         if not all(results):
             raise JobError(
-                f"the state of update {copy.update} could be restored on some ranks or in part only: remove it, and "
+                f"the state of update {found.update} could be restored on some ranks or in part only: remove it, and "
                 "resume again"
             )
-        return ResumePoint(copy.iteration, copy.update, copy.window, copy.source, rank)
+        source = "checkpoint" if copy.author is None else "emergency"
+        return ResumePoint(found.iteration, found.update, found.window, source, rank)
 
     def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
-        self._reporter.event(
+        self.reporter.event(
             "resumed",
             source=point.source,
             iteration=point.iteration,
@@ -320,11 +276,11 @@ class Resume:
         if not point.update:
             weights = ", with the weights of resume_adapter_file" if point.source == "adapter" else ""
             why = _why_no_state(refused)
-            self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1{weights}")
+            self.reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1{weights}")
             return
-        kind = {"emergency": "an emergency checkpoint"}.get(point.source, f"a {point.source}")
+        kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
         whose = "every rank's own part of it" if point.rank is None else f"rank {point.rank}'s"
-        self._reporter.print(
+        self.reporter.print(
             f"resumes after iteration {point.iteration} (update {point.update}) from {kind}, {whose}, "
             f"in {seconds:.2f} s"
         )

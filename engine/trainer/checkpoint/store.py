@@ -13,8 +13,8 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -28,11 +28,10 @@ from engine.trainer.checkpoint.files import (
     FileEntry,
     HashedFile,
     Manifest,
-    check_size,
+    Origin,
     folder_name,
     move_aside,
     replace_folder,
-    sync_file,
     sync_folder,
     unpacked,
     update_of,
@@ -42,14 +41,10 @@ from engine.trainer.checkpoint.files import (
 if TYPE_CHECKING:
     from engine.trainer.strategies.base import State
 
-OnRefused = Callable[[Path, str], object]
-"""Called with each checkpoint that is refused, and the reason."""
-
 
 @dataclass(frozen=True)
 class Snapshot:
-    """References to arrays that never change: nothing is copied, and no memory is taken while they are the training's
-    own."""
+    """References to arrays that never change: no copy, and no memory while they are the training's own."""
 
     iteration: int
     """The last one that the state has seen, which is also the position in the data."""
@@ -57,19 +52,6 @@ class Snapshot:
     window: Mapping[str, Any]
     """The sums since the last report (reporting.ReportWindow)."""
     state: State
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The job and the rank that a state is of."""
-
-    config_hash: str
-    """engine.protocol.job.config_hash"""
-    world_size: int
-    part: int
-    """Index of the part of the state, from 0."""
-    parts: int
-    """1 where every rank has the whole state."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +65,7 @@ class Checkpoint:
 def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "none") -> Checkpoint:
     """Commit `snapshot`, on any thread: its arrays have been evaluated.
 
-    When this returns, the checkpoint survives a power cut; when it raises (OSError, ValueError), nothing of it is left
+    When this returns, the checkpoint survives a power cut; when it raises (OSError, JobError), nothing of it is left
     and every older one is as it was. One of the same update is replaced.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -91,32 +73,30 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
     target = folder / folder_name(snapshot.update)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
-    state = {
-        "iteration": snapshot.iteration,
-        "window": dict(snapshot.window),
-        "part": origin.part,
-        "parts": origin.parts,
-    }
-    try:
-        entries = [_write_group(temporary, stem, arrays, compression) for stem, arrays in snapshot.state.items()]
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as temporary:
+        scratch = Path(temporary) / target.name
+        scratch.mkdir(mode=0o700)
+        entries = [_write_group(scratch, stem, arrays, compression) for stem, arrays in snapshot.state.items()]
         manifest = Manifest(
-            snapshot.update, origin.config_hash, origin.world_size, state, package_versions(), tuple(entries)
+            update=snapshot.update,
+            iteration=snapshot.iteration,
+            window=dict(snapshot.window),
+            versions=package_versions(),
+            files=tuple(entries),
+            **asdict(origin),
         )
-        _write_manifest(temporary, manifest)
-        sync_folder(temporary)
-        replace_folder(temporary, target)
+        with contextlib.closing(HashedFile(scratch, MANIFEST_NAME, "none")) as file:
+            file.write(manifest.to_json())
+            file.commit()
+        sync_folder(scratch)
+        replace_folder(scratch, target)
         sync_folder(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return Checkpoint(target, manifest)
 
 
 def package_versions() -> dict[str, str]:
     """Package → version, of what the training is computed with."""
-    packages = {name.replace("-", "_"): version(name) for name in ("mlx", "mlx-lm")}
-    return {"python": platform.python_version(), **packages}
+    return {"python": platform.python_version(), "mlx": version("mlx"), "mlx_lm": version("mlx-lm")}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -128,8 +108,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
-    """Compare every byte with the manifest; without `check_hashes` only names and sizes. Raises CheckpointError,
-    OSError."""
+    """Compare every byte with the manifest, or only names and sizes. Raises CheckpointError, OSError."""
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError("it is not a folder")
     try:
@@ -144,10 +123,7 @@ def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
     if manifest.update != update_of(path.name):
         raise CheckpointError(f"its manifest is of update {manifest.update}")
     for entry in manifest.files:
-        if check_hashes:
-            verify_file(path, entry)
-        else:
-            check_size(path, entry)
+        verify_file(path, entry, check_hash=check_hashes)
     return Checkpoint(path, manifest)
 
 
@@ -176,28 +152,24 @@ def load(checkpoint: Checkpoint) -> dict[str, dict[str, mx.array]]:
     return groups
 
 
-def retain(folder: Path, count: int, committed: int, on_refused: OnRefused) -> list[Path]:
+def retain(folder: Path, count: int, committed: int) -> list[str]:
     """Remove all but the newest `count` complete checkpoints (by names and sizes), from update `committed` backwards,
-    which has just been verified; returns what was removed. An incomplete one does not count, and is removed when
-    `count` newer ones are there. What cannot be removed is passed to `on_refused`.
+    which has just been verified; returns what is wrong with those that cannot be removed. An incomplete one does not
+    count, and is removed when `count` newer ones are there.
 
     Those of a later update are removed in any case: the training has resumed from an earlier one."""
-    kept, removed = 0, []
+    kept, problems = 0, []
     for path in reversed(list_checkpoints(folder)):
         if kept < count and (update_of(path.name) or 0) <= committed:
-            try:
+            with contextlib.suppress(CheckpointError, OSError):
                 verify(path, check_hashes=False)
-            except (CheckpointError, OSError):
-                continue
-            kept += 1
+                kept += 1
             continue
         try:
             shutil.rmtree(move_aside(path), ignore_errors=True)
         except OSError as error:
-            on_refused(path, f"it cannot be removed: {error.strerror or error}")
-        else:
-            removed.append(path)
-    return removed
+            problems.append(f"the checkpoint {path.name} cannot be removed: {error.strerror or error}")
+    return problems
 
 
 def _write_group(folder: Path, stem: str, arrays: Mapping[str, mx.array], compression: str) -> FileEntry:
@@ -207,10 +179,3 @@ def _write_group(folder: Path, stem: str, arrays: Mapping[str, mx.array], compre
         except RuntimeError as error:
             raise OSError(f"{file.name} could not be written: {error}") from error
         return file.commit()
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    with (folder / MANIFEST_NAME).open("xb") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        sync_file(file.fileno())

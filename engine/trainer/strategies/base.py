@@ -14,11 +14,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
+from engine.trainer.collective import Collective, TensorSpec
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.weights import UINT_OF_SIZE, TensorSpec, WeightStream, floats, scalar
+from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats, scalar
 
 State = dict[str, dict[str, mx.array]]
 """Group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
@@ -34,8 +34,8 @@ class LocalStep:
     """Targets in `loss_sum`."""
     data_s: float
     compute_s: float
-    communicate_s: float = 0.0
-    """Before the update's own exchange."""
+    communicate_s: float
+    update_s: float = 0.0
 
 
 class Strategy(ABC):
@@ -61,11 +61,6 @@ class Strategy(ABC):
     def learning_rate(self) -> float:
         """The last update's rate. Local."""
         return self._updater.learning_rate
-
-    @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits. Local."""
-        return self._updater.in_16_bits
 
     def accumulate(self, position: int) -> LocalStep:
         """Forward and backward of the `position`-th global batch, from 0, added to the update under way; evaluated."""
@@ -100,8 +95,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def trained_weights(self) -> WeightStream:
-        """All trained parameters by mlx-lm's names, as they are saved; complete on rank 0. Every rank iterates over all
-        of them."""
+        """All trained parameters by mlx-lm's names, complete on rank 0. Every rank iterates over all of them."""
 
     def state(self) -> State:
         """This rank's trained parameters at the optimizer's precision, and the optimizer's state, after the last
@@ -152,11 +146,6 @@ class PartitionedStrategy(Strategy):
         self._found: State = {}
         self.sums: dict[str, mx.array] = {}
         """The gradients' sums so far, float32."""
-
-    @property
-    def in_16_bits(self) -> bool:
-        """At least one trained parameter has only 16 bits, on any rank."""
-        return any(parameter.dtype.size < 4 for parameter in self._trained)
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:
         """Add gradients (float32) to the sums of the update under way, evaluated."""

@@ -6,7 +6,7 @@ An update equals the single machine's: gradients, losses and tokens are summed i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective
+from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import Strategy
@@ -34,26 +34,21 @@ class Gradients:
         self._model = model
         trainable = tree_flatten(model.trainable_parameters())
         self._shapes = {name: value.shape for name, value in trainable}
-        self._buckets = _buckets({name: value.size for name, value in trainable})
+        self._buckets = packed(self._shapes, lambda name: math.prod(self._shapes[name]), _BUCKET_FLOATS)
         self._half = any(value.dtype == mx.float16 for _, value in trainable)
         state = [model.state, mx.random.state]
         self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
 
-    def of(self, batch: Batch) -> tuple[float, list[mx.array]]:
-        """The sum of cross-entropies over `batch`, and of their gradients in buckets, evaluated."""
+    def add(self, batch: Batch, sums: Sequence[mx.array] = ()) -> tuple[float, list[mx.array]]:
+        """The sum of cross-entropies over `batch`, and that of gradients in buckets, with `sums` added; evaluated."""
         rows = Rows.of(batch, half=self._half)
         loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
         mx.eval(loss, buckets)
-        return scalar(loss), buckets
-
-    def add(self, batch: Batch, sums: list[mx.array] | None) -> tuple[float, list[mx.array]]:
-        """As `of`, with `sums` of earlier batches, if any, added to the gradients."""
-        loss, buckets = self.of(batch)
-        if sums is not None:
+        if sums:
             buckets = [bucket + before for bucket, before in zip(buckets, sums, strict=True)]
             mx.eval(buckets)
-        return loss, buckets
+        return scalar(loss), buckets
 
     def loss(self, batch: Batch) -> float:
         """The sum of cross-entropies over `batch`."""
@@ -90,19 +85,6 @@ class Gradients:
         return (loss / scale, [bucket / scale for bucket in buckets]) if self._half else (loss, buckets)
 
 
-def _buckets(sizes: dict[str, int]) -> list[list[str]]:
-    """Parameters in order, packed into buckets."""
-    buckets: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not buckets or size > room:
-            buckets.append([])
-            room = max(_BUCKET_FLOATS, size)
-        buckets[-1].append(name)
-        room -= size
-    return buckets
-
-
 class DataParallel(Strategy):
     """One rank's copy."""
 
@@ -111,18 +93,16 @@ class DataParallel(Strategy):
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         super().__init__(job, model, loader, collective)
         self._gradients = Gradients(model)
-        self._sums: list[mx.array] | None = None
+        self._sums: list[mx.array] = []
 
     def _forward_backward(self, batch: Batch) -> tuple[float, int]:
         loss, self._sums = self._gradients.add(batch, self._sums)
         return loss, batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
-        assert self._sums is not None
         return self._gradients.norm(self._sums, tokens) if tokens else None
 
     def exchange(self, counters: list[float]) -> list[float]:
-        assert self._sums is not None
         *buckets, last = self._sums
         # float32 counts up to 16 million tokens per iteration exactly.
         tail = mx.concatenate([last, mx.array(counters)])
@@ -130,8 +110,7 @@ class DataParallel(Strategy):
         return floats(self._sums[-1][last.size :])
 
     def apply(self, tokens: float) -> float | None:
-        assert self._sums is not None
-        totals, self._sums = self._sums, None
+        totals, self._sums = self._sums, []
         return scalar(self._updater.update(self._gradients.unpack(totals, tokens))) if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:

@@ -29,12 +29,6 @@ class Rows:
         scale = 2.0 ** -(max(batch.targets, 1) - 1).bit_length() if half else 1.0
         return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
 
-    @property
-    def inputs(self) -> tuple[int, int]:
-        """Rows and length of the model's input."""
-        rows, length = self.tokens.shape
-        return rows, length - 1
-
 
 def loss_sum(model: Callable[[mx.array], mx.array], tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
     """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 without targets.

@@ -111,8 +111,7 @@ class Pipeline(PartitionedStrategy):
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, layers: LayerSplit
     ) -> None:
-        """`model` is whole and not evaluated: layers of other ranks never are. `loader` reads whole batches. Raises
-        JobError."""
+        """`model`: whole, not evaluated (other ranks' layers never are). `loader`: whole batches. Raises JobError."""
         check_splittable(model, "pipeline")
         rank, stages = collective.rank, collective.size
         if stages < 2:
@@ -139,8 +138,7 @@ class Pipeline(PartitionedStrategy):
         return self._run(examples.batch(indices), train=False)
 
     def _run(self, batch: Batch, *, train: bool) -> tuple[float, int]:
-        """This stage's work on one global batch; the sum of cross-entropies and the targets on the last stage, else
-        0."""
+        """This stage's work on a global batch; the sum of cross-entropies and the targets, 0 but on the last stage."""
         rank, stages = self._collective.rank, self._collective.size
         rows = len(batch.tokens)
         count = micro_batches(rows, stages)
@@ -169,7 +167,8 @@ class Pipeline(PartitionedStrategy):
             if section.last:
                 micro.cotangent = mx.array(1.0)
             else:
-                output = section.like_output(rows, hidden)
+                # Every section returns the shape that it gets; only the first one's embeddings know the width.
+                output = section.forward(rows, None) if hidden is None else hidden
                 micro.cotangent = self._collective.recv_lazy(output.shape, output.dtype, self._collective.rank + 1)
             trained = dict(tree_flatten(self.model.trainable_parameters()))
             micro.output, micro.gradients, micro.below = section.forward_backward(
@@ -192,7 +191,8 @@ class Pipeline(PartitionedStrategy):
         hidden, gradient = (MessageTag(kind, self._batches % 2**31, step.micro) for kind in MessageKind)
         match step.act:
             case "receive_forward":
-                micro.hidden = messages.receive(rank - 1, hidden, micro.rows.inputs)
+                rows, length = micro.rows.tokens.shape
+                micro.hidden = messages.receive(rank - 1, hidden, (rows, length - 1))
             case "send_forward":
                 assert micro.output is not None
                 messages.send(rank + 1, hidden, micro.output)

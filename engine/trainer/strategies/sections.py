@@ -34,8 +34,7 @@ class PassThrough(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
 
 
 class Section:
-    """The layers from `start` to before `end`; with the embeddings when it is the first, with norm and head when it is
-    the last."""
+    """The layers from `start` to before `end`; the first has the embeddings too, the last norm and head."""
 
     def __init__(self, model: nn.Module, start: int, end: int, *, first: bool, last: bool) -> None:
         """Raises JobError for a model that cannot be split."""
@@ -73,11 +72,6 @@ class Section:
             return loss_sum(lambda tokens: self(tokens, hidden), rows.tokens, rows.bounds, mx.array(rows.scale))
         return self(rows.tokens[:, :-1], hidden)
 
-    def like_output(self, rows: Rows, hidden: mx.array | None) -> mx.array:
-        """An array of the shape and type of the next section's `hidden`. Nothing is computed."""
-        # Every section but the first returns the shape that it gets; only the first one's embeddings know the width.
-        return self.forward(rows, None) if hidden is None else hidden
-
     def forward_backward(
         self,
         trained: Mapping[str, mx.array],
@@ -114,7 +108,6 @@ def check_splittable(model: nn.Module, strategy: str) -> None:
             f"{', '.join(SPLITTABLE_MODULES)} and those that mlx-lm runs as one of them: use "
             'strategy = "data"'
         )
-    _trunk_path(model)
 
 
 def _trunk_path(model: nn.Module) -> list[str]:

@@ -19,16 +19,14 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective, aligned_words, as_words
+from engine.trainer.collective import Collective, as_words, from_words
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
-from engine.trainer.weights import TensorSpec, scalar
+from engine.trainer.weights import scalar
 
-_ALIGNED_WORDS = 16
-"""Each gathered tensor begins at a multiple of 64 bytes, for kernels that read several numbers at once."""
 _TRAINED_BYTES = 12
 """State per trained element beside the element itself: two float32 moments and its gradient's sum."""
 
@@ -37,8 +35,7 @@ class Shards:
     """A model's sections over the ranks. gather and reduce are called by all ranks, in the same order."""
 
     def __init__(self, model: nn.Module, collective: Collective) -> None:
-        """`model` is whole and not evaluated; from now on it holds only this rank's tensors, and trains those of them
-        that are not frozen."""
+        """`model`: whole, not evaluated; from now on it holds only this rank's tensors, and trains those not frozen."""
         self._collective = collective
         layers = len(model.layers)
         self.sections = [
@@ -72,27 +69,28 @@ class Shards:
         return [name for name, tensor in self._tensors[section].items() if tensor.trained]
 
     def gather(self, section: int) -> dict[str, mx.array]:
-        """All parameters of the `section`-th section, until `release`. Raises PeerLost."""
+        """All parameters of the `section`-th section, which has them until `release`. Raises PeerLost."""
         tensors, rank = self._tensors[section], self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
-        own = {name: held[name] for name, tensor in tensors.items() if rank in tensor.ranks}
-        self._before_gather = {name: own.get(name, _empty(tensor.dtype)) for name, tensor in tensors.items()}
-        offsets, width = _offsets(tensors)
-        parts = [as_words(value, _words(tensors[name])) for name, value in own.items()]
-        rest = width - sum(part.size for part in parts)
-        mine = mx.concatenate([*parts, mx.zeros(rest, mx.uint32)])
+        owned = [
+            {name: tensor for name, tensor in tensors.items() if owner in tensor.ranks}
+            for owner in range(self._collective.size)
+        ]
+        self._before_gather = {
+            name: held[name] if name in owned[rank] else mx.zeros(0, tensor.dtype) for name, tensor in tensors.items()
+        }
+        widths = [sum(tensor.words for tensor in own.values()) for own in owned]
+        rest = mx.zeros(max(widths) - widths[rank], mx.uint32)
+        mine = mx.concatenate([*(as_words(held[name]) for name in owned[rank]), rest])
         everybody = self._collective.gather_arrays(mine)
-        found = {}
-        for name, start in offsets.items():
-            tensor = tensors[name]
-            (owner,) = tensor.ranks
-            words = everybody[owner, start : start + _words(tensor)]
-            found[name] = words.view(tensor.dtype)[: tensor.size].reshape(tensor.shape)
+        found: dict[str, mx.array] = {}
+        for owner, parts in enumerate(owned):
+            found |= from_words(everybody[owner], parts)
+        self.sections[section].model.update(tree_unflatten(list(found.items())))
         return found
 
     def reduce(self, section: int, gradients: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The sums over all ranks of `gradients` (float32, of all trained tensors of the section) for the tensors that
-        this rank owns. Raises PeerLost."""
+        """The sums of all ranks' `gradients` (float32, all trained of the section) for own tensors. Raises PeerLost."""
         tensors = {name: tensor for name, tensor in self._tensors[section].items() if tensor.trained}
         if not tensors:
             return {}
@@ -128,25 +126,6 @@ def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str
     return owners
 
 
-def _words(tensor: TensorSpec) -> int:
-    """The 32-bit words of a tensor among the gathered ones, padding included."""
-    return aligned_words(tensor.nbytes, _ALIGNED_WORDS)
-
-
-def _offsets(tensors: Mapping[str, PlacedParameter]) -> tuple[dict[str, int], int]:
-    """Each tensor's offset in its owner's row of words, and the length of the longest row."""
-    offsets, rows = {}, dict[int, int]()
-    for name, tensor in tensors.items():
-        (owner,) = tensor.ranks
-        offsets[name] = rows.get(owner, 0)
-        rows[owner] = offsets[name] + _words(tensor)
-    return offsets, max(rows.values(), default=0)
-
-
-def _empty(dtype: mx.Dtype) -> mx.array:
-    return mx.zeros(0, dtype)
-
-
 def _keep_owned(model: nn.Module, own: set[str]) -> None:
     """Evaluate `own` parameters; the others become empty and frozen."""
     every = dict(tree_flatten(model.parameters()))
@@ -158,7 +137,7 @@ def _keep_owned(model: nn.Module, own: set[str]) -> None:
         for part in path:
             module = module[int(part)] if isinstance(module, list) else module[part]
         module.freeze(recurse=False, keys=[leaf])
-    model.update(tree_unflatten([(name, _empty(every[name].dtype)) for name in others]))
+    model.update(tree_unflatten([(name, mx.zeros(0, every[name].dtype)) for name in others]))
 
 
 class Sharded(PartitionedStrategy):
@@ -224,6 +203,5 @@ class Sharded(PartitionedStrategy):
     def _gather(self, section: int) -> dict[str, mx.array]:
         started = time.perf_counter()
         parameters = self._shards.gather(section)
-        self._shards.sections[section].model.update(tree_unflatten(list(parameters.items())))
         self._waited_s += time.perf_counter() - started
         return parameters

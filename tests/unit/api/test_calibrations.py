@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.api import Engine
-from engine.api.calibrations import CalibrationsApi
 from engine.checks import performance
+from engine.checks.context import CheckContext
 from engine.checks.runner import CHECKS
 from engine.cluster.host_locks import exclusive_hosts
 from engine.config.mlx_lm_keys import with_defaults
@@ -125,19 +127,22 @@ def test_a_stand_in_gives_no_prediction(tmp_path: Path) -> None:
     assert division is not None and division.tokens_per_s is None and "synthetic model" in (division.why_not or "")
 
 
-class EndlessCalibrations(CalibrationsApi):
-    """A calibration that has started, and goes on until its iterator is closed."""
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration that has started goes on until its iterator is closed."""
 
-    async def _measuring(
-        self, config: Config, *, quick: bool
-    ) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
-        while True:
-            yield CalibrationProgress("node0", "measuring")
+    async def calibrate(
+        _context: CheckContext, *, on_progress: Callable[[CalibrationProgress], None], **_options: Any
+    ) -> Calibration:
+        on_progress(CalibrationProgress("node0", "measuring"))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr("engine.api.calibrations.calibrate", calibrate)
 
 
 def measuring(config: Config) -> AsyncGenerator[CalibrationProgress | Calibration, None]:
-    engine = Engine()
-    return EndlessCalibrations(engine.session, engine.nodes, engine.runs).measure(config)
+    return Engine().calibrations.measure(config)
 
 
 def elsewhere(config: Config) -> Config:
@@ -145,7 +150,7 @@ def elsewhere(config: Config) -> Config:
     return config.model_copy(update={"nodes": tuple(nodes)})
 
 
-async def test_a_calibration_keeps_launches_and_calibrations_out_until_it_is_left(home: Path) -> None:
+async def test_a_calibration_keeps_launches_and_calibrations_out_until_it_is_left(home: Path, endless: None) -> None:
     config = make_run_config()
     async with aclosing(measuring(config)) as steps:
         await anext(steps)
@@ -159,7 +164,7 @@ async def test_a_calibration_keeps_launches_and_calibrations_out_until_it_is_lef
     assert Engine().launches._prepare(config, ()).plan.exists()
 
 
-async def test_a_run_that_goes_on_keeps_a_calibration_out_of_its_machines_alone(home: Path) -> None:
+async def test_a_run_that_goes_on_keeps_a_calibration_out_of_its_machines_alone(home: Path, endless: None) -> None:
     run = MadeRun(home).state("preflight", "launching", "running")
     Store(home).put_run(run.plan.record())
     config = make_run_config()

@@ -22,9 +22,8 @@ def output(document: Mapping[str, Any]) -> MeasureOutput | None:
 
 
 def test_what_the_worker_writes_is_what_the_head_reads() -> None:
-    written = MeasureReport(
-        8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, [(1, 5), (2, 9)], "not on macOS"
-    )
+    probes = [{"batch": 1, "peak_bytes": 5}, {"batch": 2, "peak_bytes": 9}]
+    written = MeasureReport(8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, probes, "not on macOS")
     found = output({"measured": asdict(written)})
     assert found is not None and found.measured is not None
     measure = _measure(config(["a"]).nodes[0], found.measured)
@@ -35,7 +34,7 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         6_000_000,
     )
     assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
-    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 3, 8.0))})
+    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 8.0))})
     assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
 
 
@@ -47,8 +46,8 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         {"examples_per_s": float("nan")},
         {"batch": 0},
         {"state_bytes": "much"},
-        {"probes": [[1, 2]] * 11},
-        {"probes": [[0, 2]]},
+        {"probes": [{"batch": 1, "peak_bytes": 2}] * 11},
+        {"probes": [{"batch": 0, "peak_bytes": 2}]},
     ],
 )
 def test_a_figure_that_cannot_be_is_no_answer(figures: dict[str, Any]) -> None:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.cluster.facts import read_facts
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeFacts
+from engine.plan.document import RankMemory
 from tests.unit.cluster.macs import NOW
+
+GB = 10**9
+RANK: dict[str, Any] = {
+    **{name: 0 for name in RankMemory.model_fields if name.endswith("_bytes")},
+    "node": "a",
+    "peak_bytes": 89 * GB,
+    "reserve_bytes": 2 * GB,
+    "source": "estimate",
+    "limit_bytes": 100 * GB,
+    "limit_from": "Metal",
+    "fits": True,
+}
+"""A rank's row of a plan."""
 
 STUDIO = {
     "sysctl": "hw.memsize: 549755813888\nhw.model: Mac15,14\nmachdep.cpu.brand_string: Apple M3 Ultra\n"

@@ -6,14 +6,20 @@ from engine.checks import hardware as check
 from engine.checks import performance, sync
 from engine.checks.plan_inputs import MemoryNeed
 from engine.cluster.probe_results import PortHolder
-from engine.config.models import Config
+from engine.config.models import Config, JobConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
-from engine.plan.document import PlanIssue
+from engine.plan.document import PlanIssue, RankMemory
 from tests.unit.checks.conftest import run_check
-from tests.unit.checks.recorded import STUDIO, mac, studio
+from tests.unit.checks.recorded import GB, RANK, STUDIO, mac, studio
 
-FITS = MemoryNeed(300 * 10**9, 412 * 10**9, fits=True, source="by estimate, limit by Metal")
+
+def memory(needed_gb: int) -> RankMemory:
+    sizes = {"peak_bytes": needed_gb * GB, "reserve_bytes": 0, "limit_bytes": 412 * GB}
+    return RankMemory(**{**RANK, **sizes, "fits": needed_gb <= 412})
+
+
+FITS = memory(300)
 
 
 def evaluated(
@@ -42,14 +48,14 @@ def test_mlx_on_the_cpu_of_a_mac_is_a_failure_with_what_installs_metal() -> None
 
 
 def test_memory_beyond_the_limit_fails_and_an_unknown_one_warns() -> None:
-    over = MemoryNeed(500 * 10**9, 412 * 10**9, fits=False, source="by estimate, limit by Metal")
-    result = evaluated(studio(), mac("ultra"), mac("max"), need=over)
+    result = evaluated(studio(), mac("ultra"), mac("max"), need=memory(500))
     assert (result.status, "needs 500.0 of 412.0 GB" in result.summary) == (CheckStatus.FAIL, True)
     assert "grad_checkpoint = true" in result.summary
-    unknown = MemoryNeed(source="model_type = 'x' is not one whose memory can be estimated")
-    result = evaluated(studio(), mac("ultra"), mac("max"), need=unknown)
+    unknown = "model_type = 'x' is not one whose memory can be estimated"
+    training = studio().model_copy(update={"job": JobConfig(name="job")})
+    result = evaluated(training, mac("ultra"), mac("max"), need=unknown)
     assert (result.status, "memory not compared: model_type" in result.summary) == (CheckStatus.WARN, True)
-    own = MemoryNeed(source="the job runs a command of its own", applicable=False)
+    own = "the job runs a command of its own"
     assert evaluated(studio(), mac("ultra"), mac("max"), need=own).status is CheckStatus.PASS
 
 
@@ -60,12 +66,11 @@ def test_what_the_plan_refuses_is_refused_here() -> None:
 
 
 def test_memory_hides_no_other_refusal_and_is_reported_once() -> None:
-    over = MemoryNeed(500 * 10**9, 412 * 10**9, fits=False, source="by estimate, limit by Metal")
     refusals = (
         PlanIssue(name="memory", text="it fits on no node"),
         PlanIssue(name="data_quality", text="the data report says poisoning_detected: true"),
     )
-    result = evaluated(studio(), mac("ultra"), mac("max"), need=over, refusals=refusals)
+    result = evaluated(studio(), mac("ultra"), mac("max"), need=memory(500), refusals=refusals)
     assert result.status is CheckStatus.FAIL
     assert result.summary.startswith("the data report says poisoning_detected: true; needs 500.0 of 412.0 GB")
     assert "it fits on no node" not in result.summary

@@ -16,6 +16,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config
 from engine.measurements import Division, LinkMeasure
 from engine.models import CheckResult, CheckStatus
+from engine.plan.document import RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.prediction import division_of, predict
 from engine.plan.shares import MISSING, divide_batch
@@ -23,7 +24,13 @@ from engine.store.store import Store
 from tests.unit.checks.conftest import run_check
 from tests.unit.plan.calibrations import TAKEN, calibration, config, measure
 
-FITS = MemoryNeed(8 * 10**9, 10 * 10**9, fits=True, source="by calibration, limit by Metal")
+
+def memory(needed_bytes: int, limit_bytes: int = 10 * 10**9) -> RankMemory:
+    known = {"needed_bytes": needed_bytes, "limit_bytes": limit_bytes, "limit_from": "Metal"}
+    return RankMemory.model_validate({"node": "", "source": "calibration", **known})
+
+
+FITS = memory(8 * 10**9)
 SOON = TAKEN + timedelta(hours=2)
 
 
@@ -71,8 +78,7 @@ def test_a_slow_link_is_reported_with_its_two_nodes() -> None:
 
 @pytest.mark.parametrize(("peak", "status"), [(89, CheckStatus.PASS), (90, CheckStatus.FAIL)])
 def test_memory_stays_below_nine_tenths_of_the_limit(peak: int, status: CheckStatus) -> None:
-    need = MemoryNeed(peak * 10**8, 10 * 10**9, fits=True, source="by calibration, limit by Metal")
-    result = evaluated({"ultra": 1.0, "max": 1.0}, need=need)
+    result = evaluated({"ultra": 1.0, "max": 1.0}, need=memory(peak * 10**8))
     assert (result.status, "the limit is 90%" in result.summary) == (status, status is CheckStatus.FAIL)
 
 
@@ -165,8 +171,8 @@ def test_a_node_that_has_changed_since_it_was_measured_warns() -> None:
 
 
 def test_without_a_calibration_memory_is_still_checked() -> None:
-    tight = MemoryNeed(95, 100, fits=True, source="by estimate, limit by Metal")
-    result = check.evaluate(config(["a", "b"]), check.CalibrationStatus(None), {"a": FITS, "b": tight}, SOON)
+    tight = {"a": FITS, "b": memory(95, 100)}
+    result = check.evaluate(config(["a", "b"]), check.CalibrationStatus(None), tight, SOON)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "b"))
     assert "95%, the limit is 90%" in result.summary and MISSING in result.summary
     assert result.fix_command is None, "no calibration makes it smaller"
@@ -187,7 +193,7 @@ def test_the_fix_names_the_configuration_and_is_only_given_where_it_helps(
     monkeypatch.chdir(tmp_path)
     assert fix(here, taken_at=old) == "flightdeck calibrate"
     slow = LinkMeasure(nodes=("a", "b"), latency_s=0.7, bandwidth_bytes_per_s=1e9)
-    assert fix(deck, MemoryNeed(95, 100, fits=True)) is None
+    assert fix(deck, memory(95, 100)) is None
     assert fix(deck, all_ranks=slow) is None
     assert fix(deck, links=(slow,)) is None
 

@@ -15,7 +15,8 @@ from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import (
     ClusterHistory,
     collect_plan_inputs,
-    memory_need_of,
+    describe_memory,
+    memory_share,
     shared_plan,
     with_example_count,
 )
@@ -28,32 +29,19 @@ from engine.plan.document import RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
 from engine.security.paths import state_home
-
-GB = 10**9
+from tests.unit.checks.recorded import RANK
 
 
 def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
-    rank = RankMemory(
-        node="a",
-        peak_bytes=89 * GB,
-        reserve_bytes=2 * GB,
-        needed_bytes=91 * GB,
-        source="estimate",
-        limit_bytes=100 * GB,
-        limit_from="Metal",
-        fits=True,
-    )
-    found = memory_need_of(rank)
-    assert found.share == 0.91
-    assert found.describe() == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
+    rank = RankMemory(**RANK)
+    assert memory_share(rank) == 0.91
+    assert describe_memory(rank) == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    assert (
-        memory_need_of(RankMemory(node="a", limit_bytes=GB)).describe()
-        == "memory not compared: what it needs is not known"
-    )
-    assert "not compared" in memory_need_of(RankMemory(node="a", needed_bytes=GB)).describe()
+    unlimited = RankMemory(**{**RANK, "limit_bytes": None})
+    assert "not compared" in describe_memory(unlimited)
+    assert [memory_share(each) for each in (unlimited, "no plan")] == [None] * 2
 
 
 NOW = datetime.now(UTC)
@@ -86,8 +74,9 @@ async def test_the_models_configuration_and_the_examples_come_from_the_nodes(con
     inputs = await surveyed(config)
     assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_source
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node0")
-    assert inputs.launching.hostfile_path is not None
-    assert json.loads(Path(inputs.launching.hostfile_path).read_text()) == inputs.launching.hostfile
+    hostfile = inputs.launching.hostfile
+    assert hostfile is not None and hostfile.path is not None
+    assert json.loads(Path(hostfile.path).read_text()) == hostfile.document
 
 
 @pytest.mark.parametrize(
@@ -198,8 +187,8 @@ async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> 
     job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
     inputs = await surveyed(config.model_copy(update={"job": job}))
     assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
-    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.command or "")
-    assert any("HF_TOKEN" in note for note in inputs.launching.notes)
+    assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.mlx_launch_command or "")
+    assert any("HF_TOKEN" in note for note in inputs.launching.launch_notes)
 
 
 async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config, tmp_path: Path) -> None:

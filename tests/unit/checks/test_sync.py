@@ -10,7 +10,7 @@ import pytest
 
 from engine.checks import gradient, sync
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LAST_LINES, LocalProgram
+from engine.checks.local_process import LAST_LINES, LocalProgram, last_lines
 from engine.checks.runner import run_checks
 from engine.checks.sync import TreeDifference
 from engine.cluster.transport.fleet import Fleet
@@ -193,7 +193,7 @@ async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     lines: list[str] = []
     ran = await LocalProgram([str(script)], tmp_path).run(1.0, lines.append)
-    assert (ran.code, ran.last_lines, lines) == (None, ("waiting",), ["waiting"])
+    assert (ran.code, last_lines(ran), lines) == (None, ("waiting",), ["waiting"])
     assert start_time(int((tmp_path / "child").read_text())) is None
 
 
@@ -212,7 +212,7 @@ async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) ->
     script = write(tmp_path / "daemon.sh", "sleep 600 & echo $!")
     ran = await asyncio.wait_for(LocalProgram([str(script)], tmp_path).run(60, lambda _: None), 20)
     assert ran.code == 0
-    os.kill(int(ran.last_lines[0]), 9)
+    os.kill(int(last_lines(ran)[0]), 9)
 
 
 async def test_the_running_check_shows_the_last_line_without_escapes(two: Config, script: Path) -> None:

@@ -161,7 +161,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
     host.link.request_processes(kill=True)
     await until(lambda: host.link.processes() == [])
     await until(lambda: not mirror.behind() or mirror.pump() < 0)
-    assert mirror.close() and gaps == []
+    assert mirror.settle() == [] and gaps == []
     assert run_dir.log(0).read_bytes() == host.kept.output()
     assert host.road.opened >= 3
 

@@ -88,7 +88,7 @@ def test_reading_gives_what_was_meant(
     nodes: list[DraftNode], cluster: str, work: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "drafted.toml"
-    path.write_text(draft(nodes, cluster=cluster, job=DraftJob(model="~/m")), encoding="utf-8")
+    path.write_text(draft(nodes, cluster=cluster), encoding="utf-8")
     config = load_config(path)
     assert [(node.ssh, node.python) for node in config.nodes] == [(node.ssh, node.python) for node in nodes]
     assert is_identifier(config.cluster.name)

@@ -47,7 +47,7 @@ def test_layers_make_it_a_pipeline_and_another_strategy_drops_them() -> None:
 def test_impossible_strategies_are_refused() -> None:
     with pytest.raises(InputError, match="at least two nodes"):
         with_strategy(config(["a"]), "pipeline", None)
-    with pytest.raises(InputError, match="2 ranges for 3 nodes"):
+    with pytest.raises(InputError, match="3 ranges, one per node, not 2"):
         with_strategy(config(["a", "b", "c"]), "pipeline", "0-8,8-36")
     deck = config(["a", "b"])
     command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})

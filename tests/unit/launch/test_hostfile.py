@@ -110,8 +110,8 @@ FLEET = Fleet((), Path("/"))
 
 
 async def chosen(*, starting_port: int | None = None, seed: int | None = None) -> int:
-    rng = random.Random(seed) if seed is not None else None
-    return await hostfile.fresh_ports(FLEET, NODES, configured_network(NODES), starting_port, rng=rng)
+    random.seed(seed)
+    return await hostfile.fresh_ports(FLEET, NODES, configured_network(NODES), starting_port)
 
 
 async def test_the_whole_block_can_be_bound() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.launch.manual_launch import manual_launch
-from engine.plan.context import Launching
+from engine.plan.document import Launching
 from engine.plan.network import NetworkPlan
 from tests.unit.launch.host_layouts import configured_network
 
@@ -30,8 +30,8 @@ def typed(job_config: Config, layers: int | None = None, backend: str = "ring") 
 
 def of_rank(launch: Launching, rank: int, home: Path) -> list[str]:
     """What the shell of a rank becomes: its program's arguments."""
-    assert launch.command is not None
-    argv = shlex.split(launch.command)
+    assert launch.mlx_launch_command is not None
+    argv = shlex.split(launch.mlx_launch_command)
     program = argv[argv.index("--") + 1 :]
     (home / "show").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
     (home / "show").chmod(0o755)
@@ -72,31 +72,31 @@ def test_what_mlx_lm_would_refuse_is_made_acceptable_and_noted(tmp_path: Path) -
     launch = typed(config(node("a", tmp_path), node("b", tmp_path), settings={"batch_size": 5}), layers=2)
     argv = of_rank(launch, 0, tmp_path)
     assert argv[argv.index("--batch-size") + 1] == "6" and argv[argv.index("--num-layers") + 1] == "2"
-    assert any("must divide by the 2 ranks" in note for note in launch.notes)
-    assert any("mlx-lm refuses more" in note for note in launch.notes)
+    assert any("must divide by the 2 ranks" in note for note in launch.launch_notes)
+    assert any("mlx-lm refuses more" in note for note in launch.launch_notes)
 
 
 def test_keys_without_an_option_travel_as_a_file(tmp_path: Path) -> None:
     lora = {"rank": 4, "dropout": 0.0, "scale": 10.0, "keys": ["self_attn.q_proj"]}
     launch = typed(config(node("a", tmp_path), settings={"lora_parameters": lora}))
-    assert launch.command is not None and "--config /dev/stdin" in launch.command
-    assert json.dumps({"lora_parameters": lora}) in shlex.split(launch.command)[-1]
+    assert launch.mlx_launch_command is not None and "--config /dev/stdin" in launch.mlx_launch_command
+    assert json.dumps({"lora_parameters": lora}) in shlex.split(launch.mlx_launch_command)[-1]
 
 
 def test_a_lone_rank_has_no_empty_hostfile(tmp_path: Path) -> None:
     launch = typed(config(node("a", tmp_path)))
-    assert launch.command is not None and "unset MLX_HOSTFILE" in launch.command
+    assert launch.mlx_launch_command is not None and "unset MLX_HOSTFILE" in launch.mlx_launch_command
 
 
 def test_secrets_never_show(tmp_path: Path) -> None:
     launch = typed(config(node("a", tmp_path), env={"HF_TOKEN": "hf_secret", "LEVEL": "3"}))
-    assert launch.command is not None
-    assert "hf_secret" not in launch.command and "--env LEVEL=3" in launch.command
-    assert any(note.startswith("HF_TOKEN of [job] env is left out") for note in launch.notes)
+    assert launch.mlx_launch_command is not None
+    assert "hf_secret" not in launch.mlx_launch_command and "--env LEVEL=3" in launch.mlx_launch_command
+    assert any(note.startswith("HF_TOKEN of [job] env is left out") for note in launch.launch_notes)
 
 
 def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path: Path) -> None:
     job_config = config(node("a", tmp_path), node("b", tmp_path), env={"NCCL_DEBUG": "WARN"})
-    command = typed(job_config, backend="nccl").command or ""
+    command = typed(job_config, backend="nccl").mlx_launch_command or ""
     assert "--env NCCL_IB_DISABLE=1" in command and "--env NCCL_DEBUG=WARN" in command
-    assert "NCCL_IB" not in (typed(job_config).command or "")
+    assert "NCCL_IB" not in (typed(job_config).mlx_launch_command or "")

@@ -16,7 +16,7 @@ from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.launch import mlx_launch
 from engine.launch.hostfile import write_hostfile
-from engine.launch.mlx_launch import LauncherWatch
+from engine.launch.mlx_launch import Launcher
 from engine.node import processes
 from engine.protocol.events import tail
 from tests.unit.launch.host_layouts import configured_network, ring_ports
@@ -65,7 +65,7 @@ def test_rank_ends_are_read_through_the_launchers_colours() -> None:
     assert mlx_launch.rank_ends(output) == [(1, 127), (0, -15)]
 
 
-def launch(directory: Path, script: str, ranks: int = 2) -> mlx_launch.Launcher:
+def launch(directory: Path, script: str, ranks: int = 2) -> Launcher:
     nodes = [NodeConfig(name=f"n{k}", python=sys.executable, workdir="/") for k in range(ranks)]
     write_hostfile(directory / "hostfile.json", configured_network(nodes))
     argv = mlx_launch.arguments(
@@ -92,7 +92,7 @@ def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) ->
     (tmp_path / "launcher.log").write_text("before\n")
     launcher = launch(tmp_path, 'echo "rank $MLX_RANK says $GREETING"; exit $MLX_RANK')
     assert os.getpgid(launcher.pid) == launcher.pid
-    assert launcher.process.wait(30) == 0
+    assert launcher.process is not None and launcher.process.wait(30) == 0
     output = (tmp_path / "launcher.log").read_text()
     assert output.startswith("before\n")
     assert "rank 0 says it's $HOME" in output
@@ -104,16 +104,15 @@ def test_a_newline_frees_the_core_once_the_ranks_have_left_the_pipes(tmp_path: P
     launcher = launch(tmp_path, 'exec </dev/null >/dev/null 2>/dev/null; : > "up$MLX_RANK"; exec sleep 60')
     try:
         wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)))
-        mlx_launch.drop_pipes(launcher.stdin)
+        launcher.drop_pipes()
         # What is measured is a rate, so real time has to pass; the launcher takes a moment to read its stdin.
         time.sleep(0.5)
         before = cpu_seconds(launcher.pid)
         time.sleep(1.5)
         assert cpu_seconds(launcher.pid) - before < 0.15
-        assert launcher.process.poll() is None
+        assert launcher.alive()
     finally:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.process.wait(10)
+        launcher.kill()
 
 
 def test_a_launcher_that_cannot_be_started_is_a_launch_error(tmp_path: Path) -> None:
@@ -128,13 +127,13 @@ def test_a_launcher_that_cannot_be_started_is_a_launch_error(tmp_path: Path) -> 
 
 
 def test_dropping_pipes_of_a_launcher_that_is_gone_is_nothing(tmp_path: Path) -> None:
+    watch(tmp_path / "log").drop_pipes()
     os.mkfifo(tmp_path / "in")
-    mlx_launch.drop_pipes(tmp_path / "in")
-    mlx_launch.drop_pipes(tmp_path / "never")
+    watch(tmp_path / "log").drop_pipes()
 
 
-def watch(log: Path, pid: int = 2**22 + 5, start: str = "1", offset: int = 0) -> LauncherWatch:
-    return LauncherWatch(pid, start, log.with_name("in"), log, offset)
+def watch(log: Path, pid: int = 2**22 + 5, start: str = "1", offset: int = 0) -> Launcher:
+    return Launcher(pid, start, log.with_name("in"), log, offset)
 
 
 def test_each_end_is_reported_once_also_when_its_line_comes_in_pieces(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import ANY
 
 import pytest
 
@@ -240,13 +242,31 @@ def test_a_head_that_takes_nothing_does_not_keep_the_agent_from_its_keepers(head
     os.close(fifo)
 
 
+def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
+    """A log that is a FIFO nobody writes: opening it never ends."""
+    head.files.directory.mkdir()
+    os.mkfifo(head.files.log(0))
+    os.mkfifo(head.files.control(0))
+    fifo = os.open(head.files.control(0), os.O_RDWR)
+    head.watch(0)
+    head.send(ListProcesses(0, kill=False))
+    head.receive(ProcessList)
+    head.send(ReadFile("rank0.log", 1000, 0))
+    time.sleep(0.5)
+    for number in range(1, 4):
+        head.send(ListProcesses(number, kill=False), Heartbeat(number, number - 1))
+        assert head.receive(HeartbeatAck, ProcessList) == HeartbeatAck(number, ANY)
+        assert os.read(fifo, 100) == HEARTBEAT
+    os.close(fifo)
+
+
 @pytest.mark.parametrize("name", ["spec.json", "../1/spec.json", "rank0.in", "/etc/passwd", "rank0.log/../spec.json"])
 def test_only_the_ranks_output_can_be_read(head: Head, name: str) -> None:
     head.files.directory.mkdir()
     (head.files.directory / "spec.json").write_text("secret")
     head.watch(0)
-    head.send(ReadFile(name, 1000, 0), Heartbeat(1, 0))
-    head.receive(HeartbeatAck)
+    head.send(ReadFile(name, 1000, 0), ListProcesses(1, kill=False))
+    head.receive(ProcessList)
     assert head.data == {}
 
 
@@ -257,7 +277,9 @@ def test_it_leaves_when_nothing_is_received_any_more(monkeypatch: pytest.MonkeyP
     begun = time.monotonic()
     assert Agent(receive, send).run() == 0
     assert 0.2 < time.monotonic() - begun < 5
-    for descriptor in (receive, speak, listen, send):
+    os.close(speak)
+    wait_until(lambda: all(thread.name != "receive" for thread in threading.enumerate()))
+    for descriptor in (receive, listen, send):
         os.close(descriptor)
 
 
@@ -325,7 +347,7 @@ def test_a_cancelled_command_ends_with_its_children(head: Head) -> None:
     child = int(head.receive(RequestOutput).data)
     head.send(CancelRequest(1))
     assert head.receive(RequestEnded).exit_code == -9
-    assert processes.start_time(child) is None
+    wait_until(lambda: processes.start_time(child) is None)
 
 
 def test_a_probe_that_goes_on_reads_its_stdin_and_ends_with_it(head: Head) -> None:
@@ -413,8 +435,9 @@ def test_what_a_command_leaves_behind_stays(head: Head) -> None:
 
 def test_a_keeper_that_does_not_read_blocks_nobody(tmp_path: Path) -> None:
     rank = WatchedRank(0, NodeFiles(tmp_path), None)
+    rank.open_fifo()
     rank.send_command(HEARTBEAT)
     os.mkfifo(NodeFiles(tmp_path).control(0))
+    rank.open_fifo()
     for _ in range(100_000):
         rank.send_command(HEARTBEAT)
-    rank.close()

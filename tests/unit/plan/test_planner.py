@@ -182,6 +182,7 @@ def test_an_m4_max_takes_at_most_eight_layers_in_full_fine_tuning() -> None:
 def test_a_model_that_fits_nowhere_is_refused_with_the_way_out_and_its_override() -> None:
     plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, model=LLAMA_70B))
     assert plan.refused and "it fits on no node" in refusal(plan, "memory")
+    assert plan.batch_configuration.suggested is None
     assert 'fine_tune_type = "lora"' in refusal(plan, "memory")
     assert "sharded or pipeline" in refusal(plan, "size_70b")
     assert all(each.override == "flightdeck launch --skip hardware_layer" for each in plan.refusals)

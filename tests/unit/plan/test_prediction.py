@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.measurements import LinkMeasure
-from engine.plan.prediction import ThroughputPrediction, all_sum_s, predict_iteration, predict_throughput, step_s
+from engine.measurements import LinkMeasure, ThroughputPrediction
+from engine.plan.prediction import all_sum_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts

@@ -14,7 +14,7 @@ from engine.cluster.staging import HostLayout
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
-from engine.run.attempt import Placement, new_attempt
+from engine.run.attempt import new_attempt
 from engine.run.events import Attempt, AttemptPlanned, Event, Figures, RunPlanned, StateChanged, Verdict
 from engine.run.history import RunHistory
 from engine.run.journal import Journal
@@ -115,8 +115,8 @@ def history_before(plan: RunPlan, number: int, nonce: str = "n") -> RunHistory:
 def planned_attempt(
     directory: RunDir, plan: RunPlan, layouts: Sequence[HostLayout], number: int = 1, nonce: str = "n"
 ) -> Attempt:
-    placement = Placement(layouts, configured_network(plan.config.nodes), 20_000)
-    return new_attempt(directory, plan, placement, history_before(plan, number, nonce))
+    network, history = configured_network(plan.config.nodes), history_before(plan, number, nonce)
+    return new_attempt(directory, plan, history, layouts=layouts, network=network, starting_port=20_000)
 
 
 def end(state: str, unconfirmed: tuple[str, ...] = (), **fields: Any) -> StateChanged:

@@ -16,10 +16,10 @@ import pytest
 from engine.models import RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import ExitRecord, Identity, write_atomic
+from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
 from engine.run.events import AttemptFailed, RequestReceived, StopStageReached, Verdict
-from engine.run.failure_evidence import AttemptOrigin
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import AttemptContext, HostConnections
 from engine.run.signatures import BY_ID

@@ -8,8 +8,9 @@ from pathlib import Path
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
+from engine.run.attempt import AttemptOrigin
 from engine.run.events import Attempt
-from engine.run.failure_evidence import AttemptOrigin, EvidenceCollector
+from engine.run.failure_evidence import EvidenceCollector
 from engine.run.journal import RunRecorder
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, HostConnections, Rank

@@ -44,8 +44,7 @@ def test_the_index_finds_what_reading_all_would(
     assert not has_examples(directory / "train.jsonl", len(expected) + 1)
 
 
-def test_more_offsets_than_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "_FLUSH", 7)
+def test_examples_and_lengths_by_number(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [str(number) for number in range(100)])
     index = JsonlIndex.of(path, tmp_path / "index")
     assert texts(index, [99, 0, 50, 7, 6]) == ["99", "0", "50", "7", "6"]
@@ -92,7 +91,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
         case "document torn":
             document.write_bytes(document.read_bytes()[:-9])
         case _:
-            document.write_text('{"version": 1, "path": 7, "stamp": []}')
+            document.write_text('{"version": 1, "offsets": 7, "stamp": []}')
     index = JsonlIndex.of(path, tmp_path / "index")
     assert texts(index, [0, 1, 2]) == ["a", "b", "c"]
 

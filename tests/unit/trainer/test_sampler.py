@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol.partition import ChunkPlan, chunk_plan, share_counts, share_slice
-from engine.trainer.sampler import ChunkEnd, Sampler, fixed_batches
+from engine.trainer.sampler import Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
 shares = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
@@ -144,9 +144,9 @@ def test_chunks_end_in_order_and_the_last_with_its_epoch(
     plan = chunk_plan(len(sizes), chunk_size)
     first, num_chunks = epoch * sampler.batches_per_epoch, plan.num_chunks
     ends = [sampler.chunk_end(first + number) for number in range(sampler.batches_per_epoch)]
-    output = [end.chunk for end in ends if end is not None]
+    output = [end[1] for end in ends if end is not None]
     assert output == sorted(set(output))
-    assert ends[-1] == ChunkEnd(epoch, num_chunks, num_chunks)
+    assert ends[-1] == (epoch, num_chunks)
     if all(end - start >= batch_size for start, end in map(plan.bounds, range(plan.num_chunks))):
         assert output == list(range(1, num_chunks + 1))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import validate_checkpoint_consistency, validate_checkpoint_layer
 from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.files import Origin
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_the_trainer_is_understood(here: Path) -> None:
     """Its version is its update."""
     arrays = {"weights": {"w": mx.ones((3, 5))}}
     mx.eval(arrays)
-    origin = store.Origin("c", world_size=2, part=0, parts=1)
+    origin = Origin("c", world_size=2, part=0, parts=1)
     path = store.write(here / "checkpoints", store.Snapshot(80, 40, {}, arrays), origin).path
     assert validate_checkpoint_consistency([path], 40) and not validate_checkpoint_consistency([path], 41)
     with (path / "weights.safetensors").open("r+b") as file:

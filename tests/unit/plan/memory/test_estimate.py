@@ -58,7 +58,7 @@ def test_more_work_never_needs_less(shape: ModelShape, ask: RankWorkload, sequen
 
 @given(asks, st.sampled_from(sorted(SHAPES)), st.integers(1, 3), st.integers(1, 3))
 def test_more_trained_layers_never_need_less(ask: RankWorkload, kind: str, few: int, more: int) -> None:
-    if ask.fine_tune_type == "dora" and SHAPES[kind].model_type != "llama":
+    if ask.fine_tune_type == "dora" and kind != "llama":
         ask = replace(ask, fine_tune_type="lora")
     less = estimate(SHAPES[kind], replace(ask, num_layers=few))
     greater = estimate(SHAPES[kind], replace(ask, num_layers=few + more))
@@ -105,7 +105,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(shape: ModelShape, ask: Ra
     found = largest_batch(shape, ask, limit)
     if found == MOST_SEQUENCES:
         assert estimate(shape, replace(ask, batch=found)).needed_bytes <= limit
-    elif found is None:
+    elif found == 0:
         assert estimate(shape, replace(ask, batch=1)).needed_bytes > limit
     else:
         assert estimate(shape, replace(ask, batch=found)).needed_bytes <= limit
@@ -126,7 +126,7 @@ def test_full_fine_tuning_in_16_bits() -> None:
     shape = ModelShape.from_config({**TINY["llama"], "torch_dtype": "bfloat16"})
     kept = estimate(shape, RankWorkload(fine_tune_type="full"))
     trained = kept.trainable_parameters
-    assert trained == sum(shape.layer_parameters)
+    assert trained == sum(layer.parameters for layer in shape.architecture.layers)
     assert kept.gradients_bytes == 4 * trained
     assert kept.optimizer_bytes == 12 * trained
     cheap = estimate(shape, RankWorkload(fine_tune_type="full", optimizer_precision="parameter"))
@@ -143,30 +143,16 @@ def probe(batch: int, peak: int) -> MemoryProbe:
     return MemoryProbe(batch=batch, peak_bytes=peak)
 
 
-@given(st.integers(0, 10**12), st.integers(10**3, 10**10), st.integers(1, 1_024))
-def test_probes_extend_their_line(rest: int, each: int, batch: int) -> None:
-    slope = max(each, rest // 10)
-    probes = [probe(2, rest + 2 * slope), probe(1, rest + slope)]
-    assert peak_from_probes(probes, batch) == rest + batch * slope
-
-
 @given(st.integers(0, 10**12), st.integers(1, 10**10), st.integers(0, 10**11), st.integers(2, 1_024))
 def test_an_optimizer_peak_does_not_change_the_slope(before: int, each: int, step: int, batch: int) -> None:
     # The optimizer's step is the peak at batch 1, the activations from batch 2 on.
     update = before + min(step, 2 * each)
     probes = [probe(1, max(update, before + each)), probe(2, before + 2 * each)]
-    found = peak_from_probes(probes, batch, before_bytes=before)
+    found = peak_from_probes(probes, batch, before)
     assert found == pytest.approx(before + batch * each, rel=1e-12)
-    assert peak_from_probes(probes, 1, before_bytes=before) == probes[0].peak_bytes
+    assert peak_from_probes(probes, 1, before) == probes[0].peak_bytes
 
 
 @pytest.mark.parametrize("probes", [[], [probe(1, 100)], [probe(2, 100), probe(2, 120)]])
 def test_one_batch_is_no_line(probes: list[MemoryProbe]) -> None:
-    assert peak_from_probes(probes, 8) is None
-
-
-@pytest.mark.parametrize("peak", [1_000_000, 1_000_900, 900_000])
-def test_a_peak_that_does_not_grow_predicts_no_larger_batch(peak: int) -> None:
-    probes = [probe(1, 1_000_000), probe(2, peak)]
-    assert peak_from_probes(probes, 8) is None
-    assert peak_from_probes(probes, 1) == 1_000_000
+    assert peak_from_probes(probes, 8, 50) is None

@@ -49,7 +49,9 @@ def test_every_kind_is_built() -> None:
 @CONFIGS
 def test_parameters_are_the_models(config: dict[str, Any]) -> None:
     model, shape = built(config), ModelShape.from_config(config)
-    assert shape.layer_parameters == tuple(count(layer.parameters()) for layer in model.layers)
+    assert [layer.parameters for layer in shape.architecture.layers] == [
+        count(layer.parameters()) for layer in model.layers
+    ]
     assert shape.total_parameters == count(model.parameters())
 
 

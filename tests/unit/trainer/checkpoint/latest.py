@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.protocol.safetensors import CheckpointError
-from engine.trainer.checkpoint.store import Checkpoint, OnRefused, list_checkpoints, verify
+from engine.trainer.checkpoint.store import Checkpoint, list_checkpoints, verify
 
 
-def latest(folder: Path, on_refused: OnRefused, *, config_hash: str | None = None) -> Checkpoint | None:
+def latest(
+    folder: Path, on_refused: Callable[[Path, str], object], *, config_hash: str | None = None
+) -> Checkpoint | None:
     """The latest one that verifies, of the job with this hash where one is given; None when there is none."""
     for path in reversed(list_checkpoints(folder)):
         try:
