@@ -79,13 +79,12 @@ class Agent:
         """Until the head is gone; the exit code."""
         os.set_blocking(self._send_pipe, False)
         os.set_blocking(self._wake_write, False)
+        # A probe's child then imports nothing, whatever becomes of the bundle.
+        probes.preload()
         self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                self._flush()
-                # A probe's child then imports nothing, whatever becomes of the bundle.
-                probes.preload()
                 while time.monotonic() - self._received_at < SILENCE_S:
                     self._flush()
                     if not self._serve():

@@ -22,6 +22,8 @@ from tests.faults.cluster_runs import ClusterRun, demo_on, start_on
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, with_keys
 
+pytestmark = pytest.mark.busy
+
 ITERATIONS = 16
 
 

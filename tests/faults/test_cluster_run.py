@@ -17,6 +17,8 @@ from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ClusterRun, demo_on, ring_config, start_on
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, kill_and_await, ring, start_config
 
+pytestmark = pytest.mark.busy
+
 LIMIT_S = 20.0
 """Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
 DEFAULTS = RecoveryConfig()

@@ -22,6 +22,8 @@ from tests.faults.test_recovery import losses, signal_rank
 from tests.faults.test_training import await_iteration, with_keys
 from tests.training.tiny import write_weights
 
+pytestmark = pytest.mark.busy
+
 ITERATIONS = 10
 EVERY = 3
 """Updates from one checkpoint to the next."""

@@ -37,6 +37,8 @@ from tests.demo_copies import demo_below
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, ring, start_config, start_run
 from tests.faults.test_training import await_iteration, trained, with_keys
 
+pytestmark = pytest.mark.busy
+
 ITERATIONS = 24
 """Steps of some 0.1 s: time enough to be noticed at one of them, and killed, before the last."""
 

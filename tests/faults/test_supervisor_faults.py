@@ -12,8 +12,11 @@ from tests.faults.local_runs import Run, plan_run
 
 FAULTY = """
 import sys
+from pathlib import Path
 from engine.run import attempt_runner, supervisor
 from engine.run.attempt_monitor import AttemptMonitor
+from engine.run.supervisor_process import take_lock
+from engine.store.layout import RunDir
 
 left = int(sys.argv[2])
 
@@ -26,7 +29,7 @@ class Faulty(AttemptMonitor):
         return await super().run(abort)
 
 attempt_runner.AttemptMonitor = Faulty
-sys.exit(supervisor.main([sys.argv[1]]))
+sys.exit(supervisor.main([sys.argv[1], "--lock", str(take_lock(RunDir(Path(sys.argv[1]))))]))
 """
 
 

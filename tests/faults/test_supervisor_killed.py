@@ -21,7 +21,7 @@ from engine.models import Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run import supervisor_process
-from engine.run.events import Event, LauncherStarted, RankLaunched, RequestReceived, SupervisorStarted
+from engine.run.events import Event, LauncherStarted, RankLaunched, RequestReceived
 from engine.run.journal import Journal
 from engine.run.supervisor_process import adopt_orphans, orphans, request_abort
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
@@ -103,7 +103,7 @@ def test_a_run_from_before_a_restart_of_the_machine_is_lost_and_its_pids_are_nob
         run.files.exit(rank).unlink(missing_ok=True)
         identity = run.identity(rank)
         write_atomic(run.files.identity(rank), json.dumps(asdict(replace(identity, boot_id="another boot"))))
-    note(run, SupervisorStarted(pid=1, start="1", boot_id="another boot"))
+    run.dir.journal.write_text(run.dir.journal.read_text().replace(processes.boot_id(), "another boot"))
     note(run, LauncherStarted(pid=bystander.pid, start=processes.start_time(bystander.pid) or ""))
     adopt_orphans(home)
     run.wait(lambda: run.record.state.ended)

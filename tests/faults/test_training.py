@@ -21,6 +21,8 @@ from tests.demo_copies import demo_below
 from tests.faults.local_runs import Run, kill_and_await, start_config
 from tests.training.test_replicas import CORRUPTING
 
+pytestmark = pytest.mark.busy
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Config:

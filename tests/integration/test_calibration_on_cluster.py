@@ -23,6 +23,8 @@ from tests.integration.checks import assert_nothing_left
 from tests.unit.run.run_maker import MadeRun
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.busy
+
 HEAD = """
 import asyncio, sys
 from pathlib import Path

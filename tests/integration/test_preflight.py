@@ -28,6 +28,8 @@ from tests.integration.checks import (
     unheard,
 )
 
+pytestmark = pytest.mark.busy
+
 
 async def test_four_good_nodes_pass_every_check_and_nothing_is_left_on_them(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes:

@@ -10,8 +10,12 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
 from tests.training.launching import run_under_launcher
 from tests.unit.node.keeper_runner import stage_bundle
+
+pytestmark = pytest.mark.busy
 
 
 def test_two_ranks_agree_and_are_measured(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from tests.training.launching import launch
 from tests.training.tiny import Tiny, sentence, write_rows
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.busy
+
 SIZE, CHUNK, BATCH = 643, 120, 8
 CHUNKS, PER_EPOCH = 6, SIZE // BATCH
 

@@ -15,6 +15,8 @@ from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny, write_weights
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.busy
+
 BOTH = (1.0, 1.0)
 
 

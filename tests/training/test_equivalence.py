@@ -10,6 +10,8 @@ import pytest
 from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny
 
+pytestmark = pytest.mark.busy
+
 STEPS = 50
 
 

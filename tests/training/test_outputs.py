@@ -17,6 +17,8 @@ from mlx_lm import generate, load
 from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny
 
+pytestmark = pytest.mark.busy
+
 LIMIT_S = 240.0
 PROMPT = "tower to raven"
 

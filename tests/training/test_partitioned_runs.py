@@ -20,6 +20,8 @@ from tests.training.test_resume import LONGER, by_iteration, kill_all_at, resume
 from tests.training.tiny import Tiny
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.busy
+
 BOTH = (1.0, 1.0)
 PIPELINE = {"strategy": "pipeline", "layer_split": "0-1,1-2"}
 SHARDED = {"strategy": "sharded"}

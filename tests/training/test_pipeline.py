@@ -8,6 +8,8 @@ import pytest
 
 from tests.training.partitioned_cases import CASES, MORE, Bench, compare
 
+pytestmark = pytest.mark.busy
+
 STEPS = 50
 
 

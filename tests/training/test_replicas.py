@@ -18,6 +18,8 @@ from engine.trainer.replica_check import ReplicaMismatch, find_mismatch, paramet
 from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny
 
+pytestmark = pytest.mark.busy
+
 CORRUPTING = Path(__file__).parent / "corrupting"
 LORA: dict[str, Any] = {
     "fine_tune_type": "lora",

@@ -18,6 +18,8 @@ from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.busy
+
 ITERS = 30
 LONGER = 100
 """Steps of some 15 ms: time enough for a checkpoint on a disk that others use as well."""

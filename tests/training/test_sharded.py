@@ -15,6 +15,8 @@ from engine.trainer.strategies.sharded import Shards, assign_owners
 from tests.training import kinds
 from tests.training.partitioned_cases import CASES, MORE, Bench, compare
 
+pytestmark = pytest.mark.busy
+
 STEPS = 50
 
 

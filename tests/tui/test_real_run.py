@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from engine.api import Engine
 from engine.config.models import Config
 from engine.models import RunState
@@ -14,6 +16,8 @@ from tests.demo_copies import demo_below
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
+
+pytestmark = pytest.mark.busy
 
 TAKE_SECONDS = ("gradient_layer", "versions_match")
 """Checks that tests/tui/test_cli_launch.py runs on the same demo."""

@@ -22,12 +22,13 @@ from engine.plan.prediction import division_of, predict
 from engine.plan.shares import MISSING, divide_batch
 from engine.store.store import Store
 from tests.unit.checks.conftest import run_check
+from tests.unit.checks.recorded import RANK
 from tests.unit.plan.calibrations import TAKEN, calibration, config, measure
 
 
 def memory(needed_bytes: int, limit_bytes: int = 10 * 10**9) -> RankMemory:
-    known = {"needed_bytes": needed_bytes, "limit_bytes": limit_bytes, "limit_from": "Metal"}
-    return RankMemory.model_validate({"node": "", "source": "calibration", **known})
+    sizes = {"peak_bytes": needed_bytes, "reserve_bytes": 0, "limit_bytes": limit_bytes}
+    return RankMemory(**{**RANK, **sizes, "source": "calibration", "fits": needed_bytes <= limit_bytes})
 
 
 FITS = memory(8 * 10**9)
