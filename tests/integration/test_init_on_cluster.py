@@ -16,6 +16,7 @@ from engine.config.load import load_config
 from engine.models import NodeTelemetry
 from tests.cluster.cluster import Cluster
 from tests.tui.commands import flightdeck, shell
+from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
 
@@ -93,8 +94,8 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
 
         await until(lambda: names == seen.keys() and all(value.cpu_use is not None for value in seen.values()))
         assert all(value.memory_used_bytes for value in seen.values())
-        # An agent and its probe on each.
-        assert len(agents_on(cluster)) == 2 * len(names)
+        # An agent and its probe on each; the probe runs commands of its own, which begin as a copy of it.
+        await asyncio.to_thread(wait_until, lambda: len(agents_on(cluster)) == 2 * len(names))
         cluster["cyd"].reset_ssh()
         await until(lambda: seen["cyd"].problem is not None)
         assert seen["ana"].problem is None
