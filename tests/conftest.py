@@ -25,6 +25,9 @@ pytest_plugins = ["tests.cluster.fixtures"]
 settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=200 if required() else 20)
 settings.load_profile("flightdeck")
 
+# Until everything is collected; see pytest_collection_finish.
+gc.disable()
+
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
 
@@ -55,6 +58,7 @@ def pytest_collection_finish() -> None:
     """What has been imported and collected by now stays: no garbage collection looks through it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

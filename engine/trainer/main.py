@@ -6,6 +6,7 @@ the ring's start, so nothing slow may run in between. Exit codes: `TrainerExit`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -24,6 +25,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     control = Control()
     raise_priority()
+    gc.disable()
     spec_path = Path(os.environ[SPEC_ENV])
     spec = AttemptSpec.from_json(spec_path.read_text())
     rank = int(os.environ["MLX_RANK"])
@@ -57,6 +59,9 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
     reporter.print(f"rank {rank} of {spec.world_size} on {node.node}, backend {spec.backend}: loading")
     from engine.trainer.train import train
 
+    # What the imports have made stays: no collection looks through it, not the one at the end either.
+    gc.freeze()
+    gc.enable()
     train(spec, home, collective, control, reporter)
 
 

@@ -1,10 +1,11 @@
-"""On the path of every python that the tests start: makes `import transformers` cheaper, and changes nothing else.
+"""On the path of every python that the tests start: makes imports cheaper, and changes nothing else.
 
-Each import of it reads its 3,000 files, twice, for the names that they export: a second of CPU time for each rank and
-each probe of mlx-lm. The names follow from its version: the first import keeps them for all others."""
+Each `import transformers` reads its 3,000 files, twice, for the names that they export: a second of CPU time for each
+rank and each probe of mlx-lm. The names follow from its version: the first import keeps them for all others."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
@@ -68,3 +69,5 @@ def kept(models: Path, find: Callable[[], Any]) -> Any:
 
 
 sys.meta_path.insert(0, Finder)
+# What its imports have made is most of what a process of a test has, and stays until its end.
+gc.set_threshold(50_000)
