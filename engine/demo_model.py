@@ -100,18 +100,16 @@ def write_model(directory: Path, end: int, pad: int) -> None:
         "max_position_embeddings": 1024,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-    }
-    mx.random.seed(SEED)
-    model = Model(ModelArgs.from_dict(config))
-    weights: dict[str, Any] = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
-    names = {
         "architectures": ["LlamaForCausalLM"],
         "torch_dtype": "float32",
         "eos_token_id": end,
         "pad_token_id": pad,
     }
-    write_json(directory / "config.json", config | names)
+    mx.random.seed(SEED)
+    model = Model(ModelArgs.from_dict(config))
+    weights: dict[str, Any] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_json(directory / "config.json", config)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -85,10 +85,6 @@ class LoginRefused(NodeUnreachable):
     """The node responded but refused every key."""
 
 
-class CheckFailed(FlightDeckError):
-    """A failed preflight check blocks the launch."""
-
-
 class NodesInUse(FlightDeckError):
     """A calibration or a run needs nodes that another one is using."""
 

@@ -213,8 +213,6 @@ class SyncReport(FrozenModel):
 
 
 class CheckResult(FrozenModel):
-    """The result of one preflight check."""
-
     name: str
     status: CheckStatus
     summary: str = ""

@@ -106,8 +106,6 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class StopProgress:
-    """Progress of an abort."""
-
     stage: str
     """"asked", "stop", "term", "kill", "verifying", "stopped" or "unconfirmed"."""
     since: datetime
@@ -209,7 +207,6 @@ class RunSnapshot:
     """Shares of the batch, and the prediction from the creation of the run."""
     chunk: ChunkProgress | None = None
     """None before the first chunk is finished, and for data that is kept in memory."""
-
     journal_damage: str | None = None
     """Which lines of the journal are damaged and were skipped."""
 

@@ -38,10 +38,13 @@ async def calibrate(
         raise next(iter(unreachable.values()))
     kept = select_nodes(config, layouts.keys() - unreachable.keys())
     async with CheckContext(kept, context.fleet) if unreachable else contextlib.nullcontext(context) as reachable:
-        results = await measure_nodes(reachable, QUICK_S if quick else config.calibration.seconds, on_progress)
+        seconds = QUICK_S if quick else config.calibration.seconds
+        nodes, gradient_bytes, leftovers = await measure_nodes(reachable, seconds, on_progress)
         links, all_ranks = await measure_links(reachable, on_progress)
-        backend = await _backend(reachable)
-    measured = {measure.node: measure for measure in results.nodes}
+        backend = None
+        with contextlib.suppress(FlightDeckError):
+            backend = (await reachable.network_plan()).backend
+    measured = {measure.node: measure for measure in nodes}
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
         all_ranks = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
@@ -61,8 +64,8 @@ async def calibrate(
         ),
         links=links,
         all_ranks=all_ranks,
-        gradient_bytes=results.gradient_bytes,
-        notes=_notes(config, results.leftovers),
+        gradient_bytes=gradient_bytes,
+        notes=_notes(config, leftovers),
     )
 
 
@@ -76,13 +79,6 @@ def _facts(config: Config, now: Iterable[NodeFacts], last: Iterable[NodeFacts]) 
     fresh = {fact.node: fact for fact in now if fact.problem is None}
     last_seen = {fact.node: fact for fact in last}
     return [fact for node in config.nodes if (fact := fresh.get(node.name) or last_seen.get(node.name)) is not None]
-
-
-async def _backend(context: CheckContext) -> str | None:
-    try:
-        return (await context.network_plan()).backend
-    except FlightDeckError:
-        return None
 
 
 def _notes(config: Config, leftovers: str) -> tuple[str, ...]:

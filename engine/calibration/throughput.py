@@ -62,18 +62,6 @@ _LOAD_LIMIT_S = 900.0
 _END_LIMIT_S = 4.0
 
 
-@dataclass(frozen=True)
-class SingleNodeResults:
-    """The measures of all nodes, each alone."""
-
-    nodes: tuple[NodeMeasure, ...]
-    """In rank order."""
-    gradient_bytes: int | None
-    """None where they differ, or no node was measured."""
-    leftovers: str
-    """Processes that could not be ended, as a message; "" for none."""
-
-
 def step_batch(config: Config) -> int:
     """Sequences of a measured step: an equal part of the global batch, rounded up."""
     if config.job.command is not None:
@@ -81,9 +69,13 @@ def step_batch(config: Config) -> int:
     return -(-int(config.job.mlx_lm.get("batch_size") or 1) // len(config.nodes))
 
 
-async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnProgress) -> SingleNodeResults:
-    """Measure every node for `seconds`; one that cannot be measured has a problem instead. Cancelled, it first ends
-    what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
+async def measure_nodes(
+    context: CheckContext, seconds: float, on_progress: OnProgress
+) -> tuple[list[NodeMeasure], int | None, str]:
+    """Measure every node for `seconds`; one that cannot be measured has a problem instead. The measures in rank order,
+    the bytes of the gradients (None where they differ, or no node was measured), and a message about processes that
+    could not be ended ("" for none). Cancelled, it first ends what it has started. Raises LaunchError, NodeUnreachable
+    when nothing can be started on one of them."""
     async with leased(context) as leases:
         measurement = _Measurement(context, seconds, on_progress, leases)
         await leases.acquire()
@@ -92,8 +84,8 @@ async def measure_nodes(context: CheckContext, seconds: float, on_progress: OnPr
         measured = await gather_all(measurement.host(ranks) for ranks in hosts)
     figures = {rank: found for host in measured for rank, found in host.items()}
     sizes = {size for _, size in figures.values() if size is not None}
-    nodes = tuple(figures[rank][0] for rank in sorted(figures))
-    return SingleNodeResults(nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers)
+    nodes = [figures[rank][0] for rank in sorted(figures)]
+    return nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers
 
 
 @dataclass(frozen=True)

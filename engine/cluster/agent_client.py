@@ -420,9 +420,8 @@ class AgentClient:
         if done.code == _NO_FILE:
             return b""
         if done.code != 0:
-            why = f"{_FILES_LIMIT_S:g} s are over"
-            if done.code is not None:
-                why = done.exit_output or f"exit code {done.code}"
+            late = f"{_FILES_LIMIT_S:g} s are over"
+            why = late if done.code is None else done.exit_output or f"exit code {done.code}"
             raise LaunchError(f"the end of {path} could not be read", where=self.node.name, why=why)
         return done.stdout
 

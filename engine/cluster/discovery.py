@@ -106,7 +106,8 @@ async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bon
     aliases: dict[str, str] = {}
     if ssh_config:
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
-            if not _own_alias(entry):
+            # One for this machine, but with another port, is a machine inside of it.
+            if (entry.hostname or entry.alias).lower() not in _own_names() or entry.port not in (None, "22"):
                 found[entry.alias.lower()] = _of_alias(entry)
                 aliases.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
     for host in await _bonjour(timeout_s) if bonjour else []:
@@ -128,11 +129,6 @@ def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
 def _of_alias(host: SshHost) -> FoundHost:
     about = [f"{name} {value}" for name, value in (("user", host.user), ("at", host.hostname)) if value is not None]
     return FoundHost(_name(SshTarget.parse(host.alias)), host.alias, ("ssh config",), plain(", ".join(about), _SHOWN))
-
-
-def _own_alias(host: SshHost) -> bool:
-    """An entry for this machine itself; one with another port is a machine inside of it."""
-    return (host.hostname or host.alias).lower() in _own_names() and host.port in (None, "22")
 
 
 def _own_names() -> set[str]:

@@ -22,13 +22,8 @@ THUNDERBOLT_GENERATIONS: Mapping[str, int] = {
 """Generation of the ports of Macs with a chip, by sysctl's name of it; RDMA needs 5."""
 
 # The port next to Ethernet: https://github.com/exo-explore/exo/pull/1551. By model: M4 Max and M3 Ultra Mac Studio.
-_WITHOUT_RDMA = {"Mac16,9": "en2", "Mac15,14": "en2"}
-
-
-def port_without_rdma(model: str | None) -> str | None:
-    """The interface of this model's one Thunderbolt 5 port that has no RDMA."""
-    return _WITHOUT_RDMA.get(model or "")
-
+PORT_WITHOUT_RDMA = {"Mac16,9": "en2", "Mac15,14": "en2"}
+"""Model -> the interface of its one Thunderbolt 5 port that has no RDMA."""
 
 _PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes")
 _PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,18})\.?\s*$', re.MULTILINE)

@@ -63,8 +63,6 @@ class RankObservation:
 
 @dataclass(frozen=True)
 class ConnectionState:
-    """How well a host can be reached."""
-
     connected: bool
     silent_s: float
     """Since it last answered; before its first answer, since the connection was started."""
@@ -80,8 +78,6 @@ class ConnectionState:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """A host as its agent reports it."""
-
     boot_id: str
     memory_kills: int | None
     """Processes that it has killed for want of memory since it started."""
@@ -92,10 +88,8 @@ class HostFacts:
 class NodeFile(Protocol):
     """A file on a node. Nothing here waits for the node: what has not come yet comes at a later call."""
 
-    @property
-    def generation(self) -> int:
-        """Another number when the node has been away in between: the mirror's tail is then compared again."""
-        ...
+    generation: int
+    """Another number when the node has been away in between: the mirror's tail is then compared again."""
 
     def read_from(self, offset: int, size: int) -> bytes:
         """At most `size` bytes from `offset`; none at its end, while it is not there, or while they have not come.
@@ -119,6 +113,8 @@ class AgentFile:
     """A NodeFile that the agent sends. Its reader and its writer are two threads."""
 
     def __init__(self, name: str, order: Callable[[ReadFile], None]) -> None:
+        self.generation = 0
+        """Another number with each connection."""
         self._name = name
         self._order = order
         self._lock = threading.Lock()
@@ -129,25 +125,17 @@ class AgentFile:
         self._at_end = False
         self._size: int | None = None
         self._problem: str | None = None
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
-        """Another number with each connection."""
-        return self._generation
 
     def size(self) -> int | None:
         """Known when nothing will be added any more."""
         return self._size
 
     def read_from(self, offset: int, size: int) -> bytes:
-        """Bytes received so far from `offset`, at most `size`. Raises OSError when the agent cannot read it."""
         with self._lock:
             self._go_to(offset)
             return bytes(memoryview(self._buffer)[:size])
 
     def read_whole(self, offset: int, size: int) -> bytes | None:
-        """`size` bytes from `offset`, fewer only at the file's end; None while they have not come."""
         with self._lock:
             self._go_to(offset)
             return bytes(self._buffer[:size]) if len(self._buffer) >= size or self._at_end else None
@@ -173,7 +161,7 @@ class AgentFile:
     def reconnect(self) -> ReadFile | None:
         """The request for a new agent; None when nothing was requested yet."""
         with self._lock:
-            self._generation += 1
+            self.generation += 1
             self._problem = None
             if self._start < 0:
                 return None
@@ -232,8 +220,10 @@ class HostConnection:
         """It is this machine."""
         self.facts: HostFacts | None = None
         """None until it has answered."""
-        self.on_news: Callable[[], None] = _ignore
+        self.on_news: Callable[[], None] = lambda: None
         """Called when a rank has started or ended, or no process is left."""
+        self.port_holders: dict[int, str] | None = None
+        """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
         self._node = node
         self._transport = transport
         self._attempt = part
@@ -253,7 +243,6 @@ class HostConnection:
         self._list_number = 0
         self._unanswered: ListProcesses | None = None
         self._processes: list[Process] | None = None
-        self._port_holders: dict[int, str] | None = None
         self._port_request: asyncio.Task[None] | None = None
 
     @property
@@ -301,14 +290,10 @@ class HostConnection:
 
     def request_port_holders(self, ports: Sequence[int]) -> None:
         """Request who holds these TCP ports there."""
-        self._port_holders = None
+        self.port_holders = None
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._begin_port_request, tuple(ports))
-
-    def port_holders(self) -> dict[int, str] | None:
-        """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
-        return self._port_holders
 
     def file(self, name: str) -> NodeFile:
         """A file of the attempt's directory, by its name there."""
@@ -408,7 +393,7 @@ class HostConnection:
                 request.close()
             if found is not None:
                 pairs = zip(ports, found.ports, strict=False)
-                self._port_holders = {port: held.holder for port, held in pairs if held is not None}
+                self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: Message) -> None:
         self._answered, self._problem = True, None
@@ -460,10 +445,6 @@ class HostConnection:
     def _update(self, rank: int, **seen: Any) -> None:
         self._observations[rank] = replace(self._observations[rank], **seen)
         self.on_news()
-
-
-def _ignore() -> None:
-    """Nobody waits for news."""
 
 
 def _rank_command(rank: int, command: bytes) -> RankCommand:

@@ -108,10 +108,9 @@ def _holder(descriptor: int) -> LockHolder | None:
 def _in_use_error(host: str, holder: LockHolder | None) -> NodesInUse:
     if holder is None:
         return NodesInUse("a launch or a calibration is starting there", where=host, todo="try again in a moment")
-    since = f"{holder.since.astimezone():%H:%M:%S}"
     return NodesInUse(
         f"{holder.what} is going on there",
         where=host,
-        why=f"pid {holder.pid} since {since}",
+        why=f"pid {holder.pid} since {holder.since.astimezone():%H:%M:%S}",
         todo="wait for its end, or stop it",
     )

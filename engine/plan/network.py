@@ -203,7 +203,7 @@ def _port_faults(fact: NodeFacts | None, device: str | None) -> list[str]:
     """Unknown facts are not faults: MLX reports at start what it cannot do."""
     if fact is None or device is None:
         return ["the interface of a Thunderbolt port is not known"]
-    if hardware.port_without_rdma(fact.model) == device:
+    if hardware.PORT_WITHOUT_RDMA.get(fact.model or "") == device:
         return [f"{device} is the port next to Ethernet, which does not support RDMA: use another port"]
     name = f"{_PREFIX}{device}"
     rdma = next((found for found in fact.rdma_devices if found.name == name), None)

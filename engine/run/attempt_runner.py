@@ -70,8 +70,6 @@ async def until_abort(work: Coroutine[Any, Any, T], abort: AbortSource) -> T:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that all attempts belong to."""
-
     run_dir: RunDir
     whole_plan: RunPlan
     """As launched."""
@@ -95,8 +93,6 @@ class RunContext:
 
 
 class AttemptRunner:
-    """The attempts of one run, by one supervisor."""
-
     def __init__(self, run: RunContext, abort: AbortSource) -> None:
         self._run = run
         self._recorder = run.recorder
@@ -317,7 +313,8 @@ class AttemptRunner:
 
     def _connect(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
         connections = self._new_connections(plan, attempt)
-        connections.start()
+        for connection in connections:
+            connection.start()
         self._context = AttemptContext(self._run.run_dir, plan, attempt, connections, self._recorder)
         return self._context
 

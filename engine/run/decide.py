@@ -330,15 +330,14 @@ def _place(reached: int) -> str:
 
 
 _OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
-_PIPELINE_STAGES = 2
-"""The fewest that a pipeline has."""
 
 
 def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> FailedRun:
     """The state to decide on after the failures of `history` and `more`."""
     config, nodes = plan.config, len(plan.nodes)
     recovery = config.recovery
-    wanted = max(recovery.min_nodes or nodes, _PIPELINE_STAGES if config.job.strategy == "pipeline" else 1)
+    # A pipeline has two stages at least.
+    wanted = max(recovery.min_nodes or nodes, 2 if config.job.strategy == "pipeline" else 1)
     # Before its first step a run has no state that could be lost with a node.
     needs_all = history.newest_reached > 0 and needs_all_nodes(config)
     return FailedRun(

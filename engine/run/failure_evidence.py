@@ -127,7 +127,6 @@ class EvidenceCollector:
         self._environment = {**os.environ, **config.job.env}
 
     def completed(self, rank: Rank) -> bool:
-        """Its trainer has reported that the training is complete."""
         end = self._connection(rank.number).exit_output(rank.number).end
         return end is not None and end.get("completed") is True
 
@@ -212,6 +211,6 @@ class EvidenceCollector:
         """None when the host does not answer in time."""
         connection.request_port_holders(ports)
         deadline = time.monotonic() + _ANSWER_LIMIT_S
-        while (held := connection.port_holders()) is None and time.monotonic() < deadline:
+        while (held := connection.port_holders) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return held

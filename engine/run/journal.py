@@ -75,7 +75,6 @@ class JournalTail:
     """Follows a journal as it grows. A torn last line waits for its end; a damaged line is counted and skipped."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._tail = LineTail(path)
         self._line = 0
         self.damaged: list[int] = []
@@ -102,7 +101,7 @@ class JournalTail:
         self._line = self._tail.offset = 0
         why = f"its format is version {version}, and this one reads up to version {JOURNAL_VERSION}"
         todo = "use the release that launched the run, or upgrade this one"
-        raise StateError("the journal is of a newer release", where=str(self._path), why=why, todo=todo)
+        raise StateError("the journal is of a newer release", where=str(self._tail.path), why=why, todo=todo)
 
 
 def read_journal(path: Path) -> tuple[Event, ...]:

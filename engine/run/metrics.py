@@ -37,8 +37,6 @@ def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, flo
 
 
 def _extremes(column: list[tuple[X, float]]) -> list[tuple[X, float]]:
-    if not column:
-        return []
     low = min(range(len(column)), key=lambda place: column[place][1])
     high = max(range(len(column)), key=lambda place: column[place][1])
     return [column[place] for place in sorted({low, high})]

@@ -40,8 +40,6 @@ class _Host:
 
 
 class NodeHealth:
-    """The health of an attempt's machines."""
-
     def __init__(
         self,
         connections: HostConnections,

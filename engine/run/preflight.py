@@ -36,7 +36,6 @@ async def run_preflight(run_dir: RunDir, plan: RunPlan, context: CheckContext) -
     """Run the checks that `plan` does not skip. When it is cancelled, the report shows that; what the checks started is
     gone when this returns or raises."""
     results: dict[str, CheckResult] = {}
-
     synced = asyncio.Event()
 
     def keep(result: CheckResult) -> None:

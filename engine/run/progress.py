@@ -70,7 +70,6 @@ class AttemptProgress:
 
     @property
     def saving(self) -> bool:
-        """A rank is in the middle of saving."""
         return "saving" in self.phases.values()
 
     def step(self, rank: int, line: bytes, now: float) -> None:

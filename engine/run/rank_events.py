@@ -76,7 +76,10 @@ class RankEvents:
                 changes = self._step(event)
             case "checkpoint" if event.get("phase") == "committed":
                 changes = {"saved_bytes": count_or_none(event.get("bytes"))}
-                self._keep_checkpoint(count_or_none(event.get("iteration")))
+                iteration = count_or_none(event.get("iteration"))
+                # One that was written in the background may be reported after a newer one.
+                if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):
+                    self.checkpoints.append(iteration)
             case "failure" | "end":
                 changes = {"phase": "ended"}
         return changes
@@ -96,11 +99,6 @@ class RankEvents:
             "memory_bytes": count_or_none(event.get("peak_memory_bytes")),
             **{name: norm for name, norm in norms.items() if norm is not None},
         }
-
-    def _keep_checkpoint(self, iteration: int | None) -> None:
-        # One that was written in the background may be reported after a newer one.
-        if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):
-            self.checkpoints.append(iteration)
 
 
 def _chunk(event: dict[str, Any]) -> dict[str, Any]:

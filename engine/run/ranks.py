@@ -35,11 +35,6 @@ class HostConnections:
     def to(self, rank: int) -> HostConnection:
         return self._of_rank[rank]
 
-    def start(self) -> None:
-        """On the running loop."""
-        for connection in self._all:
-            connection.start()
-
     async def await_news(self, limit_s: float) -> None:
         """Until a rank has started or ended, or a host has no process left, but no longer than `limit_s`."""
         with contextlib.suppress(TimeoutError):
@@ -111,8 +106,6 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of one attempt, and the way to their keepers."""
-
     def __init__(self, connections: HostConnections, nodes: Sequence[str]) -> None:
         """`nodes`: the names of the ranks' nodes, in the order of the ranks."""
         self.connections = connections

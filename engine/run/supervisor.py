@@ -56,8 +56,6 @@ _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as reques
 
 
 class Supervisor:
-    """The life of one run, from top to bottom."""
-
     def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
         """`nodes` is this machine's own node root."""
         fleet = Fleet(plan.config.nodes, run_dir.home)

@@ -31,13 +31,11 @@ from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
 
-_LOCK_NAME = "supervisor.lock"
-
 
 def take_lock(run_dir: RunDir) -> int | None:
     """Take the lock; its open descriptor, or None when another supervisor lives. A child gets it only when it is passed
     on."""
-    descriptor = os.open(run_dir.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(run_dir.path / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -106,7 +104,8 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + _START_LIMIT_S
     while not _is_its_own(run_dir, process.pid):
         if process.returncode is not None and not _is_its_own(run_dir, process.pid):
-            raise LaunchError("the supervisor ended at once", where=run_dir.id, why=_last_line(run_dir))
+            why = last_line(run_dir.supervisor_log.read_text(errors="replace")) or "it printed nothing"
+            raise LaunchError("the supervisor ended at once", where=run_dir.id, why=why)
         if time.monotonic() > deadline:
             process.kill()
             why = f"nothing after {_START_LIMIT_S:.0f} s"
@@ -117,10 +116,6 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
 def _is_its_own(run_dir: RunDir, pid: int) -> bool:
     who = newest_supervisor(run_dir)
     return who is not None and who.pid == pid
-
-
-def _last_line(run_dir: RunDir) -> str:
-    return last_line(run_dir.supervisor_log.read_text(errors="replace")) or "it printed nothing"
 
 
 def resume_run(run_dir: RunDir) -> None:

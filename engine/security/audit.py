@@ -45,25 +45,22 @@ def audit_log(
         line = json.dumps(redacted | {"context": {"cut": safe_repr(redacted["context"], 2000)}}, default=safe_repr)
     try:
         make_home(home)
-        with _locked(home / "audit.lock"):
+        with _opened(home / "audit.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             log = home / "audit.jsonl"
             _rotate(log, len(line) + 1)
-            descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
+            with _opened(log) as descriptor:
                 _append(descriptor, line.encode() + b"\n")
-            finally:
-                os.close(descriptor)
     except (OSError, StateError):
         return False
     return True
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -27,11 +27,7 @@ _PIPE_BYTES = 1 << 18
 
 
 class LocalTransport:
-    """The Transport of nodes that are this machine."""
-
-    @property
-    def target(self) -> SshTarget:
-        return SshTarget(LOCAL)
+    target = SshTarget(LOCAL)
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         starting = asyncio.create_task(_start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE))
@@ -65,8 +61,6 @@ class LocalTransport:
 
 
 class LocalChannel:
-    """The Channel to a process of this machine."""
-
     def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._process = process

@@ -11,8 +11,8 @@ from engine.security.sanitise import sanitise
 
 REGEX_PREFIX: Final = "re:"
 """Begins a pattern that is a regular expression; everything else is searched for literally."""
-VERIFIED_BYTES: Final = 64 * 1024
-"""A longer line is not shown whole, so a match in its bytes counts as it is."""
+SHOWN_BYTES: Final = 64 * 1024
+"""The most of one line that is made into text: in a longer one a match in its bytes counts as it is."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LogPattern:
 
     def matches(self, line: bytes) -> bool:
         """A raw line matches."""
-        return len(line) > VERIFIED_BYTES or self.expression.search(sanitise(line)) is not None
+        return len(line) > SHOWN_BYTES or self.expression.search(sanitise(line)) is not None
 
     def positions(self, data: bytes) -> Iterator[int]:
         """In whole lines of a log: one position in each line that matches, first to last."""

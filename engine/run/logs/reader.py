@@ -15,12 +15,10 @@ from itertools import pairwise
 from typing import Final
 
 from engine.run.logs.line_index import GrowingFile, IndexEntry, LogIndex
-from engine.run.logs.pattern import LogPattern
+from engine.run.logs.pattern import SHOWN_BYTES, LogPattern
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir
 
-SHOWN_BYTES: Final = 64 * 1024
-"""The most of one line that is made into text."""
 _BLOCK_BYTES: Final = 4 << 20
 _SEARCH_BYTES: Final = 1 << 20
 _FIRST_WINDOW, _LAST_WINDOW = 1 << 6, 1 << 17

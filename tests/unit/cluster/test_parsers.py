@@ -154,7 +154,7 @@ def test_what_a_mac_reports_of_its_chip_and_gpu() -> None:
 def test_chips_and_models() -> None:
     generations = hardware.THUNDERBOLT_GENERATIONS
     assert (generations["Apple M3 Ultra"], generations["Apple M3 Max"], set(generations.values())) == (5, 4, {3, 4, 5})
-    assert (hardware.port_without_rdma("Mac15,14"), hardware.port_without_rdma("Mac17,7")) == ("en2", None)
+    assert (hardware.PORT_WITHOUT_RDMA.get("Mac15,14"), hardware.PORT_WITHOUT_RDMA.get("Mac17,7")) == ("en2", None)
 
 
 def test_names_from_a_node_are_safe_to_show_and_short() -> None:

@@ -90,8 +90,6 @@ class OpenConnection:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The configuration of a target."""
-
     options: asyncssh.SSHClientConnectionOptions
     known: asyncssh.SSHKnownHosts
 

@@ -46,8 +46,6 @@ Result = TypeVar("Result")
 
 
 class SshTransport:
-    """One node over SSH."""
-
     def __init__(self, target: SshTarget, home: Path, limiter: ConnectionLimiter) -> None:
         """`home` is the state directory, with the host keys that were accepted; `limiter` is shared by all transports
         of a process."""

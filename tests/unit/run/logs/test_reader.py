@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.logs.pattern import ERRORS, LogPattern
-from engine.run.logs.reader import SHOWN_BYTES, LogFilter, LogReader
+from engine.run.logs.pattern import ERRORS, SHOWN_BYTES, LogPattern
+from engine.run.logs.reader import LogFilter, LogReader
 from engine.security.sanitise import sanitise
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.unit.run.logs.run_logs import RunLogs
