@@ -60,7 +60,7 @@ class FileStream:
     """One file that the head reads as it grows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._descriptor = -1
         self._position = 0
         self._until = 0
@@ -85,29 +85,24 @@ class FileStream:
             data = self._read(wanted)
         except OSError as error:
             known, self._problem = self._problem, error.strerror or str(error)
-            return FileError(self._path.name, self._problem) if self._problem != known else None
+            return FileError(self.path.name, self._problem) if self._problem != known else None
         self._problem = None
         if not data and self._at_end:
             return None
         self._at_end = len(data) < wanted
         self._position += len(data)
-        return FileData(self._path.name, self._position - len(data), self._at_end, data)
-
-    def size(self) -> int:
-        return size_of(self._path)
+        return FileData(self.path.name, self._position - len(data), self._at_end, data)
 
     def _read(self, size: int) -> bytes:
         if self._descriptor < 0:
             try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return b""
         return os.pread(self._descriptor, size, self._position)
 
 
 class WatchedRank:
-    """One of the attempt's ranks on this host."""
-
     def __init__(self, rank: int, files: NodeFiles, identity: Identity | None) -> None:
         self.rank = rank
         self.identity = identity
@@ -138,7 +133,6 @@ class WatchedRank:
         return compare_start and not processes.alive(identity.keeper_pid, identity.keeper_start)
 
     def kill(self) -> None:
-        """KILL to the process group of its program."""
         identity = self.identity
         if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
             processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
@@ -207,7 +201,7 @@ class AttemptWatch:
         except (OSError, ValueError, subprocess.SubprocessError):
             # Without a reply the head has no proof that nothing is left.
             return
-        sizes = {name: stream.size() for name, stream in self._streams.items()}
+        sizes = {name: size_of(stream.path) for name, stream in self._streams.items()}
         listed = [[process.pid, process.command[:200]] for process in found]
         self._send(ProcessList(message.number, listed, sizes))
         for process in found if message.kill else ():

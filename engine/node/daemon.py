@@ -20,9 +20,10 @@ _MOST_DESCRIPTORS = 65_536
 
 
 class StartupNotifier:
-    """The detached side. `notify` ends the process in front, `front_pid`, which may still exist for a moment."""
+    """The detached side. `notify` ends the process in front, `front_pid`, which may still exist for a moment. Without
+    arguments nothing was detached, and nobody is notified."""
 
-    def __init__(self, pipe: int, front_pid: int) -> None:
+    def __init__(self, pipe: int = -1, front_pid: int = 0) -> None:
         self._pipe = pipe
         self.front_pid = front_pid
 

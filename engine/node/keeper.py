@@ -63,7 +63,6 @@ from engine.protocol.exit_codes import KeeperExit
 _DRAIN_S = 2.0
 _SAVING_POLL_S = 0.1
 _RESERVE_BYTES = 4096
-_SAVING = "saving"
 
 
 class Keeper:
@@ -75,7 +74,7 @@ class Keeper:
         rank: RankSpec,
         files: NodeFiles,
         reaper: GroupReaper,
-        notifier: StartupNotifier | None = None,
+        notifier: StartupNotifier,
     ) -> None:
         self._notifier = notifier
         self._spec = spec
@@ -111,8 +110,7 @@ class Keeper:
         self._reaper.set_group(program.pid)
         pump = Pump(program.output, self._log)
         self._identify(program)
-        if self._notifier is not None:
-            self._notifier.notify(STARTED)
+        self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid)}")
         code = self._run_until_exit(program)
         self._sweep(program)
@@ -189,7 +187,7 @@ class Keeper:
 
     def _escalate(self, program: RankProcess, now: float) -> None:
         """The grace period is over: TERM, unless the trainer is saving and still has time for it."""
-        if last_phase(self._files.events(self._rank.rank)) == _SAVING:
+        if last_phase(self._files.events(self._rank.rank)) == "saving":
             self._last_saving = now
         if now < min(self._last_saving + self._spec.stop_grace_s, self._stop_at + self._spec.save_grace_s):
             self._term_at = now + _SAVING_POLL_S
@@ -216,7 +214,7 @@ class Keeper:
             _log(f"processes left behind could not be listed: {error}")
             return
         # The process in front has the rank's variables too, until it has exited.
-        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid if self._notifier is not None else 0}
+        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         for process in left:
             if process.pid in ours:
                 continue
@@ -328,9 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank = spec.rank(number)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return _refuse(files, number, f"{options.spec}: {error}")
-    if not options.detach:
-        return _keep(spec, rank, files, None)
-    notifier = daemonize(files.keeper_log(number))
+    notifier = daemonize(files.keeper_log(number)) if options.detach else StartupNotifier()
     code: int = KeeperExit.CANNOT_START
     try:
         code = _keep(spec, rank, files, notifier)
@@ -339,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier | None) -> int:
+def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier) -> int:
     reaper = GroupReaper()
     try:
         return Keeper(spec, rank, files, reaper, notifier).run()

@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_VMSTAT = Path("/proc/vmstat")
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
-def oom_kill_count(vmstat: Path = _VMSTAT) -> int | None:
+def oom_kill_count() -> int | None:
     """Processes that the kernel has killed for memory since boot; None where it is not known (macOS)."""
     try:
-        match = _OOM_KILLS.search(vmstat.read_text())
+        match = _OOM_KILLS.search(Path("/proc/vmstat").read_text())
     except OSError:
         return None
     return int(match[1]) if match else None

@@ -15,6 +15,8 @@ from engine.node import processes
 from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
 
 _CHUNK_BYTES = 65_536
+_BUNDLE = Path(__file__).resolve().parents[2]
+"""The folder that `engine` is imported from."""
 
 
 class RankLog:
@@ -126,7 +128,7 @@ class RankProcess:
             self._process = subprocess.Popen(
                 _arguments(spec, rank),
                 # The trainer imports from the bundle and changes to its working directory by itself.
-                cwd=_bundle_root() if self.cooperative else rank.workdir,
+                cwd=_BUNDLE if self.cooperative else rank.workdir,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output_write,
@@ -163,8 +165,7 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     if spec.world_size == 1:
         # mlx.launch gives a single rank an empty hostfile, which MLX's ring rejects as broken.
         environment.pop("MLX_HOSTFILE", None)
-    bundle = str(_bundle_root())
-    paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", bundle)]
+    paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(_BUNDLE))]
     if paths:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
@@ -190,8 +191,3 @@ def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
     for placeholder, value in values.items():
         command = [argument.replace(placeholder, value) for argument in command]
     return command
-
-
-def _bundle_root() -> Path:
-    """The folder that `engine` is imported from."""
-    return Path(__file__).resolve().parents[2]

@@ -50,7 +50,8 @@ class Child:
         self._input = bytearray()
         self._input_ends = False
         self._sent = 0
-        self._complaint = b""
+        self.complaint = b""
+        """The end of its stderr."""
         if self._stdin >= 0:
             os.set_blocking(self._stdin, False)
 
@@ -82,7 +83,7 @@ class Child:
         """The next part of its stdout; of stderr nothing, which is kept."""
         block = os.read(pipe, _BLOCK)
         if pipe == self._stderr:
-            self._complaint = (self._complaint + block)[-_STDERR_LIMIT:]
+            self.complaint = (self.complaint + block)[-_STDERR_LIMIT:]
             if not block:
                 self._stderr = _closed(pipe)
             return b""
@@ -98,10 +99,6 @@ class Child:
         """None while it runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
-
-    @property
-    def complaint(self) -> str:
-        return self._complaint.decode(errors="replace")
 
     def cancel(self) -> None:
         """End it: a probe that streams by the end of its stdin, and by KILL when that takes long."""
@@ -187,10 +184,9 @@ class Requests:
                 child.close()
                 if child.reaper is not None:
                     self._leaving.append(child.reaper)
-                self._send(RequestEnded(child.request, code, child.complaint))
+                self._send(RequestEnded(child.request, code, child.complaint.decode(errors="replace")))
 
     def kill(self) -> None:
-        """End what still runs."""
         for child in self._children.values():
             child.kill()
 

@@ -72,7 +72,8 @@ class Job:
     @classmethod
     def from_spec(cls, raw: dict[str, Any], *, model: str | None, data: str | None, workdir: Path, home: Path) -> Job:
         """The job of one rank. `model` and `data`: this node's paths; paths are relative to `workdir`. The adapter goes
-        below `home` unless the job names a path. Raises JobError."""
+        below `home` unless the job names a path. engine.config has validated all other values. Raises JobError for a
+        directory that is not set, or not on this node."""
         known = {entry.name for entry in fields(cls)}
         chosen = {key: value for key, value in raw.items() if key in known and value is not None}
         for key, path in (("model", model or raw.get("model")), ("data", data or raw.get("data"))):
@@ -84,38 +85,11 @@ class Job:
         chosen["home"] = home
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
-        job.check()
+        if not job.model.is_dir():
+            raise JobError(f"the model {job.model} is not a directory on this node")
+        if not job.data.is_dir():
+            raise JobError(f"the data {job.data} is not a directory on this node: it must hold train.jsonl")
         return job
-
-    def check(self) -> None:
-        """Raises JobError for values that would otherwise fail in the middle of the training."""
-        for key, accepted in (
-            ("fine_tune_type", ("lora", "dora", "full")),
-            ("strategy", ("data", "sharded", "pipeline")),
-            ("optimizer", ("adam", "adamw", "muon", "sgd", "adafactor")),
-            ("optimizer_precision", ("float32", "parameter")),
-        ):
-            if str(getattr(self, key)).lower() not in accepted:
-                raise JobError(f"[job] {key} = {getattr(self, key)!r}: must be one of {', '.join(accepted)}")
-        for key in (
-            "batch_size",
-            "iters",
-            "grad_accumulation_steps",
-            "steps_per_report",
-            "steps_per_eval",
-            "save_every",
-            "max_seq_length",
-            "chunk_size",
-        ):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise JobError(f"[job] {key} = {value!r}: must be a whole number, at least 1")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise JobError(f"[job] max_grad_norm = {self.max_grad_norm!r}: must be above 0")
-        if not self.model.is_dir():
-            raise JobError(f"the model {self.model} is not a directory on this node")
-        if not self.data.is_dir():
-            raise JobError(f"the data {self.data} is not a directory on this node: it must hold train.jsonl")
 
     def layers(self, available: int) -> int:
         """Layers to train of a model with `available`: -1, or at most that many."""

@@ -124,9 +124,8 @@ def _make_optimizer(job: Job) -> optim.Optimizer:
         rate = build_schedule(job.lr_schedule) if job.lr_schedule else job.learning_rate
     except (KeyError, AttributeError, TypeError, IndexError, ValueError) as error:
         raise JobError(f"[job] lr_schedule is not one that mlx-lm accepts: {error!r}") from error
-    name = job.optimizer.lower()
     try:
         # mlx-lm's optimizer_config holds one table per optimizer.
-        return _OPTIMIZERS[name](learning_rate=rate, **(job.optimizer_config.get(name) or {}))
+        return _OPTIMIZERS[job.optimizer](learning_rate=rate, **(job.optimizer_config.get(job.optimizer) or {}))
     except TypeError as error:
-        raise JobError(f"[job] optimizer_config.{name}: {error}") from error
+        raise JobError(f"[job] optimizer_config.{job.optimizer}: {error}") from error

@@ -32,7 +32,6 @@ class Reporter:
         self._events.write(event, **fields)
 
     def phase(self, phase: str) -> None:
-        """Announce `phase` unless it is the one already announced."""
         if phase != self._phase:
             self._phase = phase
             self._events.write("phase", phase=phase)

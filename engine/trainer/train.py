@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
+from mlx_lm.tuner.callbacks import get_reporting_callbacks
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
@@ -53,7 +53,11 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     checksum = setup.check_ranks_agree(model, examples, valid)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
-        reporter.callback = _reporting_callback(job)
+        # W&B and SwanLab by mlx-lm's own callbacks; None without report_to.
+        config = {key: str(value) for key, value in asdict(job).items()}
+        reporter.callback = get_reporting_callbacks(
+            job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
+        )
     setup.report_start(model, examples, checksum)
     loop = setup.build_loop(setup.build_strategy(model, examples), valid)
     try:
@@ -69,14 +73,6 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         raise
     reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
     reporter.print(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
-
-
-def _reporting_callback(job: Job) -> TrainingCallback | None:
-    """W&B and SwanLab by mlx-lm's own callbacks, None without report_to."""
-    config = {key: str(value) for key, value in asdict(job).items()}
-    return get_reporting_callbacks(
-        job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
-    )
 
 
 def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol.job import JobError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import check_codec
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
 
@@ -90,9 +88,3 @@ def test_the_state_of_a_stop_is_written_once(tmp_path: Path) -> None:
     checkpoints.finish(snapshot(5))
     assert names(tmp_path / "p0") == [4, 5]
     assert len(events(tmp_path / "e0")) == 4
-
-
-def test_an_unknown_compression_is_an_error_of_one_line() -> None:
-    check_codec("gzip")
-    with pytest.raises(JobError, match=r"compression: 'xz'"):
-        check_codec("xz")

@@ -407,24 +407,6 @@ def test_long_examples_are_truncated_and_reported(tiny: Tiny, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("keys", "output"),
-    [
-        ({"optimizer": "lion"}, "optimizer = 'lion': must be one of adam"),
-        ({"iters": 0}, "iters = 0: must be a whole number"),
-        ({"strategy": "ddp"}, "strategy"),
-        ({"fine_tune_type": "some"}, "fine_tune_type"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm"),
-        ({"optimizer_precision": "half"}, "optimizer_precision"),
-    ],
-)
-def test_a_job_that_means_nothing_is_refused_by_key(
-    tiny: Tiny, tmp_path: Path, keys: dict[str, Any], output: str
-) -> None:
-    with pytest.raises(JobError, match=output):
-        make_job(tiny, tmp_path, **keys)
-
-
-@pytest.mark.parametrize(
     ("requested", "available", "layers"),
     [
         (("full", None), 4, -1),

@@ -59,7 +59,6 @@ PROBES = {
 
 
 def preload() -> None:
-    """Import what runs in forked children."""
     for probe in PROBES.values():
         if not probe.own_process:
             importlib.import_module(f"{__name__}.{probe.module}")
@@ -86,6 +85,18 @@ def mac_gpu_statistics(limit: int) -> str:
     """At most `limit` characters of ioreg's lines about the GPU's use."""
     statistics = tool_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
     return "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:limit]
+
+
+def ps_time_s(text: str) -> float:
+    """`[[dd-]hh:]mm:ss[.ff]` of ps as seconds; 0 for anything else."""
+    days, _, clock = text.rpartition("-")
+    try:
+        seconds = 0.0
+        for part in clock.split(":"):
+            seconds = seconds * 60 + float(part)
+        return seconds + 86_400 * int(days or 0)
+    except ValueError:
+        return 0.0
 
 
 def did_you_mean(path: Path, holding: str = "") -> str:

@@ -181,7 +181,6 @@ def user() -> str:
 
 
 def zones() -> list[dict[str, str]]:
-    """Thermal zones with their temperature and trip points."""
     names = ["type", "temp"]
     for point in range(6):
         names += [f"trip_point_{point}_type", f"trip_point_{point}_temp"]

@@ -14,6 +14,7 @@ from typing import Any
 from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean
 from engine.node.probes.model import HASHED, file_hash, sha256
+from engine.protocol.attempt import write_atomic
 from engine.protocol.job import config_hash
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -143,11 +144,8 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
         for name, text in content.items():
             if text is None:
                 os.mkfifo(partial / name)
-                continue
-            with (partial / name).open("wb") as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
+            else:
+                write_atomic(partial / name, text)
         partial.rename(target)
     except (OSError, UnicodeError) as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import mac_gpu_statistics
+from engine.node.probes import mac_gpu_statistics, ps_time_s
 from engine.node.processes import command_of, linux_stat, pids_of_runs, tool_output
 
 BUSY_CORES = 0.8
@@ -50,27 +50,12 @@ def _ps_processes(text: str) -> list[dict[str, Any]]:
     found = []
     for line in text.splitlines():
         words = line.split(None, 4)
-        if len(words) < 5 or not (words[0] + words[2]).isdigit() or elapsed_s(words[3]) < _OLDER_S:
+        if len(words) < 5 or not (words[0] + words[2]).isdigit() or ps_time_s(words[3]) < _OLDER_S:
             continue
         pid, share, rss, _, command = words
-        found.append(
-            {
-                "pid": int(pid),
-                "command": command[:200],
-                "cores": float(share) / 100,
-                "rss_bytes": int(rss) * 1024,
-            }
-        )
+        cores = float(share) / 100
+        found.append({"pid": int(pid), "command": command[:200], "cores": cores, "rss_bytes": int(rss) * 1024})
     return found
-
-
-def elapsed_s(etime: str) -> float:
-    """`[[dd-]hh:]mm:ss` of ps as seconds."""
-    days, _, clock = etime.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = seconds * 60 + int(part)
-    return seconds + 86_400 * int(days or 0)
 
 
 def _linux_processes() -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.attempt import write_atomic
+
 PROOFS = Path("~/.flightdeck/imports")
 NICE = 10
 """Other measurements on the node at the same time go first."""
@@ -65,15 +67,9 @@ def keep(version: str) -> None:
         "surroundings": surroundings(),
         "files": {path: stat_of(path) for path in sorted(files)},
     }
-    file = proof_file()
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        beside.write_text(json.dumps(proof))
-        beside.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+    with contextlib.suppress(OSError):
+        proof_file().parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(proof_file(), json.dumps(proof))
 
 
 def imported() -> dict[str, Any]:

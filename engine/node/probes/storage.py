@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, nearest
+from engine.protocol.attempt import write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
 _ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_a$")
@@ -122,18 +123,11 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
 
 def write(folder: Path) -> None:
     """Write, sync and rename a file as saving does; then delete it. Raises OSError."""
-    temporary, file = (folder / f".flightdeck-{os.getpid()}.{name}" for name in ("part", "whole"))
+    file = folder / f".flightdeck-{os.getpid()}"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, b"Flight Deck was here to see whether a run can save.\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        temporary.rename(file)
+        write_atomic(file, "Flight Deck was here to see whether a run can save.\n")
     finally:
-        for path in (temporary, file):
-            path.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
 
 def _damaged(directory: Path) -> list[list[str]]:

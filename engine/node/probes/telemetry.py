@@ -1,4 +1,4 @@
-# ruff: noqa: PTH123, PTH208
+# ruff: noqa: PTH123, PTH207, PTH208
 # As short and as cheap as can be: this runs on the node, beside the training.
 """The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
 parsed on the head.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import glob
 import json
 import os
 import platform
@@ -20,11 +21,12 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from engine.node.probes import mac_gpu_statistics
+from engine.node.probes import mac_gpu_statistics, ps_time_s
 from engine.node.processes import linux_stat, tool_output
 
 BUDGET = 0.008
@@ -41,8 +43,6 @@ NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu"
 
 
 class ProcessOwner(NamedTuple):
-    """Whose a process is."""
-
     start: str
     run: str
     rank: int
@@ -202,18 +202,16 @@ class MacRanks:
         present = ps_list(tool_output("/bin/ps", "-xo", "pid=,rss=,time=,lstart="))
         self.known = {key: mark for key, mark in self.known.items() if key in present}
         unknown = [
-            pid
-            for pid, start in present
-            if (pid, start) not in self.known
-            or (self.known[pid, start] is None and (pid + self.scans) % RESCAN_EVERY == 0)
+            key
+            for key in present
+            if key not in self.known or (self.known[key] is None and (key[0] + self.scans) % RESCAN_EVERY == 0)
         ]
-        starts = dict(present.keys())
         for begin in range(0, len(unknown), 200):
             some = unknown[begin : begin + 200]
-            text = tool_output("/bin/ps", "-Eww", "-o", "pid=,command=", "-p", ",".join(map(str, some)))
-            environments = ps_environments(text)
-            for pid in some:
-                self.known[pid, starts[pid]] = process_owner(environments.get(pid, {}), starts[pid])
+            pids = ",".join(str(pid) for pid, _ in some)
+            environments = ps_environments(tool_output("/bin/ps", "-Eww", "-o", "pid=,command=", "-p", pids))
+            for pid, start in some:
+                self.known[pid, start] = process_owner(environments.get(pid, {}), start)
         sums: dict[tuple[str, int], int] = {}
         for key, (rss, cpu_s) in present.items():
             mark = self.known.get(key)
@@ -239,19 +237,8 @@ def ps_list(text: str) -> dict[tuple[int, str], tuple[int, float]]:
     for line in text.splitlines():
         words = line.split(None, 3)
         if len(words) == 4 and words[0].isdigit() and words[1].isdigit():
-            found[int(words[0]), words[3].strip()] = (int(words[1]) * 1024, cpu_time_s(words[2]))
+            found[int(words[0]), words[3].strip()] = (int(words[1]) * 1024, ps_time_s(words[2]))
     return found
-
-
-def cpu_time_s(text: str) -> float:
-    """ps's TIME: "1:35.69", "12:01:35"; 0 for anything else."""
-    try:
-        seconds = 0.0
-        for part in text.replace("-", ":").split(":"):
-            seconds = seconds * 60 + float(part)
-    except ValueError:
-        return 0.0
-    return seconds
 
 
 def ps_environments(text: str) -> dict[int, dict[str, str]]:
@@ -282,7 +269,6 @@ class Linux:
         self.interval = interval
 
     def rest_s(self, now: float) -> float:
-        """To the next sample."""
         return self.interval
 
     def quick(self) -> dict[str, object]:
@@ -311,14 +297,9 @@ class Linux:
 
 def cpu_thermometer() -> str:
     """A file of millidegrees; "" where the machine has none."""
-    root = "/sys/class/hwmon"
-    try:
-        chips = sorted(os.listdir(root))
-    except OSError:
-        return ""
-    for chip in chips:
-        if content(f"{root}/{chip}/name", 64).strip() in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
-            return f"{root}/{chip}/temp1_input"
+    for name in sorted(glob.glob("/sys/class/hwmon/*/name")):
+        if content(name, 64).strip() in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
+            return name.replace("/name", "/temp1_input")
     return ""
 
 
@@ -420,14 +401,10 @@ def stream_samples(machine: Linux | Mac, interval: float) -> None:
             due = now + interval
 
 
-def leave(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
     interval = float(interval_s)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     machine = Mac(interval) if platform.system() == "Darwin" else Linux(interval)
     try:
         stream_samples(machine, interval)

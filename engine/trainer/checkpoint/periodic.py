@@ -20,8 +20,6 @@ from engine.trainer.reporting import Reporter
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """How often, how many and how compressed."""
-
     every: int
     """Updates from one to the next; 0: none."""
     keep: int = 3
@@ -33,8 +31,6 @@ class CheckpointPolicy:
 
 
 class PeriodicCheckpoints:
-    """The checkpoints of one run, on one rank."""
-
     def __init__(
         self, destination: Destination | None, policy: CheckpointPolicy, origin: Origin, reporter: Reporter
     ) -> None:

@@ -86,8 +86,6 @@ class Gradients:
 
 
 class DataParallel(Strategy):
-    """One rank's copy."""
-
     replicated = True
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:

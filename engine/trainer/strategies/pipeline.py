@@ -106,8 +106,6 @@ class _MicroBatch:
 
 
 class Pipeline(PartitionedStrategy):
-    """One rank's stage."""
-
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, layers: LayerSplit
     ) -> None:

@@ -141,8 +141,6 @@ def _keep_owned(model: nn.Module, own: set[str]) -> None:
 
 
 class Sharded(PartitionedStrategy):
-    """One rank's part."""
-
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         """`model` is whole and not evaluated: tensors of other ranks never are. Raises JobError."""
         check_splittable(model, "sharded")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.node.probes import load
+from engine.node.probes import load, ps_time_s
 
 MAC = """
   501  98.7 93206736    02:11:40 /Applications/Ollama.app/Contents/Resources/ollama runner --model x
@@ -26,9 +26,12 @@ def test_processes_as_ps_prints_them_without_what_has_just_begun() -> None:
     assert (server["pid"], server["cores"]) == (88, 0.032)
 
 
-@pytest.mark.parametrize(("etime", "seconds"), [("00:04", 4), ("02:11:40", 7_900), ("12-04:00:01", 1_051_201)])
-def test_elapsed_time_of_ps(etime: str, seconds: int) -> None:
-    assert load.elapsed_s(etime) == seconds
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("00:04", 4), ("1:35.69", 95.69), ("02:11:40", 7_900), ("12-04:00:01", 1_051_201), ("ELAPSED", 0)],
+)
+def test_times_of_ps(text: str, seconds: float) -> None:
+    assert ps_time_s(text) == seconds
 
 
 @pytest.fixture
