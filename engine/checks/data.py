@@ -22,7 +22,6 @@ from engine.config.models import Config, NodeConfig
 from engine.models import CheckResult
 
 NAME = "data_matches"
-_CLEAN = "the data quality report has no objection"
 _READ_LIMIT_S = 110.0
 _DEFAULT_KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 _VALIDATION_SHARE = 20
@@ -57,7 +56,9 @@ async def run(context: CheckContext) -> CheckResult:
         found.overall.fault(f"{blocks}: clean the data, then make a new report")
     elif warns is not None:
         found.overall.warn(warns)
-    return await _check_files(context, found) if config.job.command is None else found.verdict(_CLEAN)
+    if config.job.command is None:
+        return await _check_files(context, found)
+    return found.verdict("the data quality report has no objection")
 
 
 async def _check_files(context: CheckContext, found: Findings) -> CheckResult:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from engine.checks import connectivity, hostfile, sync, versions
-from engine.checks.check import Check, verdict
+from engine.checks.check import Check
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
@@ -90,8 +90,6 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
 
 @dataclass(frozen=True)
 class _AllSum:
-    """One run of the ranks."""
-
     context: CheckContext
     leases: Leases
     network: NetworkPlan
@@ -231,33 +229,27 @@ async def run(context: CheckContext) -> CheckResult:
 
 def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     """A rank that only lost its peers is not blamed while another has a cause of its own."""
-    result = _evaluate(config, found)
-    if found.leftovers:
-        return result.model_copy(update={"status": CheckStatus.FAIL, "summary": f"{result.summary}; {found.leftovers}"})
-    return result
-
-
-def _evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     world_size, results = len(config.nodes), found.results
     faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
     described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
     evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
+    status, blames = CheckStatus.PASS, None
     if failed:
         first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
-        node = config.nodes[first].name
+        status, blames = CheckStatus.FAIL, (first, config.nodes[first].name)
         advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
-        summary = f"rank {first} on {node}: {failed[first]}" + (f"; {advice}" if advice else "")
-        failure = CheckStatus.FAIL
-        return CheckResult(name=NAME, status=failure, summary=summary, evidence=evidence, blames=(first, node))
-    if world_size == 1:
+        summary = f"rank {first} on {config.nodes[first].name}: {failed[first]}" + (f"; {advice}" if advice else "")
+    elif world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
-        return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
-    measured = [result for result in results.values() if result is not None]
-    slowest = max(result.latency_s or 0.0 for result in measured)
-    narrowest = min(result.bandwidth_bytes_per_s or 0.0 for result in measured)
-    summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {narrowest / 1e9:.2f} GB/s"
-    return verdict(NAME, CheckStatus.PASS, summary, evidence=evidence)
+    else:
+        measured = [result for result in results.values() if result is not None]
+        slowest = max(result.latency_s or 0.0 for result in measured)
+        narrowest = min(result.bandwidth_bytes_per_s or 0.0 for result in measured)
+        summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {narrowest / 1e9:.2f} GB/s"
+    if found.leftovers:
+        status, summary = CheckStatus.FAIL, f"{summary}; {found.leftovers}"
+    return CheckResult(name=NAME, status=status, summary=summary, evidence=evidence, blames=blames)
 
 
 def _fault(result: AllSumResult | None, world_size: int, message: str, code: int | None) -> str | None:

@@ -15,7 +15,7 @@ from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import node_obstacles
@@ -30,17 +30,9 @@ _JACCL = ("jaccl", "jaccl-ring")
 
 
 async def run(context: CheckContext) -> CheckResult:
-    facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), _held_ports(context))
+    facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
     refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
     return evaluate(context.config, facts, needed, held, refusals)
-
-
-async def _held_ports(context: CheckContext) -> HeldPorts:
-    try:
-        return await ports.held_ports(context)
-    except LaunchError:
-        # There is no network plan, which hostfile_valid reports.
-        return {}
 
 
 def evaluate(

@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from engine.checks.context import CheckContext, value_of
@@ -30,12 +29,6 @@ _HEARTBEAT_S = 1.0
 _ACQUIRE_LIMIT_S = 20.0
 _RELEASE_LIMIT_S = 4.0
 """An abort waits for it."""
-
-
-@dataclass(frozen=True)
-class _Lease:
-    node: NodeConfig
-    request: AgentRequest
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +55,7 @@ class Leases:
         self.leftovers = ""
         """After the release: processes that could not be ended, as a message; "" for none."""
         self._context = context
-        self._held: list[_Lease] = []
+        self._held: list[tuple[NodeConfig, AgentRequest]] = []
         self._heartbeats: asyncio.Task[None] | None = None
 
     async def acquire(self) -> None:
@@ -80,7 +73,6 @@ class Leases:
         await gather_all(self._acquire_on(node, folder) for node, folder in wanted)
 
     def folder(self, layout: HostLayout) -> PurePosixPath:
-        """The check's folder on a host."""
         return PurePosixPath(layout.root) / "runs" / self.check_id
 
     async def write(self, layout: HostLayout, folder: PurePath, files: Mapping[str, str]) -> None:
@@ -94,33 +86,32 @@ class Leases:
             ) from error
 
     async def release(self) -> None:
-        """End what is left everywhere."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             await asyncio.gather(self._heartbeats, return_exceptions=True)
-        problems = await asyncio.gather(*(self._release(lease) for lease in self._held))
+        problems = await asyncio.gather(*(self._release(node, request) for node, request in self._held))
         self._held.clear()
         self.leftovers = "; ".join(filter(None, problems))
 
     async def _acquire_on(self, node: NodeConfig, folders: Sequence[str]) -> None:
         request = await self._context.agent(node).start_probe("lease", self.nonce, str(LEASE_S), *folders)
-        self._held.append(_Lease(node, request))
+        self._held.append((node, request))
         value_of(await request.next_result("lease", LeaseHeld, _ACQUIRE_LIMIT_S), node)
 
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            for lease in self._held:
+            for _, request in self._held:
                 # What is lost is reported when the check ends.
                 with contextlib.suppress(FlightDeckError):
-                    lease.request.send(b"\n")
+                    request.send(b"\n")
 
-    async def _release(self, lease: _Lease) -> str:
+    async def _release(self, node: NodeConfig, request: AgentRequest) -> str:
         try:
-            lease.request.send(b"end\n")
-            released = value_of(await lease.request.next_result("lease", LeaseReleased, _RELEASE_LIMIT_S), lease.node)
+            request.send(b"end\n")
+            released = value_of(await request.next_result("lease", LeaseReleased, _RELEASE_LIMIT_S), node)
         except FlightDeckError as error:
-            return f"it is not known whether anything is left on {lease.node.name}; its lease ends it: {error}"
+            return f"it is not known whether anything is left on {node.name}; its lease ends it: {error}"
         finally:
-            lease.request.close()
-        return f"still running on {lease.node.name}: {released.left[0]}" if released.left else ""
+            request.close()
+        return f"still running on {node.name}: {released.left[0]}" if released.left else ""

@@ -41,7 +41,6 @@ from engine.store.store import Store
 _LIMIT_S = 20.0
 _COUNT_LIMIT_S = 60.0
 """For millions of examples from a slow disk."""
-_NOT_COUNTED = "not counted yet"
 _GB = 1e9
 Answer = TypeVar("Answer")
 
@@ -97,6 +96,7 @@ async def collect_plan_inputs(
     model, model_source = await _model(context, [node for node in planned.nodes if node.name not in problems])
     examples, examples_source = _known_examples(config, report)
     gradient = calibration.gradient_bytes if calibration is not None else None
+    redacted = {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()}
     return PlanInputs(
         config=planned,
         strategy=strategy or config.job.strategy,
@@ -117,7 +117,7 @@ async def collect_plan_inputs(
         division=context.division,
         left_out=left_out,
         launching=await asyncio.to_thread(_launching, planned, network, context.fleet.home, model, gradient),
-        rank_environment=common_environment(network, _redacted(config.job.env), gradient_bytes=gradient),
+        rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
     )
 
 
@@ -225,7 +225,7 @@ def _known_examples(config: Config, report: DataReport | None) -> tuple[int | No
         return None, "the job runs a command of its own, with data of its own"
     if report is not None and report.ifd_score.total_examples is not None:
         return report.ifd_score.total_examples, "the data quality report"
-    return None, _NOT_COUNTED
+    return None, "not counted yet"
 
 
 async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int | None, str]:
@@ -242,10 +242,6 @@ async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int
 
     examples, source = await _first_answer(context, nodes, lambda node: node.data or job.data, read)
     return examples, source if examples is not None else f"not counted: {source}"
-
-
-def _redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: REDACTED if is_secret(name) else text for name, text in environment.items()}
 
 
 def _launching(

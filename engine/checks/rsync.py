@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -104,10 +104,11 @@ def rsync_argv(source: Path, target: NodeConfig, exclude: Iterable[str], *, ever
     argv = ["rsync", "-rlpt", *(["-I"] if every_file else []), *excluded]
     if target.local:
         return [*argv, f"{source}/", f"{target.workdir}/"]
-    workdir = quoted(target.workdir)
+    # The port is an option of our ssh.
+    host, workdir = replace(SshTarget.parse(target.ssh), port=None), quoted(target.workdir)
     # The two ends' versions quote a remote path differently, so the remote rsync is started in the folder instead.
     begin = f'mkdir -p {workdir} && cd {workdir} && exec rsync "$@"'
-    return [*argv, "--rsync-path", f"/bin/sh -c {shlex.quote(begin)} rsync", f"{source}/", f"{_host(target)}:./"]
+    return [*argv, "--rsync-path", f"/bin/sh -c {shlex.quote(begin)} rsync", f"{source}/", f"{host}:./"]
 
 
 async def _copy(
@@ -172,12 +173,6 @@ def _ssh_shim(home: Path, target: NodeConfig) -> Path:
     option = f" -p {port}" if port is not None else ""
     text = f'#!/bin/sh\nexec {shlex.quote(openssh_client())} -F {shlex.quote(str(config))}{option} "$@"\n'
     return put_first(home / "sync" / (f"port{port}" if port is not None else "ssh"), text, "rsync")
-
-
-def _host(node: NodeConfig) -> str:
-    target = SshTarget.parse(node.ssh)
-    host = f"[{target.host}]" if ":" in target.host else target.host
-    return f"{target.user}@{host}" if target.user else host
 
 
 async def _compare(

@@ -32,24 +32,10 @@ from engine.security.paths import state_home, validate_path
 
 NAME = "pre_rdma_sync"
 EXCLUDED = (
-    ".git",
-    ".hg",
-    ".svn",
-    "__pycache__",
-    "*.pyc",
-    ".venv",
-    "venv",
-    "node_modules",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
-    ".hypothesis",
-    ".ipynb_checkpoints",
-    ".tox",
-    ".nox",
-    ".flightdeck",
-    ".DS_Store",
-    "._*",
+    *(".git", ".hg", ".svn"),
+    *("__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
+    *(".venv", "venv", ".tox", ".nox", "node_modules"),
+    *(".ipynb_checkpoints", ".flightdeck", ".DS_Store", "._*"),
 )
 """Histories, caches and environments, which each machine has of its own: never copied and never compared."""
 MAX_FILES = 20_000
@@ -62,7 +48,6 @@ SCRIPT_LIMIT_S = 300.0
 READ_LIMIT_S = 60.0
 _PROGRESS_EVERY_S = 0.25
 """Each progress message is written to the disk of a run."""
-_SHELL = "/bin/sh"
 
 
 @dataclass(frozen=True)
@@ -246,7 +231,7 @@ async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) ->
         if error.errno != errno.ENOEXEC:
             raise
         # A script without a #! line is read by the shell, as every shell does.
-        return await LocalProgram([_SHELL, str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
+        return await LocalProgram(["/bin/sh", str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
 
 
 async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -> WorkdirComparison:

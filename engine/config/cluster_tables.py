@@ -23,7 +23,7 @@ _MATRIX = 'one device per node in their order, "" for the node itself: rdma = ["
 
 @dataclass(frozen=True)
 class NodeTable:
-    """One node as read from [[node]] or from a hostfile."""
+    """One node as read from [[node]] or from a hostfile; or [node_defaults], the paths of nodes without their own."""
 
     location: Location
     values: Mapping[str, Any] | None
@@ -34,26 +34,18 @@ class NodeTable:
         return self.values or {}
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """[node_defaults]: paths of the nodes that do not set their own."""
-
-    location: Location
-    values: Mapping[str, str]
-
-
 def read_cluster(faults: Faults, location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
     faults.unknown(location, table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
     return faults.validated(location, ClusterConfig, table)
 
 
-def read_defaults(faults: Faults, location: Location, table: Mapping[str, Any]) -> Defaults:
+def read_defaults(faults: Faults, location: Location, table: Mapping[str, Any]) -> NodeTable:
     """Read [node_defaults]. The form of its paths is checked for each node, since it depends on the host."""
     faults.unknown(location, table, NODE_PATHS, {})
     for key, value in table.items():
         if key in NODE_PATHS and not isinstance(value, str):
             faults.add(location, key, value, "a string in quotes")
-    return Defaults(location, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
+    return NodeTable(location, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
 
 
 def node_tables(faults: Faults, file: str, tables: object) -> list[NodeTable]:
@@ -79,7 +71,7 @@ def node_tables(faults: Faults, file: str, tables: object) -> list[NodeTable]:
 
 
 def read_nodes(
-    faults: Faults, tables: Sequence[NodeTable], defaults: Defaults, base: Path
+    faults: Faults, tables: Sequence[NodeTable], defaults: NodeTable, base: Path
 ) -> tuple[NodeConfig | None, ...]:
     """All nodes, in rank order; None for one with faults, so that the others keep their ranks."""
     reader = _NodeReader(faults, defaults, base, len(tables))
@@ -92,7 +84,7 @@ def read_nodes(
 @dataclass(frozen=True)
 class _NodeReader:
     faults: Faults
-    defaults: Defaults
+    defaults: NodeTable
     base: Path
     """The folder of the configuration."""
     size: int
@@ -134,7 +126,7 @@ class _NodeReader:
 
     def _path(self, table: NodeTable, key: str, *, local: bool | None) -> Any:
         """The path of `key`, absolute if the node is this machine; `local` is None if that is unknown."""
-        given = table.known.get(key, self.defaults.values.get(key))
+        given = table.known.get(key, self.defaults.known.get(key))
         if local is None:
             # The form depends on the host, whose fault is already reported.
             return given if isinstance(given, str) else "/"

@@ -62,7 +62,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path, wanted))
     except tomllib.TOMLDecodeError as error:
-        raise DocumentError(path, str(error), "TOML (https://toml.io)", _line_key(str(error))) from error
+        line = re.search(r"at (line \d+)", str(error))
+        raise DocumentError(path, str(error), "TOML (https://toml.io)", line[1] if line else "the file") from error
     except _SCALAR_FAULTS as error:
         raise DocumentError(path, _unreadable(error), "TOML of plain values") from error
 
@@ -118,11 +119,6 @@ def read_json(path: Path, text: str) -> Any:
         raise DocumentError(path, value_text(error.msg), "JSON", f"line {error.lineno}") from error
     except _SCALAR_FAULTS as error:
         raise DocumentError(path, _unreadable(error), "JSON of plain values") from error
-
-
-def _line_key(message: str) -> str:
-    line = re.search(r"at line (\d+)", message)
-    return f"line {line[1]}" if line else "the file"
 
 
 def _unreadable(error: Exception) -> str:

@@ -28,8 +28,6 @@ _COMMENT_WIDTH = 160
 
 @dataclass(frozen=True)
 class DraftNode:
-    """One rank of the draft."""
-
     name: str
     ssh: str
     """`[user@]host[:port]`; 127.0.0.1 is this machine."""

@@ -31,11 +31,11 @@ _TYPES = {
     "dict_type": "a table",
 }
 _BOUNDS = {
-    "greater_than": ("gt", "a number above {:g}"),
-    "greater_than_equal": ("ge", "{:g} or more"),
-    "less_than": ("lt", "a number below {:g}"),
-    "less_than_equal": ("le", "{:g} or less"),
-    "too_long": ("max_length", "a list of up to {:g} entries"),
+    "greater_than": ("gt", "a number above {}"),
+    "greater_than_equal": ("ge", "{} or more"),
+    "less_than": ("lt", "a number below {}"),
+    "less_than_equal": ("le", "{} or less"),
+    "too_long": ("max_length", "a list of up to {} entries"),
 }
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -106,12 +106,17 @@ def accepted_form(problem: ErrorDetails) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _BOUNDS:
         name, template = _BOUNDS[kind]
-        return template.format(context[name])
+        return template.format(bound_text(context[name]))
     if kind == "literal_error":
         return f"one of {context['expected']}"
     if kind == "missing":
         return "a value, since the key is required"
     return _TYPES.get(kind, problem["msg"])
+
+
+def bound_text(bound: float) -> str:
+    """A bound for printing, to 6 decimals and without an exponent: "0.000001", "0.5", "1000000"."""
+    return f"{bound:f}".rstrip("0").rstrip(".")
 
 
 def accepts(form: Callable[[Any], str | None]) -> Callable[[Any], Any]:

@@ -45,9 +45,9 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     before = len(faults.found)
     faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
     _check_environment(faults, location, table.get("env"))
-    command = "command" in table
+    command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
     if command:
-        settings, locations = _command(faults, location, table), dict[str, Location]()
+        _check_command(faults, location, table)
     else:
         settings, locations = _training(faults, location, table, base)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
@@ -61,8 +61,7 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
-def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a job with a custom command."""
+def _check_command(faults: Faults, location: Location, table: Mapping[str, Any]) -> None:
     for key, value in table.items():
         if key in KEYS or key in _TRAINING_KEYS:
             faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
@@ -80,7 +79,6 @@ def _command(faults: Faults, location: Location, table: Mapping[str, Any]) -> di
         for number, word in enumerate(command[1:], start=1):
             if isinstance(word, str) and "\0" in word:
                 faults.add(location, f"command[{number}]", word, "a string without NUL")
-    return {}
 
 
 def _training(

@@ -10,23 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.config.cluster_tables import Defaults, NodeTable, node_tables, read_cluster, read_defaults, read_nodes
+from engine.config.cluster_tables import NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
-from engine.config.models import (
-    CalibrationConfig,
-    CheckpointConfig,
-    Config,
-    ConsistencyConfig,
-    NodeConfig,
-    PreflightConfig,
-    RecoveryConfig,
-    UiConfig,
-    on_node,
-)
+from engine.config.models import CheckpointConfig, Config, NodeConfig, RecoveryConfig, on_node
 from engine.errors import ConfigError
 from engine.security.identifiers import LOCAL
 
@@ -83,14 +73,12 @@ def _listed(node: NodeTable, key: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-def _check_command(faults: Faults, nodes: Sequence[NodeTable], defaults: Defaults) -> None:
+def _check_command(faults: Faults, tables: Sequence[NodeTable]) -> None:
     accepted = "no value here: the job is a command, which has its own"
     for key in ("model", "data", "share"):
-        for node in nodes:
-            if key in node.known:
-                faults.add(node.location, key, node.known[key], accepted)
-        if key in defaults.values:
-            faults.add(defaults.location, key, defaults.values[key], accepted)
+        for table in tables:
+            if key in table.known:
+                faults.add(table.location, key, table.known[key], accepted)
 
 
 def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) -> None:
@@ -113,12 +101,7 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
-    "preflight": PreflightConfig,
-    "consistency": ConsistencyConfig,
-    "calibration": CalibrationConfig,
-    "checkpoint": CheckpointConfig,
-    "recovery": RecoveryConfig,
-    "ui": UiConfig,
+    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, BaseModel)
 }
 _TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
 _HINTS = {"nodes": "[[node]], one table per rank"}
@@ -153,7 +136,7 @@ def load_config(path: Path) -> Config:
         _check_devices(faults, tables, cluster.backend)
         _check_ports(faults, Location(name, "cluster"), tables, cluster.starting_port)
     if job.is_command:
-        _check_command(faults, tables, defaults)
+        _check_command(faults, [*tables, defaults])
     elif tables:
         _check_training(faults, Location(name, "job"), len(tables), job)
     good = tuple(node for node in nodes if node is not None)

@@ -131,8 +131,7 @@ KEYS: dict[str, Key] = {
     "learning_rate": Key(POSITIVE, 1e-5, "Learning rate without a schedule."),
     "lr_schedule": Key(
         Form(
-            _Schedule,
-            f"name (one of {', '.join(SCHEDULES)}), arguments (numbers), and optionally warmup, warmup_init",
+            _Schedule, f"name (one of {', '.join(SCHEDULES)}), arguments (numbers), and optionally warmup, warmup_init"
         ),
         None,
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
@@ -168,11 +167,7 @@ KEYS: dict[str, Key] = {
     "test_batches": Key(COUNT_OR_ALL, 500, "Batches of the test."),
     "adapter_path": Key(TEXT, None, "Directory for the adapters or weights. By default the run's own directory."),
     "resume_adapter_file": Key(TEXT, None, "Adapters or weights to start from."),
-    "report_to": Key(
-        Form(_Reporters, "wandb, swanlab, or both separated by a comma"),
-        None,
-        "Services to report to.",
-    ),
+    "report_to": Key(Form(_Reporters, "wandb, swanlab, or both separated by a comma"), None, "Services to report to."),
     "project_name": Key(TEXT, None, "Project at these services."),
     "trust_remote_code": Key(FLAG, False, "Allow the tokenizer's own code to run."),
     "prompt_feature": Key(TEXT, _NO_DEFAULT, "Name of the prompt's field in the data."),

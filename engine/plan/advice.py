@@ -29,6 +29,12 @@ class Rule:
     refuses: bool = False
 
 
+def _size(name: str, least: float, below: float, text: str) -> Rule:
+    """A rule of full fine-tuning with so many billion parameters."""
+    full = f"full fine-tuning {text}"
+    return Rule(name, lambda plan, memory: plan.full and memory.billions(least, below), full, USER_REPORTS)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "full_copy",
@@ -37,36 +43,11 @@ RULES: tuple[Rule, ...] = (
         "make it faster, not smaller",
         "the strategy itself",
     ),
-    Rule(
-        "size_4b",
-        lambda plan, memory: plan.full and memory.billions(0.5, 4.6),
-        "full fine-tuning of up to 4B fits an M4 Max 128 GB and an M3 Ultra 512 GB",
-        USER_REPORTS,
-    ),
-    Rule(
-        "size_7b",
-        lambda plan, memory: plan.full and memory.billions(4.6, 10),
-        "full fine-tuning of 7B needs an M3 Ultra 512 GB",
-        USER_REPORTS,
-    ),
-    Rule(
-        "size_14b",
-        lambda plan, memory: plan.full and memory.billions(10, 20),
-        "full fine-tuning of 14B needs an M3 Ultra 512 GB, which suits it best",
-        USER_REPORTS,
-    ),
-    Rule(
-        "size_30b",
-        lambda plan, memory: plan.full and memory.billions(20, 31.5),
-        "full fine-tuning of 30B is tight on an M3 Ultra 512 GB: grad_checkpoint = true",
-        USER_REPORTS,
-    ),
-    Rule(
-        "size_32b",
-        lambda plan, memory: plan.full and memory.billions(31.5, 60),
-        "full fine-tuning of 32B needs an M3 Ultra 512 GB and grad_checkpoint = true",
-        USER_REPORTS,
-    ),
+    _size("size_4b", 0.5, 4.6, "of up to 4B fits an M4 Max 128 GB and an M3 Ultra 512 GB"),
+    _size("size_7b", 4.6, 10, "of 7B needs an M3 Ultra 512 GB"),
+    _size("size_14b", 10, 20, "of 14B needs an M3 Ultra 512 GB, which suits it best"),
+    _size("size_30b", 20, 31.5, "of 30B is tight on an M3 Ultra 512 GB: grad_checkpoint = true"),
+    _size("size_32b", 31.5, 60, "of 32B needs an M3 Ultra 512 GB and grad_checkpoint = true"),
     Rule(
         "size_70b",
         lambda plan, memory: plan.full and memory.billions(60) and plan.strategy == "data" and not memory.fits,

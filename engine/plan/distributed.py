@@ -20,8 +20,6 @@ _SYNC = {
     "sharded": "an all_gather of each layer's parameters in both passes, and an all_sum of its gradients",
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
 }
-_STOCK = "data"
-"""The strategy of stock mlx-lm."""
 
 
 def distributed_section(context: PlanContext, rationale: Rationale) -> DistributedSection:
@@ -36,7 +34,7 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             )
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
-    elif context.strategy != _STOCK:
+    elif context.strategy != "data":
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:

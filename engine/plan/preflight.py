@@ -10,6 +10,7 @@ from engine.config.models import Config
 from engine.models import PreRdmaSync
 from engine.plan.context import PlanContext
 from engine.plan.document import ConsistencySection, Disabled, Rationale, ReplicaWatch, Source
+from engine.validators.workers import KRUM_MIN_WORKERS
 
 _CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 """Suffixes of programs and settings in a command; other arguments may be outputs, which differ between nodes."""
@@ -69,8 +70,6 @@ _STALENESS_RULE = (
     "updates reported by each rank: ranks in lockstep wait for each other, so a hung rank stops all and is shown as "
     "silent; a rank is stale when its events stop while those of the others continue"
 )
-_KRUM_FROM = 5
-"""Workers: Krum needs n >= 2f + 3 (Blanchard et al., NeurIPS 2017)."""
 
 
 def sync_section(context: PlanContext, rationale: Rationale) -> PreRdmaSync:
@@ -137,13 +136,15 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")
-    krum = context.ranks >= _KRUM_FROM
+    rule = f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers"
+    if context.ranks >= KRUM_MIN_WORKERS:
+        rule = f"Krum, f = {(context.ranks - 3) // 2}"
     return ReplicaWatch(
         every_updates=settings.every,
         staleness_threshold=settings.staleness,
         staleness_rule=_STALENESS_RULE,
         kl_threshold=settings.kl,
         wasserstein_threshold=settings.wasserstein,
-        byzantine_rule=f"Krum, f = {(context.ranks - 3) // 2}" if krum else "median and MAD: Krum needs 5 workers",
+        byzantine_rule=rule,
         on_corruption=settings.on_corruption,
     )

@@ -31,8 +31,6 @@ class CorruptCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The state of several checkpoints."""
-
     version_consistency: bool
     """All that could be read have the same version, the expected one where one is given."""
     integrity_checks: Mapping[str, bool]

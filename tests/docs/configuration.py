@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.config.cluster_tables import NODE_PATHS
+from engine.config.faults import bound_text
 from engine.config.job_table import OWN_KEYS
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS
 from engine.config.models import Config, NodeConfig
@@ -100,7 +101,7 @@ def _model(field: FieldInfo) -> type[BaseModel]:
 def _type(field: FieldInfo) -> str:
     words = {Ge: "from", Gt: "above", Le: "to"}
     bounds = [
-        f"{word} {getattr(limit, kind.__name__.lower()):g}"
+        f"{word} {bound_text(getattr(limit, kind.__name__.lower()))}"
         for kind, word in words.items()
         for limit in field.metadata
         if isinstance(limit, kind)

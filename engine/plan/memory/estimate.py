@@ -209,7 +209,6 @@ def _inputs(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
 
 
 def _adapted(matrices: Sequence[Matrix], workload: RankWorkload) -> list[Matrix]:
-    """The matrices that get an adapter."""
     return [matrix for matrix in matrices if workload.lora_keys is None or matrix.name in workload.lora_keys]
 
 

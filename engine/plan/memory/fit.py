@@ -68,7 +68,8 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     ]
     _refuse(context, rows, rationale)
     whole = shape.total_parameters
-    trained = _trained(estimates, split)
+    # The ranks of a pipeline train different layers, other ranks all the same ones.
+    trained = sum(found.trainable_parameters for found in (estimates if split else estimates[:1]))
     section = MemorySection(
         parameters=whole,
         trainable_parameters=trained,
@@ -210,8 +211,3 @@ def _way_out(context: PlanContext) -> str:
     if context.strategy == "data" and context.ranks > 1:
         ways.append("--strategy sharded or pipeline")
     return "try " + ", ".join(ways)
-
-
-def _trained(estimates: Sequence[MemoryEstimate], split: LayerSplit | None) -> int:
-    """Pipeline ranks train different layers; other ranks train the same ones."""
-    return sum(found.trainable_parameters for found in estimates) if split else estimates[0].trainable_parameters

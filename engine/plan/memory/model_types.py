@@ -370,12 +370,7 @@ _OLMO = _Llama(Attention(query_norms="all"))
 _BLOCK_SPARSE = _Experts("intermediate_size", "num_local_experts", prefix="block_sparse_moe")
 
 MODEL_TYPES: dict[str, Callable[[ConfigReader], Architecture]] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "iquestcoder": _LLAMA,
-    "xverse": _LLAMA,
-    "smollm3": _LLAMA,
-    "granite": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "iquestcoder", "xverse", "smollm3", "granite"), _LLAMA),
     "ministral3": _Llama(_NO_BIAS).architecture,
     "olmo2": _OLMO.architecture,
     "qwen2": _Llama(_QWEN2_ATTENTION).architecture,
