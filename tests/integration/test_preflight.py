@@ -185,10 +185,10 @@ async def test_a_changed_key_is_told_with_both_fingerprints_and_skips_what_needs
 
 
 @pytest.mark.slow
-async def test_a_node_that_takes_no_worker_is_the_only_one_blamed(isolated_cluster: Cluster, fleet: Fleet) -> None:
+async def test_a_node_that_takes_no_bundle_is_the_only_one_blamed(isolated_cluster: Cluster, fleet: Fleet) -> None:
     last = isolated_cluster.nodes[3]
     last.run(["/bin/sh", "-c", "rm -rf ~/.flightdeck"])
     last.fill_disk()
     result = await run_check_on(connectivity.run, config_of(isolated_cluster), fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
-    assert "the worker could not be staged" in result.evidence[last.name]
+    assert "the node bundle could not be staged" in result.evidence[last.name]
