@@ -20,7 +20,10 @@ STALL_S = 5.0
 LEASE = SHORT_GRACES.model_copy(update={"lease_s": 3.0})
 STALLING = """
 import os, sys, time
+from pathlib import Path
 from engine.run import supervisor
+from engine.run.supervisor_process import take_lock
+from engine.store.layout import RunDir
 
 real, stall_s = os.fsync, float(sys.argv[2])
 
@@ -32,7 +35,7 @@ def stalling(descriptor):
     real(descriptor)
 
 os.fsync = stalling
-sys.exit(supervisor.main([sys.argv[1]]))
+sys.exit(supervisor.main([sys.argv[1], "--lock", str(take_lock(RunDir(Path(sys.argv[1]))))]))
 """
 
 

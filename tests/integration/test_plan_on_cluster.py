@@ -20,7 +20,7 @@ from tests.cluster.flight import flightdeck_toml, install_demo
 from tests.demo_copies import demo_below
 from tests.tui.commands import environment, flightdeck
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 RANKS = 2
 _ASK_MLX = """
 import json, sys
