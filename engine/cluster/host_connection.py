@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import random
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
@@ -24,7 +26,7 @@ from engine.cluster.transport.base import Transport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process
-from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
+from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, size_of
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
     ExitOutputReply,
@@ -103,6 +105,31 @@ class NodeFile(Protocol):
     def size(self) -> int | None:
         """Bytes that it has; None while that is not known."""
         ...
+
+
+class LocalFile:
+    """A NodeFile of this machine, read by its path: a flood of output costs half of what it costs through an agent."""
+
+    generation = 0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read_from(self, offset: int, size: int) -> bytes:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
+
+    def read_whole(self, offset: int, size: int) -> bytes:
+        return self.read_from(offset, size)
+
+    def size(self) -> int:
+        return size_of(self._path)
 
 
 WINDOW_BYTES = 1 << 20
@@ -297,6 +324,8 @@ class HostConnection:
 
     def file(self, name: str) -> NodeFile:
         """A file of the attempt's directory, by its name there."""
+        if self.local:
+            return LocalFile(self._attempt.files.directory / name)
         with self._files_lock:
             if name not in self._agent_files:
                 self._agent_files[name] = AgentFile(name, self._send)

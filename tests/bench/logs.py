@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.line_index import LogIndex
 from engine.run.logs.mirror import Mirror
 from engine.run.logs.pattern import LogPattern
@@ -28,7 +29,6 @@ from engine.run.logs.reader import LogReader
 from engine.store.layout import RunDir
 from tests.bench.figures import Figure, machine, report
 from tests.terminal import Terminal
-from tests.unit.run.logs.run_logs import LocalFile
 
 LINES_PER_SECOND = 50_000
 RANKS = (0, 1)
@@ -56,7 +56,7 @@ SUPERVISOR = """
 import resource, signal, sys, time
 from pathlib import Path
 from engine.store.layout import RunDir
-from tests.unit.run.logs.run_logs import LocalFile
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.mirror import Mirror
 run_dir, ended = RunDir(Path(sys.argv[1])), []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))

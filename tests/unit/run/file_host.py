@@ -9,6 +9,7 @@ from engine.cluster.host_connection import (
     AttemptOnHost,
     ConnectionState,
     HostConnection,
+    LocalFile,
     NodeFile,
     RankObservation,
 )
@@ -19,7 +20,6 @@ from engine.node.processes import Process
 from engine.protocol.attempt import NodeFiles, read_exit, read_identity
 from engine.protocol.events import ExitOutput, exit_output
 from engine.security.identifiers import LOCAL
-from tests.unit.run.logs.run_logs import LocalFile
 
 
 class FileHost(HostConnection):

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.mirror import Mirror
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
-
-
-class LocalFile:
-    """A file on a node, read where the test writes it."""
-
-    generation = 0
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-
-    def read_from(self, offset: int, size: int) -> bytes:
-        if self._descriptor < 0:
-            try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return b""
-        return os.pread(self._descriptor, size, offset)
-
-    def read_whole(self, offset: int, size: int) -> bytes:
-        return self.read_from(offset, size)
-
-    def size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
 
 class RunLogs:

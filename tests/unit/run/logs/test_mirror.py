@@ -16,10 +16,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine.cluster.host_connection import LocalFile
 from engine.run.logs.line_index import IndexEntry, LogIndex
 from engine.run.logs.mirror import Gap, Mirror
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
-from tests.unit.run.logs.run_logs import LocalFile
 
 SOURCES = (0, 1, LAUNCHER_SOURCE)
 chunks = st.lists(
@@ -339,7 +339,7 @@ import sys
 from pathlib import Path
 from engine.run.logs.mirror import Mirror
 from engine.store.layout import RunDir
-from tests.unit.run.logs.run_logs import LocalFile
+from engine.cluster.host_connection import LocalFile
 run_dir = RunDir(Path(sys.argv[1]))
 mirror = Mirror(run_dir, print)
 for rank in (0, 1):
