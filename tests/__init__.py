@@ -9,9 +9,10 @@ from pathlib import Path
 # A suite starts hundreds of interpreters: without compiled modules each would spend seconds on compiling its imports,
 # and those with mlx-lm another second on what transformers finds out anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Nothing here multiplies with numpy: each import of it would start a thread for every core.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.dont_write_bytecode = False
-IMPORTS = Path(__file__).parent / "imports"
-"""On the path of whatever the tests start; see its sitecustomize."""
-os.environ.setdefault("PYTHONPATH", str(IMPORTS))
+IMPORTS = [Path(__file__).parent / "imports"] if "PYTEST_VERSION" in os.environ else []
+"""On the path of whatever the tests start, see its sitecustomize; a benchmark measures what a user has."""
+if IMPORTS:
+    os.environ.setdefault("PYTHONPATH", str(IMPORTS[0]))
+    # Nothing here multiplies with numpy: each import of it would start a thread for every core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -22,7 +22,7 @@ pytest_plugins = ["tests.cluster.fixtures"]
 
 # How long an example takes is the machine's affair, and on a busy one no fault of the code. In CI they are the same
 # ones in every run, and more; elsewhere they are new ones each time.
-settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=200 if required() else 20)
+settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=100 if required() else 20)
 settings.load_profile("flightdeck")
 
 # Until everything is collected; see pytest_collection_finish.
@@ -39,8 +39,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First the tests whose ranks keep every core busy while they wait for each other, so that one worker has them all,
-    one after the other: at the same time each would take several times as long."""
+    """First the tests whose ranks keep every core busy while they wait for each other: in a whole run one worker has
+    them all, one after the other, as at the same time each would take several times as long."""
     items.sort(key=lambda item: item.get_closest_marker("busy") is None)
 
 

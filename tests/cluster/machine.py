@@ -110,7 +110,7 @@ class Machine:
         )
         # A .pth file's folder is not searched for further .pth files: the project's own, of an editable install, is
         # not read.
-        (packages / "packages.pth").write_text(f"{system.packages()}\n{IMPORTS}\n")
+        (packages / "packages.pth").write_text("".join(f"{path}\n" for path in (system.packages(), *IMPORTS)))
         self._give_to_user(self.disk.home)
 
     def boot(self) -> None:

@@ -19,16 +19,18 @@ from tests.faults.test_cluster_run import everybody_steps
 SHORT_LEASE = SHORT_GRACES.model_copy(update={"lease_s": 8.0})
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(10.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seconds", "names"), [(3.0, ("ana", "cyd")), pytest.param(10.0, (), marks=pytest.mark.slow)], ids=["two", "four"]
+)
 def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
-    nodes: Cluster, home: Path, seconds: float
+    nodes: Cluster, home: Path, seconds: float, names: tuple[str, ...]
 ) -> None:
-    run = start_on(nodes, home, ring_config(nodes))
+    run = start_on(nodes, home, ring_config(nodes, names=names))
     everybody_steps(run)
     nodes["cyd"].cut()
     time.sleep(seconds)
     nodes["cyd"].flush_rules()
-    for rank in range(4):
+    for rank in range(len(run.nodes)):
         run.await_more_output(rank)
     run.finish()
     record = run.ended()

@@ -13,6 +13,7 @@ from engine.api import Engine
 from engine.config.models import Config
 from engine.models import RunState
 from tests.demo_copies import demo_below
+from tests.faults.test_training import with_keys
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
@@ -33,6 +34,7 @@ async def console_on(engine: Engine, config: Config) -> AsyncIterator[Console]:
 async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home: Path) -> None:
     engine = Engine(demo_below(home))
     config = await asyncio.to_thread(engine.demo_config, ranks=2, iters=4000)
+    config = with_keys(config, batch_size=2, max_seq_length=64)
     config = config.model_copy(update={"preflight": config.preflight.model_copy(update={"skip": TAKE_SECONDS})})
     async with console_on(engine, config) as console:
         await console.shows("launches it, after you confirm")
