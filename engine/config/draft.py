@@ -113,11 +113,9 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         try:
-            with replacing(temporary) as file:
+            with replacing(path if force else temporary) as file:
                 file.write(text.encode())
-            if force:
-                temporary.replace(path)
-            else:
+            if not force:
                 # Unlike a rename, this fails if the file was created in the meantime.
                 path.hardlink_to(temporary)
         finally:

@@ -185,13 +185,16 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
             micro = shares.micro_batches(int(config.job.mlx_lm["batch_size"]))
         except ValueError as error:
             rationale.refuse("batch_size", str(error))
-    predicted = predict_throughput(config, usable_calibration(inputs), shares)
-    why_not = inputs.division.why_not if inputs.division is not None else None
+    return PlanContext(inputs, _platform(inputs), shares, micro, _throughput(inputs, shares))
+
+
+def _throughput(inputs: PlanInputs, shares: Shares) -> ThroughputPrediction:
     if inputs.strategy != "data":
-        predicted = ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
-    elif (why_not := why_not or why_unused(inputs)) is not None:
-        predicted = ThroughputPrediction(why_not=why_not)
-    return PlanContext(inputs, _platform(inputs), shares, micro, predicted)
+        return ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
+    why_not = (inputs.division and inputs.division.why_not) or why_unused(inputs)
+    if why_not is not None:
+        return ThroughputPrediction(why_not=why_not)
+    return predict_throughput(inputs.config, inputs.calibration, shares)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, computed_field
 
-from engine.measurements import NodeMeasure
 from engine.models import FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
 
@@ -226,9 +225,18 @@ class PerformanceSection(FrozenModel):
     """Duration of all iterations, without validation and saving."""
 
 
+class MeasuredNode(FrozenModel):
+    """The part of engine.measurements.NodeMeasure that a plan shows."""
+
+    examples_per_s: float | None
+    spread: float | None
+    tokens_per_s: float | None
+    problem: str | None
+
+
 class CalibrationSection(FrozenModel):
     enabled: Literal[True] = True
-    measured_performance: dict[str, NodeMeasure]
+    measured_performance: dict[str, MeasuredNode]
     workload_distribution: dict[str, float]
     """Share of the batch by node; they sum to 1."""
     macos_qos_api: str

@@ -16,6 +16,7 @@ from engine.plan.document import (
     DataQualitySection,
     DataSection,
     Disabled,
+    MeasuredNode,
     NoCalibrationSection,
     PerformanceSection,
     PlannedNode,
@@ -70,7 +71,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     if calibration.quick:
         notes.append("quick calibration: 10 s per node")
     return CalibrationSection(
-        measured_performance={measure.node: measure for measure in calibration.nodes},
+        measured_performance={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),

@@ -76,27 +76,21 @@ class JsonlIndex:
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """The examples at `indices`. Raises JobError for those that cannot be read, or a file that has changed."""
         try:
-            with self._path.open("rb", buffering=0) as file:
+            with self._path.open("rb", buffering=0) as file, self._offsets.open("rb", buffering=0) as stored:
                 self._verify(file)
-                return [self._row(file, index) for index in indices]
+                return [self._row(file, *_read_offsets(stored, index, 2).tolist()) for index in indices]
         except OSError as error:
             raise JobError(f"{self._path} can no longer be read: {error}") from error
 
     def lengths(self, start: int, end: int) -> NDArray[np.int64]:
         """Bytes of each example's line, from `start` to before `end`. Raises JobError."""
         try:
-            return np.diff(self._read_offsets(start, end - start + 1))
+            with self._offsets.open("rb", buffering=0) as stored:
+                return np.diff(_read_offsets(stored, start, end - start + 1))
         except OSError as error:
             raise JobError(f"{self._offsets} can no longer be read: {error}") from error
 
-    def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.fromfile(self._offsets, _OFFSET, count, offset=first * _OFFSET.itemsize)
-        if len(found) < count:
-            raise OSError(f"{len(found)} offsets instead of {count}")
-        return found.astype(np.int64)
-
-    def _row(self, file: BinaryIO, index: int) -> dict[str, Any]:
-        start, end = self._read_offsets(index, 2).tolist()
+    def _row(self, file: BinaryIO, start: int, end: int) -> dict[str, Any]:
         file.seek(start)
         line = file.read(end - start)
         try:
@@ -118,6 +112,14 @@ class JsonlIndex:
                 "do not change the data during a training, and launch again"
             )
         self._stamp = stamp
+
+
+def _read_offsets(stored: BinaryIO, first: int, count: int) -> NDArray[np.int64]:
+    stored.seek(first * _OFFSET.itemsize)
+    raw = stored.read(count * _OFFSET.itemsize)
+    if len(raw) < count * _OFFSET.itemsize:
+        raise OSError(f"{len(raw) // _OFFSET.itemsize} offsets instead of {count}")
+    return np.frombuffer(raw, _OFFSET).astype(np.int64)
 
 
 def _load_index(path: Path, document: Path) -> JsonlIndex | None:

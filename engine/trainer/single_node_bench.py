@@ -185,9 +185,9 @@ def measure(
     report: MeasureReport,
     on_window: Callable[[], object],
     clock: Callable[[], float] = time.monotonic,
-) -> list[float]:
+) -> None:
     """Steps of `report.batch` and of a second batch in turn, window by window, for about `seconds`, at least one
-    window; the figures are in `report` after each. Returns the windows' throughputs, examples per second."""
+    window; the figures are in `report` after each, those of `report.batch` even when the second batch hangs."""
     assert report.batch is not None
     batch, other, length = report.batch, second_batch(report.batch), seconds / WINDOWS
     times: list[float] = []
@@ -197,9 +197,7 @@ def measure(
         taken, targets = _steps(step, batch, length * (1 - _SECOND_BATCH_FRACTION), clock)
         throughputs.append(batch * len(taken) / sum(taken))
         times, tokens = times + taken, tokens + targets
-        other_times += _steps(step, other, length * _SECOND_BATCH_FRACTION, clock)[0]
-        mean, other_mean = statistics.fmean(times), statistics.fmean(other_times)
-        report.measured_s = clock() - started
+        mean = statistics.fmean(times)
         report.steps, report.windows = len(times), len(throughputs)
         report.examples_per_s = batch / mean
         report.tokens_per_s = tokens / sum(times)
@@ -207,10 +205,11 @@ def measure(
         if len(throughputs) > 1:
             # The coefficient of variation: sample standard deviation over mean.
             report.spread = statistics.stdev(throughputs) / statistics.fmean(throughputs)
+        other_times += _steps(step, other, length * _SECOND_BATCH_FRACTION, clock)[0]
+        other_mean, report.measured_s = statistics.fmean(other_times), clock() - started
         # The line through both batches' mean steps, at batch 0.
         report.overhead_s = min(max(0.0, mean - batch * (mean - other_mean) / (batch - other)), mean)
         on_window()
-    return throughputs
 
 
 def _steps(step: Step, batch: int, seconds: float, clock: Callable[[], float]) -> tuple[list[float], int]:

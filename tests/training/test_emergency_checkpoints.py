@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -80,6 +81,18 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     one.hold(snapshot(7))
     one.save_on_peer_loss()
     assert [event.get("phase") for event in events(tmp_path / "e")] == ["begin", "failed", None]
+
+
+def test_a_state_that_failed_unexpectedly_is_written_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = emergency(tmp_path)
+    one.hold(snapshot(7))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(store, "write", Mock(side_effect=RuntimeError("no memory")))
+        one.save_on_stop()
+    one.save_on_peer_loss()
+    assert events(tmp_path / "e")[-1]["phase"] == "committed"
 
 
 def test_a_state_held_by_reference_takes_no_memory(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_emergency_checkpoints_of_different_attempts_may_differ(tmp_path: Path) 
         {"part": True, "parts": 2},
         {"window": {"losses": "many"}},
         {"window": []},
+        {"window": {"losses": 1, "gradient_sum": 2.0}},
     ],
 )
 def test_a_manifest_with_impossible_facts_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:

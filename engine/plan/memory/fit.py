@@ -58,7 +58,8 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         split = split_layers(context, shape.layers, sizes, rationale)
         workloads = _workloads(context, split)
         estimates = [estimate(shape, workload) for workload in workloads]
-        most = [largest_batch(shape, workload, size) for workload, size in zip(workloads, sizes, strict=True) if size]
+        known = [(workload, size) for workload, size in zip(workloads, sizes, strict=True) if size is not None]
+        most = [largest_batch(shape, workload, size) for workload, size in known]
     except InputError as error:
         rationale.warn("memory", str(error))
         return MemoryFit(_unknown(str(error), rationale))

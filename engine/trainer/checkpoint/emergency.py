@@ -81,8 +81,8 @@ class EmergencyCheckpoint:
     def _save(self) -> None:
         with self._unchanging:
             if not self._saved:
-                self._saved = True
                 self._write()
+                self._saved = True
 
     def _write(self) -> None:
         snapshot = self._snapshot

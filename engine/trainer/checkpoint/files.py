@@ -34,7 +34,7 @@ from engine.protocol.safetensors import CheckpointError
 
 Document = TypeVar("Document", "Manifest", "FileEntry")
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 22
 _MAX_FILES = 1000

@@ -23,7 +23,7 @@ from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.files import FileEntry, Manifest
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
-from engine.trainer.reporting import Reporter
+from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.strategies.base import State, Strategy
 
 Result = TypeVar("Result")
@@ -159,6 +159,8 @@ class Resume:
         manifest = store.verify(path, check_hashes=False).manifest
         if manifest.config_hash != self.config_hash:
             raise CheckpointError("it is of another job")
+        if unknown := manifest.window.keys() - ReportWindow.__dataclass_fields__.keys():
+            raise CheckpointError(f"its manifest has a window with {ascii(min(unknown))[:80]}")
         return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:

@@ -57,6 +57,12 @@ class Shards:
             }
             for section in values
         ]
+        self._owned = [
+            [{name: v for name, v in section.items() if owner in v.ranks} for owner in range(collective.size)]
+            for section in self._tensors
+        ]
+        """The tensors of each rank, by section."""
+        self._widths = [[sum(v.words for v in own.values()) for own in owned] for owned in self._owned]
         self._before_gather: dict[str, mx.array] = {}
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
@@ -70,16 +76,12 @@ class Shards:
 
     def gather(self, section: int) -> dict[str, mx.array]:
         """All parameters of the `section`-th section, which has them until `release`. Raises PeerLost."""
-        tensors, rank = self._tensors[section], self._collective.rank
+        tensors, owned, widths = self._tensors[section], self._owned[section], self._widths[section]
+        rank = self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
-        owned = [
-            {name: tensor for name, tensor in tensors.items() if owner in tensor.ranks}
-            for owner in range(self._collective.size)
-        ]
         self._before_gather = {
             name: held[name] if name in owned[rank] else mx.zeros(0, tensor.dtype) for name, tensor in tensors.items()
         }
-        widths = [sum(tensor.words for tensor in own.values()) for own in owned]
         rest = mx.zeros(max(widths) - widths[rank], mx.uint32)
         mine = mx.concatenate([*(as_words(held[name]) for name in owned[rank]), rest])
         everybody = self._collective.gather_arrays(mine)

@@ -27,7 +27,15 @@ from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, 
 from engine.plan.checkpoints import state_every
 from engine.plan.context import PlanInputs
 from engine.plan.data_report import DataReport
-from engine.plan.document import FIRST_SECTIONS, ChunkingSection, Disabled, MemorySection, Source, TrainingPlan
+from engine.plan.document import (
+    FIRST_SECTIONS,
+    CalibrationSection,
+    ChunkingSection,
+    Disabled,
+    MemorySection,
+    Source,
+    TrainingPlan,
+)
 from engine.plan.explain import explained, summary
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
@@ -195,6 +203,12 @@ def test_where_it_fits_on_one_node_only_the_other_is_named() -> None:
     assert plan.memory.ranks[1].fits is False and "max needs" in refusal(plan, "memory")
 
 
+def test_nothing_fits_a_node_whose_gpu_may_use_no_memory() -> None:
+    ultra, _ = ultra_and_max()
+    plan = make_plan(inputs([ultra, mac("none", 1, "Apple M4 Max", 128, gpu_limit_bytes=0)]))
+    assert plan.batch_configuration.largest_per_gpu_batch_size == 0 and "memory" in names(plan, "refusals")
+
+
 def test_the_advice_on_the_m4_max_watchdog_is_disputed() -> None:
     plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}))
     advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
@@ -211,7 +225,9 @@ def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> No
         inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=calibration({"ultra": 3, "max": 1}))
     )
     assert plan.batch_configuration.micro_batch == {"ultra": 6, "max": 2}
-    assert plan.hardware_calibration.enabled
+    assert isinstance(plan.hardware_calibration, CalibrationSection)
+    measured = plan.hardware_calibration.model_dump()["measured_performance"]["max"]
+    assert measured == {"examples_per_s": 1, "spread": 0.02, "tokens_per_s": None, "problem": None}
     assert plan.performance_targets.throughput == pytest.approx(4, rel=0.05)
     assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
 

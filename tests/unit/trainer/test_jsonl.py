@@ -143,6 +143,18 @@ def test_a_file_that_goes_away_is_noticed(tmp_path: Path) -> None:
         index.rows([0])
 
 
+@pytest.mark.parametrize("kept", [16, 13])
+def test_offsets_that_are_cut_under_a_training_are_noticed(tmp_path: Path, kept: int) -> None:
+    path = write(tmp_path / "train.jsonl", ["a", "b"])
+    index = JsonlIndex.of(path, tmp_path / "index")
+    (offsets,) = (tmp_path / "index").glob("*.offsets")
+    os.truncate(offsets, kept)
+    with pytest.raises(JobError, match="can no longer be read: 1 offsets instead of 2"):
+        index.rows([kept // 16])
+    with pytest.raises(JobError, match=f"can no longer be read: {kept // 8} offsets instead of 3"):
+        index.lengths(0, 2)
+
+
 def test_a_line_that_cannot_be_read_later_is_named(tmp_path: Path) -> None:
     """Between the look at the file and the reading, or on a disk that lies."""
     path = write(tmp_path / "train.jsonl", ["a", "b", "c"])
