@@ -18,8 +18,11 @@ from engine.config.models import Config, Strategy
 from engine.errors import StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
+from engine.run.history import fold
+from engine.run.journal import read_journal
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
+from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.identifiers import validate_identifier
 from engine.security.paths import make_home
@@ -60,7 +63,7 @@ class LaunchesApi:
         calibration uses them."""
         directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
         await asyncio.to_thread(start_supervisor, directory)
-        return await asyncio.to_thread(self._runs.record, directory.id)
+        return await asyncio.to_thread(_record, directory)
 
     async def resume(self, run: str) -> RunRecord:
         """Resume a run that has ended from the state that it saved; return once a supervisor is in charge. Raises
@@ -68,10 +71,10 @@ class LaunchesApi:
         directory = await asyncio.to_thread(self._runs.find, run)
         await asyncio.to_thread(self._resume, directory)
         audit_log("resume", "started", {"run": directory.id}, home=self._session.home)
-        return await asyncio.to_thread(self._runs.record, directory.id)
+        return await asyncio.to_thread(_record, directory)
 
     def _resume(self, directory: RunDir) -> None:
-        plan = read_plan(directory.plan).without(self._runs.record(directory.id).excluded)
+        plan = read_plan(directory.plan).without(fold(read_journal(directory.journal)).record.excluded)
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory)
 
@@ -104,6 +107,11 @@ class LaunchesApi:
         context = {"run": directory.id, "ranks": ranks, "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self._session.home)
         return directory
+
+
+def _record(directory: RunDir) -> RunRecord:
+    """Without the store: nothing else may fail once the supervisor is in charge."""
+    return RunWatch(directory).poll().record
 
 
 def run_id(name: str, created: datetime) -> str:

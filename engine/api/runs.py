@@ -145,7 +145,9 @@ class RunsApi:
     def _live(self, record: RunRecord) -> RunRecord:
         """The journal is the truth: the store's record only knows the last change of state."""
         try:
-            watch = self._watches.setdefault(record.id, RunWatch(self.directory(record.id)))
+            watch = self._watches.get(record.id)
+            if watch is None:
+                watch = self._watches[record.id] = RunWatch(self.directory(record.id))
             live = watch.poll().record
         except StateError:
             return record

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from engine.checks.interpreter import Interpreter, probe_interpreter
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.facts import probe_all
-from engine.cluster.staging import HostLayout, gather_all, prepare
+from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, NodeConfig, on_node
@@ -86,7 +86,7 @@ class CheckContext:
         """The layout of the node's host, whatever other hosts lack. Raises LaunchError, NodeUnreachable."""
 
         async def prepared() -> HostLayout:
-            ranks = tuple(rank for rank, other in enumerate(self.config.nodes) if other.ssh == node.ssh)
+            ranks = hosts_of(self.config.nodes).get(node.ssh, ())
             (layout,) = await prepare(self.fleet, [self.config.nodes[rank] for rank in ranks] or [node])
             return replace(layout, ranks=ranks)
 

@@ -69,7 +69,9 @@ class LocalProgram:
                     following = asyncio.create_task(_follow(stdout.fileno(), on_line, ended))
                 code: int | None
                 try:
-                    code = await asyncio.wait_for(process.wait(), time_limit_s)
+                    # Not wait_for: in Python 3.11 it drops a cancellation that comes just at the program's end.
+                    async with asyncio.timeout(time_limit_s):
+                        code = await process.wait()
                 except TimeoutError:
                     code = None
                 finally:
@@ -124,7 +126,8 @@ async def _follow(descriptor: int, on_line: Callable[[str], None], ended: asynci
     offset, partial, more = 0, b"", True
     while more:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), _OUTPUT_POLL_S)
+            async with asyncio.timeout(_OUTPUT_POLL_S):
+                await ended.wait()
         more = not ended.is_set()
         size = os.fstat(descriptor).st_size
         if size - offset > _UNREAD_LIMIT:

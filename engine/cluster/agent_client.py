@@ -158,6 +158,7 @@ class AgentSession:
 
     async def round_trip_s(self) -> float:
         """Seconds of one heartbeat and its acknowledgement. Raises AgentLost."""
+        self._idle_since = time.monotonic()
         began = time.perf_counter()
         number = self._send_heartbeat()
         while number in self.sent_at:

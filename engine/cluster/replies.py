@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.local import LocalTransport
@@ -38,8 +39,9 @@ def last_json(output: bytes, value_type: type[Value]) -> Value | None:
 def parse_line(line: bytes, value_type: type[Value]) -> Value | None:
     """None for a line of anything else."""
     try:
-        return value_type.model_validate_json(line)
-    except ValidationError:
+        # pydantic's own parser refuses the whole line for one lone surrogate, as of a file name that is not UTF-8.
+        return value_type.model_validate(json.loads(line))
+    except (ValueError, RecursionError):
         return None
 
 

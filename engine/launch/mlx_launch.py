@@ -89,8 +89,14 @@ def start(
             os.close(fifo)
     except OSError as error:
         raise LaunchError("mlx.launch could not be started", where=argv[0], why=error) from error
-    launcher = Launcher(process.pid, processes.start_time(process.pid) or "", stdin, output, offset)
+    launcher = Launcher(process.pid, "", stdin, output, offset)
     launcher.process = process
+    try:
+        launcher.start = processes.start_time(process.pid) or ""
+    except (OSError, subprocess.SubprocessError) as error:
+        # Nobody could end it later: without its start time it cannot be told from another process.
+        launcher.kill()
+        raise LaunchError("mlx.launch could not be started", where=argv[0], why=str(error)) from error
     return launcher
 
 

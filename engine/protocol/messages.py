@@ -201,7 +201,7 @@ Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
 
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
 _NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
-_PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+_PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float), "dict": dict}
 
 
 def encode(message: Message) -> bytes:
@@ -267,14 +267,19 @@ def _parse_header(line: bytes) -> dict[str, Any]:
 def _message(header: dict[str, Any], data: bytes) -> Message:
     kind = _TYPES[header["kind"]]
     values = {name: value for name, value in header.items() if name not in ("kind", "bytes")}
-    declared = {each.name: str(each.type) for each in fields(kind)}
-    if "data" in declared:
+    if any(each.name == "data" for each in fields(kind)):
         values["data"] = data
     try:
-        message: Message = kind(**{name: _value(declared.get(name, ""), value) for name, value in values.items()})
+        message: Message = _record(kind, values)
     except TypeError as error:
         raise ValueError(f"not a message: {header['kind']}: {error}") from None
     return message
+
+
+def _record(kind: Any, values: dict[str, Any]) -> Any:
+    """Raises TypeError for other fields or types."""
+    declared = {each.name: str(each.type) for each in fields(kind)}
+    return kind(**{name: _value(declared.get(name, ""), value) for name, value in values.items()})
 
 
 def _value(declared: str, value: Any) -> Any:
@@ -288,8 +293,8 @@ def _value(declared: str, value: Any) -> Any:
             raise TypeError(f"{value!r:.80} is not a list")
         return [_value(declared[5:-1], item) for item in value]
     if declared in _NESTED:
-        return _NESTED[declared](**value)
-    expected = _PLAIN.get(declared)
+        return _record(_NESTED[declared], dict(**value))
+    expected = _PLAIN.get(declared.partition("[")[0])
     if expected is not None and (not isinstance(value, expected) or isinstance(value, bool) != (declared == "bool")):
         raise TypeError(f"{value!r:.80} is not {declared}")
     return value

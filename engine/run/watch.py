@@ -101,9 +101,9 @@ class RunWatch:
 
     def _follow_plan(self) -> None:
         """A run from which preflight has excluded nodes has fewer, renumbered ranks; so has an attempt that leaves a
-        node out."""
+        node out. Preflight of a run that is taken up again may exclude all members of the attempt before."""
         attempt = self._history.last_attempt
-        members = attempt.plan.nodes if attempt is not None else ()
+        members = attempt.plan.nodes if attempt is not None and self._history.launched else ()
         before, self._plan = self._plan, self._whole_plan.without(self._history.record.excluded).among(members)
         if self._plan.nodes != before.nodes:
             self._ranks = self._rank_events()

@@ -101,7 +101,8 @@ class _LazySshTransport:
         await (await self._ssh()).accept(fingerprint)
 
     async def _ssh(self) -> SshTransport:
-        module = await asyncio.to_thread(importlib.import_module, "engine.cluster.transport.ssh.transport")
         if self._made is None:
-            self._made = module.SshTransport(self.target, self._home, self._limiter)
+            module = await asyncio.to_thread(importlib.import_module, "engine.cluster.transport.ssh.transport")
+            # Another call may have made it meanwhile.
+            self._made = self._made or module.SshTransport(self.target, self._home, self._limiter)
         return self._made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import tempfile
@@ -39,7 +40,8 @@ class LocalTransport:
                 await _end(await starting)
             raise
         try:
-            stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                stdout, stderr = await process.communicate()
         except TimeoutError:
             return Completed(None, b"", b"")
         finally:
@@ -83,7 +85,8 @@ class LocalChannel:
             self._stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_left(self._process), _LEAVES_S)
+                async with asyncio.timeout(_LEAVES_S):
+                    await _left(self._process)
         finally:
             # Also when closing is given up: the program does not stay, and no file either.
             try:
@@ -105,7 +108,8 @@ class LocalChannel:
 
 
 async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+    start = functools.partial(
+        asyncio.create_subprocess_exec,
         *(expanded(argument, str(Path.home())) for argument in argv),
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
@@ -113,8 +117,12 @@ async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.sub
         cwd="/",
         start_new_session=True,
         limit=_PIPE_BYTES,
-        pipesize=_PIPE_BYTES,
     )
+    try:
+        return await start(pipesize=_PIPE_BYTES)
+    except PermissionError:
+        # A user whose pipes hold much already may make none larger (pipe-user-pages-soft).
+        return await start()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -122,14 +130,15 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     reaps it. Nobody in it runs on; that the children's zombies go is left to init."""
     kill_group(process.pid, signal.SIGKILL)
     cancelled: asyncio.CancelledError | None = None
-    ends = time.monotonic() + _REAP_LIMIT_S
-    while True:
+    leaving, ends = asyncio.create_task(_left(process)), time.monotonic() + _REAP_LIMIT_S
+    while not leaving.done() and (rest := ends - time.monotonic()) > 0:
         try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_left(process), ends - time.monotonic())
-            break
+            # Not wait_for: in Python 3.11 it drops a cancellation that comes just when the task is done.
+            await asyncio.wait({leaving}, timeout=rest)
         except asyncio.CancelledError as error:
             cancelled = error
+    leaving.cancel()
+    await asyncio.wait({leaving})
     if cancelled is not None:
         raise cancelled
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ def run(name: str, arguments: list[str]) -> None:
 
 def nearest(path: Path) -> Path:
     """The path, or what there is of the way to it."""
-    return next(each for each in (path, *path.parents) if each.exists())
+    # Path.exists raises PermissionError below a folder that may not be entered (before Python 3.14).
+    return next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110
 
 
 def mac_gpu_statistics(limit: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from engine.api.launches import run_id
 from engine.config.models import PreflightConfig
 from engine.errors import InputError, RunNotFound
 from engine.models import CheckResult, CheckStatus, RunState
-from engine.run.run_plan import read_plan
+from engine.run.events import NodesExcluded
+from engine.run.run_plan import RunPlan, read_plan
+from engine.store.layout import RunDir
 from engine.store.store import Store
 from tests.unit.run.run_maker import START, MadeRun, make_run_config, report
 
@@ -67,6 +70,53 @@ def test_the_journal_is_believed_before_the_store(home: Path) -> None:
     run.state("finishing", "failed", reason="rank_failed").close()
     assert engine.runs.all()[0].state is RunState.FAILED
     assert engine.runs.record("last").state is RunState.FAILED
+
+
+def test_the_plan_of_a_run_that_goes_on_is_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plans = MadeRun(home).close(), []
+    Store(home).put_run(run.plan.record())
+
+    def read(path: Path) -> RunPlan:
+        plans.append(path)
+        return read_plan(path)
+
+    monkeypatch.setattr("engine.run.watch.read_plan", read)
+    engine = Engine()
+    for _ in range(3):
+        assert [record.state for record in engine.runs.all()] == [RunState.PLANNED]
+    assert plans == [run.directory.plan]
+
+
+async def test_a_launched_run_is_reported_although_the_store_can_no_longer_be_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(directory: RunDir) -> None:
+        (home / "state.json").unlink()
+        (home / "state.json").mkdir()
+
+    monkeypatch.setattr("engine.api.launches.start_supervisor", start)
+    record = await Engine().launches.launch(make_run_config())
+    assert (record.name, record.state) == ("job", RunState.PLANNED)
+
+
+async def test_a_run_is_resumed_without_the_nodes_that_its_journal_excludes(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MadeRun(home)
+    run.append(NodesExcluded(nodes=("node0",), why="it differs", world_size=1))
+    run.state("preflight", "failed", reason="preflight_failed").close()
+    locked: list[Sequence[str]] = []
+
+    @contextlib.contextmanager
+    def shared_hosts(home: Path, hosts: Sequence[str]) -> Iterator[None]:
+        locked.append(hosts)
+        yield
+
+    monkeypatch.setattr("engine.api.launches.shared_hosts", shared_hosts)
+    monkeypatch.setattr("engine.api.launches.resume_run", lambda directory: None)
+    monkeypatch.setattr("engine.api.runs.diagnose", lambda directory: pytest.fail("nobody asked why it failed"))
+    record = await Engine().launches.resume(run.id)
+    assert (record.excluded, len(locked[0])) == (["node0"], 1)
 
 
 def test_a_run_id_is_its_time_its_name_and_four_digits() -> None:

@@ -24,7 +24,7 @@ from engine.cluster.agent_client import (
     SessionLimits,
     open_session,
 )
-from engine.cluster.probe_results import AddressProblems, ExampleCount, ModelConfiguration, ModelFiles
+from engine.cluster.probe_results import AddressProblems, ExampleCount, ModelConfiguration, ModelFiles, WorkdirTree
 from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
@@ -312,6 +312,29 @@ async def test_a_round_trip_that_does_not_end_is_no_answer(monkeypatch: pytest.M
     node.channels[0].end()
     with pytest.raises(AgentLost):
         await waiting
+    await agent.aclose()
+
+
+async def test_an_agent_is_not_idle_while_a_round_trip_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch, heartbeat_interval_s=0.01, idle_s=10.0)
+    node = FakeNode()
+    agent = AgentClient(HERE.model_copy(update={"ssh": "elsewhere"}), node)
+    session = await agent.session()
+    node.channels[0].acknowledges = False
+    session._idle_since -= 20
+    measuring = asyncio.create_task(agent.round_trip_s())
+    while len(session.sent_at) < 4 and not session.ending:
+        await asyncio.sleep(0)
+    assert not session.ending
+    await agent.aclose()
+    with pytest.raises(AgentLost):
+        await measuring
+
+
+async def test_one_name_that_is_not_utf_8_makes_no_reply_unreadable() -> None:
+    agent = AgentClient(HERE, FakeNode({"entries": {"good": [1, None], "a\udcff": [2, None]}}))
+    tree = await agent.probe("tree", result_type=WorkdirTree, timeout_s=20)
+    assert isinstance(tree, WorkdirTree) and tree.entries == {"good": (1, None), "a?": (2, None)}
     await agent.aclose()
 
 

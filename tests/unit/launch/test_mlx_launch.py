@@ -126,6 +126,23 @@ def test_a_launcher_that_cannot_be_started_is_a_launch_error(tmp_path: Path) -> 
         )
 
 
+@pytest.mark.parametrize("why", [OSError("no ps"), subprocess.TimeoutExpired("ps", 10.0)])
+def test_a_launcher_whose_start_time_is_not_to_be_had_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: Exception
+) -> None:
+    begun = []
+
+    def start_time(pid: int) -> str:
+        begun.append(pid)
+        raise why
+
+    monkeypatch.setattr(processes, "start_time", start_time)
+    files = {"stdin": tmp_path / "in", "output": tmp_path / "out", "directory": tmp_path}
+    with pytest.raises(LaunchError, match=r"mlx\.launch could not be started: .*ps"):
+        mlx_launch.start(["/bin/sleep", "600"], environment={}, **files)
+    assert [processes.exists(pid) for pid in begun] == [False]
+
+
 def test_dropping_pipes_of_a_launcher_that_is_gone_is_nothing(tmp_path: Path) -> None:
     watch(tmp_path / "log").drop_pipes()
     os.mkfifo(tmp_path / "in")

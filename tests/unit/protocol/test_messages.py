@@ -21,6 +21,7 @@ from engine.protocol.messages import (
     Message,
     ProcessList,
     RankEnded,
+    RankStarted,
     ReadFile,
     RequestOutput,
     Watch,
@@ -91,3 +92,33 @@ def test_what_is_not_a_frame_is_refused(stream: bytes) -> None:
 def test_a_message_with_other_fields_or_types_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not a message"):
         list(Decoder().feed(json.dumps({"kind": "Heartbeat", **fields}).encode() + b"\n"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("RankEnded", "record", {"code": "0"}),
+        ("RankEnded", "record", {"ended_at": None}),
+        ("RankEnded", "record", {"more": 1}),
+        ("RankEnded", "output", {"log": 7}),
+        ("RankEnded", "output", {"failure": ["a"]}),
+        ("RankStarted", "identity", {"keeper_pid": "7"}),
+    ],
+)
+def test_a_message_with_a_record_of_other_fields_or_types_is_refused(
+    kind: str, field: str, value: dict[str, object]
+) -> None:
+    identity = Identity(0, "r", 1, "n", "b", 7, "s", 8, 8, "s", 1)
+    good: dict[str, Message] = {
+        "RankEnded": RankEnded(0, ExitRecord(0, 1, 0, None, 1.5, 0), None, ExitOutput(failure={"a": 1})),
+        "RankStarted": RankStarted(0, identity),
+    }
+    line = encode(good[kind])
+    assert list(Decoder().feed(line)) == [good[kind]]
+    document = json.loads(line)
+    document[field] |= value
+    with pytest.raises(ValueError, match="not a message"):
+        list(Decoder().feed(json.dumps(document).encode() + b"\n"))
+    document[field] = [1]
+    with pytest.raises(ValueError, match="not a message"):
+        list(Decoder().feed(json.dumps(document).encode() + b"\n"))

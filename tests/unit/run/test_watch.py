@@ -377,6 +377,18 @@ def test_a_run_that_is_taken_up_again_has_not_ended_any_more(tmp_path: Path) -> 
     assert watch.poll().attempts[-1].why == "resumed as requested"
 
 
+def test_preflight_of_a_run_that_is_taken_up_again_may_exclude_all_members_of_the_attempt_before(
+    tmp_path: Path,
+) -> None:
+    run = JournaledRun(tmp_path / "r")
+    watch = RunWatch(run.dir)
+    run.attempt(1, "bea")
+    run.append(end("failed", ("bea",), reason="rank_killed", rank=0, host="bea", cause="killed"))
+    run.append(RunReopened())
+    run.append(NodesExcluded(nodes=("bea",), why="ssh_connectivity: bea does not answer", world_size=2))
+    assert [rank.node for rank in watch.poll().ranks] == ["ana", "cyd"]
+
+
 def test_the_logs_are_read_from_the_attempt_that_the_cause_is_of(tmp_path: Path) -> None:
     run = JournaledRun(tmp_path / "r")
     run.dir.log(1).write_text("Traceback (most recent call last):\n  File x\nValueError: the first\nanother attempt\n")

@@ -182,7 +182,9 @@ class SshChannel:
         # What is not taken keeps sshd from closing the session.
         discarding = asyncio.create_task(self._discard(), name=f"stdout of {self._command.program}")
         try:
-            await asyncio.wait_for(self._process.wait_closed(), limit_s)
+            # Not wait_for: in Python 3.11 it drops a cancellation that comes just at the end.
+            async with asyncio.timeout(limit_s):
+                await self._process.wait_closed()
         except TimeoutError:
             return False
         finally:

@@ -72,14 +72,18 @@ class SshTransport:
 
     async def open(self, argv: Sequence[str]) -> SshChannel:
         command = ShellCommand(argv)
-        shared = await self._shared_connection()
-        try:
-            return await self._start(shared, command, own=False)
-        except SessionRefused:
-            if self._shared is None:
-                # Lost by close(): another one would have no owner.
-                raise
-            return await self._start(await self._dial(), command, own=True)
+        for _ in range(2):
+            shared = await self._shared_connection()
+            try:
+                return await self._start(shared, command, own=False)
+            except SessionRefused:
+                if self._shared is None:
+                    # Lost by close(): another one would have no owner.
+                    raise
+                if shared.alive:
+                    break
+                # It was lost: all programs share the next one, too.
+        return await self._start(await self._dial(), command, own=True)
 
     async def accept(self, fingerprint: str) -> None:
         """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.

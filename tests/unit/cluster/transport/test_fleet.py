@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +35,25 @@ async def test_this_machine_has_no_host_key(tmp_path: Path) -> None:
     async with Fleet((), tmp_path) as fleet:
         with pytest.raises(InputError, match="has no host key"):
             await fleet.accept("127.0.0.1", "SHA256:x")
+
+
+async def test_a_way_over_ssh_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = []
+
+    def import_module(name: str) -> SimpleNamespace:
+        imported.append(name)
+        return SimpleNamespace(SshTransport=Made)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    way = cast(Any, Fleet((), tmp_path).reach("ana"))
+    first, second = await asyncio.gather(way._ssh(), way._ssh())
+    assert first is second is await way._ssh()
+    assert len(imported) == 2, "one for each that came before it was made"
+
+
+class Made:
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
 
 
 def test_asyncssh_is_imported_when_a_host_that_needs_it_is_asked() -> None:

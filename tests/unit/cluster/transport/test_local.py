@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 import time
 import uuid
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -133,6 +136,68 @@ async def test_a_killed_program_that_does_not_leave_is_not_waited_for_without_en
             await channel.close()
     assert with_nonce(nonce)
     assert await channel.close() == -9
+
+
+class Leaving:
+    """A process that ends when `left` is set."""
+
+    pid, returncode = 2**22 + 5, 0
+    stdin = SimpleNamespace(close=lambda: None)
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.stdout = cast(Any, SimpleNamespace(read=self.read))
+
+    async def read(self, size: int) -> bytes:
+        await self.left.wait()
+        return b""
+
+    async def wait(self) -> None:
+        await self.left.wait()
+
+    async def communicate(self) -> tuple[bytes, bytes]:
+        await self.left.wait()
+        return b"", b""
+
+
+@pytest.mark.parametrize("call", ["run", "close"])
+async def test_a_cancellation_in_the_moment_of_the_end_is_not_lost(
+    local: Transport, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.cluster.transport.local.kill_group", lambda group, number: True)
+    for turns in range(20):
+        process = Leaving()
+
+        async def start(*arguments: object, process: Leaving = process, **options: object) -> Leaving:
+            return process
+
+        monkeypatch.setattr("engine.cluster.transport.local._start", start)
+        channel = await local.open(["true"])
+        running = asyncio.create_task(local.run(["true"], timeout_s=60) if call == "run" else channel.close())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        process.left.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if running.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        await channel.close()
+    assert running.done() and not running.cancelled(), "the last one came too late"
+
+
+async def test_programs_start_where_no_pipe_may_be_made_larger(
+    local: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def refusing(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        if "pipesize" in options:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return await start(*argv, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
+    assert (await local.run(["echo", "here"], timeout_s=20)).stdout == b"here\n"
 
 
 async def test_a_command_has_no_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.node.probes import model, network
+from engine.node.probes import model, nearest, network
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
 from tests.machine import NONCE, WATCHED
@@ -53,6 +55,22 @@ def folder(tmp_path: Path, name: str) -> Path:
     made = tmp_path / name
     (made / "attempts").mkdir(parents=True)
     return made
+
+
+def test_what_there_is_of_the_way_to_a_path_is_found_below_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, stat = folder(tmp_path, "closed"), os.stat
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as other_user:
+        other_user.setattr(os, "stat", refusing)
+        found = nearest(closed / "attempts" / "1")
+    assert found == closed
 
 
 def test_a_released_lease_ends_what_it_held_and_reports_it(tmp_path: Path) -> None:
