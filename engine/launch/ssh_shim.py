@@ -36,8 +36,9 @@ fi
 host=$4
 rank=${{5##*export MLX_RANK=}}
 log={log}"${{rank%%;*}}".log
-# stty fails without a terminal, and there is no echo to switch off.
-command=$(printf '%s\n%s' {prepare} "${{5#stty -echo; }}" | sed "s/'/'\\\\''/g")
+# stty fails without a terminal, and there is no echo to switch off. Each ' and \ outside of the quotes: within them, a
+# fish reads \\ as one.
+command=$(printf '%s\n%s' {prepare} "${{5#stty -echo; }}" | sed "s/[\\\\']/'\\\\&'/g")
 {ssh} -n -T -o LogLevel=ERROR -o RemoteCommand=none -F {config} -- "$host" "exec /bin/bash -c '$command'" 2>"$log" &
 child=$!
 trap 'kill "$child" 2>/dev/null' HUP INT TERM

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import LaunchError
@@ -97,6 +97,8 @@ def test_a_command_arrives_whole_in_a_bash_whatever_the_login_shell_is(
     monkeypatch.setenv("FAKE_LOGIN_SHELL", shutil.which(shell) or shell)
 
     @settings(max_examples=25, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @example("\\")
+    @example("\\'\\\\")
     @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=30))
     def arrives(text: str) -> None:
         done = call(shim, f'words=({shlex.quote(text)}); printf %s. "${{words[0]}}"')
