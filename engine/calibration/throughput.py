@@ -1,4 +1,4 @@
-"""Node throughput: the training step of every node measured alone.
+"""Node throughput: each node gets the job in its own paths, and measures its training step alone.
 
 Nodes on different hosts are measured concurrently, ranks of one host one after another. Everything started on a node
 is held by a lease, so a head that dies leaves nothing there.

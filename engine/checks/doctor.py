@@ -1,4 +1,4 @@
-"""`flightdeck doctor`: what this machine has and lacks for a run."""
+"""`flightdeck doctor`: what this machine lacks for a run: mlx, its backends, mlx.launch, ssh, RDMA, disk space."""
 
 from __future__ import annotations
 

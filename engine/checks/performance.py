@@ -1,5 +1,4 @@
-"""performance_layer: there is a recent calibration of this job on these nodes, and the performance it predicts is
-acceptable.
+"""performance_layer: a recent calibration of the job, the speed that it predicts, and the memory that it measured.
 
 A calibration counts only if its fingerprint matches. Without one all nodes are assumed equal, with a warning.
 """
