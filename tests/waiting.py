@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Return as soon as `condition` holds; AssertionError after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -110,7 +110,7 @@ class FailureEvidence:
     hang: Hang | None = None
 
 
-_ANSWER_LIMIT_S = 2.0
+_ANSWER_LIMIT_S = 10.0
 _POLL_S = 0.02
 
 

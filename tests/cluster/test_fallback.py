@@ -25,7 +25,7 @@ def suite(node: Node, chosen: str, *environment: str) -> subprocess.CompletedPro
     # The fixtures alone, without the other tests' conftest and plugins, which take a second to import.
     lean = ["--noconftest", "-p", "tests.cluster.fixtures", "-c", "/dev/null", "-rs"]
     settings = ["PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={PROJECT}", *environment]
-    return node.run(["env", *settings, *pytest, *lean, *tests], limit_s=60)
+    return node.run(["env", *settings, *pytest, *lean, *tests], limit_s=240)
 
 
 def test_an_ordinary_user_runs_the_same_tests_and_skips_what_needs_more(

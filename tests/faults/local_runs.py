@@ -159,7 +159,7 @@ class Run:
         self.ended()
         return time.monotonic() - begun
 
-    def ended(self, within_s: float = 60.0) -> RunRecord:
+    def ended(self, within_s: float = 180.0) -> RunRecord:
         """Awaits the end. Then nothing with the nonce may be left, and the mirrors equal the nodes' logs."""
         self.wait(lambda: self.record.state.ended, within_s)
         self.nothing_left()
@@ -181,7 +181,7 @@ class Run:
                 whole = b"".join(path.read_bytes() for path in there if path.exists())
                 assert (here.read_bytes() if here.exists() else b"") == whole, f"{here.name}\n{self.troubles()}"
 
-    def wait(self, condition: Callable[[], bool], within_s: float = 60.0, every_s: float = 0.01) -> None:
+    def wait(self, condition: Callable[[], bool], within_s: float = 180.0, every_s: float = 0.01) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {within_s} s\n{self.troubles()}"

@@ -19,8 +19,8 @@ from tests.faults.local_runs import DEAF, DOUBLE_FORK, kill_and_await, ring, sta
 
 pytestmark = pytest.mark.busy
 
-LIMIT_S = 20.0
-"""Its own KILL is due after 3.6 s; the rest is for a busy disk. How fast it is: `python -m tests.bench.abort`."""
+LIMIT_S = 60.0
+"""Its own KILL is due after 3.6 s; the rest is for a busy machine. How fast it is: `python -m tests.bench.abort`."""
 DEFAULTS = RecoveryConfig()
 
 
@@ -116,6 +116,6 @@ def test_a_flood_over_ssh_arrives_whole(nodes: Cluster, home: Path) -> None:
     flood += "    sys.stdout.write(''.join(f'{second} {n} {line}\\n' for n in range(5000))); time.sleep(0.1)\n"
     config = ring_config(nodes, script=flood, names=("ana", "bea"))
     run = start_on(nodes, home, config)
-    record = run.ended(within_s=120.0)
+    record = run.ended(within_s=180.0)
     assert record.state is RunState.SUCCEEDED, run.troubles()
     assert run.steps(0) == run.steps(1) == 100_000

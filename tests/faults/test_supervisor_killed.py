@@ -147,7 +147,7 @@ def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp
 
 
 def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=ring(), recovery=SHORT_GRACES.model_copy(update={"lease_s": 3.0}))
+    run = start_run(home, tmp_path, script=ring(), recovery=SHORT_GRACES.model_copy(update={"lease_s": 8.0}))
     run.await_output("step")
     kill_and_await(run.supervisor)
     run.wait(lambda: run.files.exit(0).exists() and run.files.exit(1).exists())

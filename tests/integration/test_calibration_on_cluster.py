@@ -179,7 +179,7 @@ async def test_given_up_it_leaves_nothing(cluster: Cluster, config: Config, tmp_
     measuring = asyncio.create_task(calibrated(engine, lengthy(config)))
     try:
         for node in cluster.nodes[:2]:
-            await asyncio.to_thread(wait_until, partial(is_measuring, node), 60)
+            await asyncio.to_thread(wait_until, partial(is_measuring, node), 180)
     finally:
         measuring.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -195,11 +195,11 @@ def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: Config, 
     (tmp_path / "config.json").write_text(lengthy(config).model_dump_json())
     argv = [sys.executable, "-c", HEAD, str(tmp_path / "config.json"), str(tmp_path / "home")]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
-        wait_until(lambda: all(map(workers, cluster.nodes[:2])) or head.poll() is not None, within_s=60)
+        wait_until(lambda: all(map(workers, cluster.nodes[:2])) or head.poll() is not None, within_s=180)
         assert head.poll() is None
         head.kill()
     for node in cluster.nodes[:2]:
-        wait_until(partial(is_idle, node), within_s=15)
+        wait_until(partial(is_idle, node), within_s=60)
         assert_nothing_left(node)
 
 

@@ -18,7 +18,7 @@ from tests.cluster.cluster import Cluster
 from tests.tui.commands import flightdeck, shell
 from tests.waiting import wait_until
 
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ async def mended(
     return await run_check_on(look, config, fleet)
 
 
+@pytest.mark.usefixtures("patient_checks")
 async def test_four_good_nodes_are_fit_and_ready_and_well(cluster: Cluster, fleet: Fleet) -> None:
     for node in cluster.nodes:
         furnish(node)
@@ -125,9 +126,10 @@ async def test_a_node_that_went_away_from_an_open_connection_is_named_by_one_che
     context, begun = CheckContext(config, fleet), time.monotonic()
     report = await run_checks(context, on_result=lambda _: None, audit=unheard)
     await context.close()
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60
     failed = [
         result for result in report.checks if result.status is CheckStatus.FAIL and result.name != "pre_rdma_sync"
     ]
     assert [(result.name, result.blames) for result in failed] == [("ssh_connectivity", (2, third.name))]
     assert "no answer within 10 s" in failed[0].summary
+    assert failed[0].duration_s is not None and failed[0].duration_s < 15

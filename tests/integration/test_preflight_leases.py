@@ -46,7 +46,7 @@ def summing(cluster: Cluster, fleet: Fleet, tmp_path: Path) -> Iterator[subproce
     (tmp_path / "config.json").write_text(config.model_dump_json())
     argv = [sys.executable, "-c", SUMS, str(tmp_path / "config.json"), str(fleet.home)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as head:
-        wait_until(lambda: all(map(summers, cluster.nodes[:2])) or head.poll() is not None, within_s=40)
+        wait_until(lambda: all(map(summers, cluster.nodes[:2])) or head.poll() is not None, within_s=120)
         assert head.poll() is None, head.stdout.read() if head.stdout else ""
         yield head
         head.kill()
@@ -63,9 +63,9 @@ async def test_a_head_that_is_killed_leaves_nothing_anywhere(
     summing.kill()
     # Less than the sum itself would last.
     for node in cluster.nodes:
-        wait_until(partial(is_idle, node), within_s=30)
+        wait_until(partial(is_idle, node), within_s=50)
         assert_nothing_left(node)
-    wait_until(lambda: not launchers(tmp_path), within_s=30)
+    wait_until(lambda: not launchers(tmp_path), within_s=50)
 
 
 def is_idle(node: Node) -> bool:
@@ -83,4 +83,4 @@ async def test_a_node_that_is_cut_off_ends_its_ranks_by_itself(
 ) -> None:
     last = isolated_cluster.nodes[1]
     last.cut()
-    wait_until(lambda: not summers(last), within_s=11)
+    wait_until(lambda: not summers(last), within_s=25)

@@ -79,7 +79,7 @@ class Sshd:
             self._process = subprocess.Popen(
                 [SSHD, "-D", "-e", "-f", str(config)], stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
             )
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while "Server listening" not in (output := (self.folder / "sshd.log").read_text()):
             if self._process.poll() is not None and "Address already in use" in output:
                 return False
@@ -210,7 +210,7 @@ def write_key(file: Path, key: asyncssh.SSHKey) -> None:
     key.write_private_key(file)
 
 
-async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Returns when it holds."""
     async with asyncio.timeout(limit_s):
         while not condition():

@@ -52,7 +52,7 @@ async def test_a_black_hole_is_told_within_25_s_and_the_node_is_reached_again_wh
         began = time.monotonic()
         with pytest.raises(NodeUnreachable, match="no answer within 10 s"):
             await way.run(["true"], timeout_s=5)
-        assert time.monotonic() - began < 11
+        assert time.monotonic() - began < 20
         await channel.close()
         node.flush_rules()
         assert (await way.run(["true"], timeout_s=5)).code == 0

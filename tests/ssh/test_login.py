@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import os
 import re
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import asyncssh
 import pytest
 
 from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.ssh import ConnectionLimiter, connection
 from engine.cluster.transport.ssh.transport import SshTransport
 from engine.errors import HostKeyUnknown, InputError, LoginRefused, NodeUnreachable
 from engine.security.identifiers import SshTarget
@@ -33,7 +36,7 @@ async def login_error(transport: SshTransport) -> NodeUnreachable:
 
 async def reached(transport: SshTransport) -> Path:
     """The home of the sshd that answers."""
-    return Path((await transport.run(["pwd"], timeout_s=5)).stdout.decode().strip())
+    return Path((await transport.run(["pwd"], timeout_s=20)).stdout.decode().strip())
 
 
 async def test_host_port_user_and_key_come_from_the_configuration(bench: Bench) -> None:
@@ -246,10 +249,11 @@ async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> 
 async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
+    # One after the other they would need 18 s.
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 1.5)
     with socket.create_server((LOOPBACK, 0)) as silent:
         transport = bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(15):
             errors = await asyncio.gather(*(login_error(transport) for _ in range(12)))
     assert len(errors) == 12
 
@@ -265,7 +269,37 @@ async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: Benc
         assert sshd.connections() == 50
 
 
-async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: Bench) -> None:
+async def test_waiting_for_the_limiter_takes_nothing_from_the_time_to_connect(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, dropped = 0.0, 0
+
+    class SlowLimiter(ConnectionLimiter):
+        @contextlib.asynccontextmanager
+        async def at(self, host: str, port: int) -> AsyncIterator[None]:
+            nonlocal now
+            now += 100.0
+            async with super().at(host, port):
+                yield
+
+    async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal dropped
+        dropped += 1
+        writer.close()
+
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(connection, "random", SimpleNamespace(uniform=lambda least, most: 0.0))
+    async with await asyncio.start_server(drop, LOOPBACK, 0) as server:
+        target = SshTarget.parse(f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(NodeUnreachable):
+            await connection.dial(target, bench.home, SlowLimiter())
+    assert dropped == connection._TRIES
+
+
+async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A slow login of one keeps the others out for longer.
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection._TRIES", 10)
+    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 120)
     sshd: Sshd = bench.sshd(MaxStartups="1")
     ways = [bench.to(sshd) for _ in range(4)]
     assert len({id(way) for way in ways}) == 4

@@ -31,7 +31,7 @@ from tests.bundles import link_bundle
 from tests.unit.launch.host_layouts import ring_ports
 from tests.waiting import wait_until
 
-LIMIT_S = 120.0
+LIMIT_S = 400.0
 
 
 @dataclass

@@ -21,7 +21,7 @@ BOTH = (1.0, 1.0)
 
 
 def under_way(run: Launched) -> None:
-    wait_until(lambda: len(run.events(1, "step")) >= 3, 60)
+    wait_until(lambda: len(run.events(1, "step")) >= 3, 240)
 
 
 def failure(run: Launched, rank: int) -> tuple[str, str]:

@@ -192,7 +192,7 @@ async def test_a_script_outside_of_the_allowed_roots_is_not_run(
 async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     lines: list[str] = []
-    ran = await LocalProgram([str(script)], tmp_path).run(1.0, lines.append)
+    ran = await LocalProgram([str(script)], tmp_path).run(3.0, lines.append)
     assert (ran.code, last_lines(ran), lines) == (None, ("waiting",), ["waiting"])
     assert start_time(int((tmp_path / "child").read_text())) is None
 
@@ -215,12 +215,23 @@ async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) ->
     os.kill(int(last_lines(ran)[0]), 9)
 
 
-async def test_the_running_check_shows_the_last_line_without_escapes(two: Config, script: Path) -> None:
-    write(script, "printf 'one\\n'; sleep 1.2; printf '\\033[31mtwo\\033[0m\\n'; sleep 1.2")
+async def test_the_running_check_shows_the_last_line_without_escapes(
+    two: Config, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "_PROGRESS_EVERY_S", 0.0)
+    shown = [tmp_path / word for word in ("one", "two")]
+    awaits = [f"while [ ! -e {path} ]; do sleep 0.01; done" for path in shown]
+    write(script, f"printf 'one\\n'; {awaits[0]}; printf '\\033[31mtwo\\033[0m\\n'; {awaits[1]}")
     lines: list[str] = []
+
+    def show(name: str, message: str) -> None:
+        lines.append(message)
+        if (tmp_path / message) in shown:
+            (tmp_path / message).touch()
+
     async with Fleet(two.nodes, state_home()) as fleet:
         context = CheckContext(two, fleet)
-        context.progress = lambda name, message: lines.append(message)
+        context.progress = show
         await sync.run(context)
         await context.close()
     assert lines[:2] == ["one", "two"]

@@ -128,7 +128,7 @@ async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: Host) -> 
     assert not host.link.state.answered
     await until(lambda: host.link.observe(0).identity is not None)
     assert host.link.state.answering and host.link.facts is not None
-    assert abs(host.link.facts.clock_ahead_s) < 0.5
+    assert abs(host.link.facts.clock_ahead_s) < 10
     await until(lambda: b"line" in host.kept.output())
     host.link.send_command(0, STOP)
     await until(lambda: host.link.observe(0).record is not None)

@@ -19,6 +19,7 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
 from tests.unit.cluster.fake_agent import FakeFleet
+from tests.waiting import wait_until
 
 AT = datetime(2026, 11, 21, tzinfo=UTC)
 PATIENCE_S = 20.0
@@ -38,7 +39,12 @@ def cluster(*nodes: tuple[str, str], ssh: str = "127.0.0.1") -> Config:
 def agents() -> list[int]:
     """The pids of this test's agents."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"engine.node.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in map(int, children):
+        with contextlib.suppress(OSError):
+            if b"engine.node.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def probes() -> list[int]:
@@ -67,7 +73,7 @@ async def test_two_nodes_on_this_machine_and_nothing_is_left_at_the_end() -> Non
                 break
         # One probe for the host, whatever the number of its nodes.
         (probe,) = probes()
-    assert agents() == [] and start_time(probe) is None
+    await asyncio.to_thread(wait_until, lambda: agents() == [] and start_time(probe) is None)
     left = seen["left"]
     assert left == seen["right"].model_copy(update={"node": "left"})
     assert (left.at, left.source, left.problem) == (AT, "/proc", None)

@@ -51,5 +51,8 @@ class FileHost(HostConnection):
     def processes(self) -> list[Process] | None:
         return self.left
 
+    def request_port_holders(self, ports: Sequence[int]) -> None:
+        self.port_holders = {}
+
     def file(self, name: str) -> NodeFile:
         return LocalFile(self._attempt.files.directory / name)

@@ -26,7 +26,7 @@ from engine.run.signatures import BY_ID
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class MonitoredAttempt:

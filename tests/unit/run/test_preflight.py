@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.checks.runner import CHECKS
+from engine.checks.runner import CHECKS, run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.measurements import Calibration, Division, NodeMeasure
+from engine.models import PreflightReport
 from engine.run.preflight import preflight_context, replan, run_preflight
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
@@ -104,7 +106,15 @@ async def test_the_plan_has_the_result_of_the_comparison(run_dir: RunDir, plan: 
 async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
     run_dir: RunDir, plan: RunPlan, home: Path, train: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.run.preflight._PLAN_S", 5.0)
+    async def ended_after_the_plan(*arguments: Any, **options: Any) -> PreflightReport:
+        report = await run_checks(*arguments, **options)
+        async with asyncio.timeout(60):
+            while "nodes" not in training_plan(run_dir):
+                await asyncio.sleep(0.01)
+        return report
+
+    monkeypatch.setattr("engine.run.preflight.run_checks", ended_after_the_plan)
+    monkeypatch.setattr("engine.run.preflight._PLAN_S", 0.1)
     train.unlink()
     os.mkfifo(train)
     document = await checked(run_dir, plan, home)

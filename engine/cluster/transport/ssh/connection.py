@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -113,25 +114,40 @@ class _Setup:
         return any((hop.host, hop.port or 22) == (self.options.host, self.options.port) for hop in self.jumps)
 
 
+class _Admission:
+    """The limiter for one dial, and the end of its time, to which what it waits for the limiter is added."""
+
+    def __init__(self, limiter: ConnectionLimiter) -> None:
+        self._limiter = limiter
+        self.ends = time.monotonic() + CONNECT_TIMEOUT_S
+
+    @contextlib.asynccontextmanager
+    async def at(self, host: str, port: int) -> AsyncIterator[None]:
+        asked = time.monotonic()
+        async with self._limiter.at(host, port):
+            self.ends += time.monotonic() - asked
+            yield
+
+
 async def dial(target: SshTarget, home: Path, limiter: ConnectionLimiter) -> OpenConnection:
     """Connect, again where an sshd drops connections. Raises NodeUnreachable and what is below it, within the connect
     timeout once the limiter lets it."""
-    ends = time.monotonic() + CONNECT_TIMEOUT_S
+    admission = _Admission(limiter)
     for attempt in range(_TRIES - 1):
         try:
-            return await _dial(target, home, limiter)
+            return await _dial(target, home, admission)
         except ConnectionDropped:
             pause = random.uniform(0.1, 0.4) * 2**attempt
-            if time.monotonic() + pause > ends:
+            if time.monotonic() + pause > admission.ends:
                 raise
         await asyncio.sleep(pause)
-    return await _dial(target, home, limiter)
+    return await _dial(target, home, admission)
 
 
 async def _dial(
     target: SshTarget,
     home: Path,
-    limiter: ConnectionLimiter,
+    admission: _Admission,
     destinations: tuple[SshTarget, ...] = (),
     tunnel: OpenConnection | None = None,
 ) -> OpenConnection:
@@ -149,8 +165,8 @@ async def _dial(
     try:
         for hop in hops:
             # Of several only the first is reached as its own configuration says: the others lie behind it.
-            tunnel = await _dial(hop, home, limiter, (*destinations, target), tunnel)
-        client = await _log_in(setup, tunnel.client if tunnel is not None else None, where, str(target), limiter)
+            tunnel = await _dial(hop, home, admission, (*destinations, target), tunnel)
+        client = await _log_in(setup, tunnel.client if tunnel is not None else None, where, str(target), admission)
     except BaseException:
         if tunnel is not None:
             tunnel.abort()
@@ -177,12 +193,12 @@ def _files(options: asyncssh.SSHClientConnectionOptions, name: str) -> list[str]
 
 
 async def _log_in(
-    setup: _Setup, tunnel: asyncssh.SSHClientConnection | None, where: str, target: str, limiter: ConnectionLimiter
+    setup: _Setup, tunnel: asyncssh.SSHClientConnection | None, where: str, target: str, admission: _Admission
 ) -> asyncssh.SSHClientConnection:
     """Connect to what `setup` says, through `tunnel` if that is given."""
     only_named = bool(setup.options.config.get("IdentitiesOnly"))
     offered = identities(_files(setup.options, "IdentityFile"), setup.agent, only_named=only_named)
-    async with limiter.at(setup.options.host, setup.options.port), offered as keys:
+    async with admission.at(setup.options.host, setup.options.port), offered as keys:
         recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:
             return await _connect(setup, tunnel, recorder, keys)

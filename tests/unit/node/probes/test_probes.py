@@ -94,14 +94,14 @@ def test_the_end_of_the_head_is_the_end_of_what_it_held(tmp_path: Path) -> None:
 
 
 def test_silence_ends_it_and_heartbeats_do_not() -> None:
-    with rank() as held, lease(1.0) as holder:
+    with rank() as held, lease(3.0) as holder:
         assert holder.stdin is not None
-        for _ in range(8):
+        for _ in range(17):
             holder.stdin.write("\n")
             holder.stdin.flush()
             time.sleep(0.2)
         assert start_time(held.pid) is not None
-        assert held.wait(10) == -signal.SIGKILL
+        assert held.wait(30) == -signal.SIGKILL
 
 
 def test_no_signal_but_kill_takes_a_lease_away() -> None:
