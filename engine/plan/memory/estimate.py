@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from engine.errors import InputError
@@ -77,7 +78,8 @@ _WAITING_LOSS_ARRAYS = 2
 
 
 class _Rank:
-    """One rank's part of the model and of the job. Raises InputError for layers that the model does not have."""
+    """One rank's part of the model and of the job; what does not depend on the batch is computed once. Raises
+    InputError for layers that the model does not have."""
 
     def __init__(self, shape: ModelShape, workload: RankWorkload) -> None:
         first, end = workload.layers if workload.layers is not None else (0, shape.layers)
@@ -97,7 +99,8 @@ class _Rank:
         if self.is_last and shape.architecture.head is not None:
             self.embedding_and_head.append(shape.architecture.head)
 
-    def trained_parameters(self) -> TrainedParameters:
+    @cached_property
+    def trained(self) -> TrainedParameters:
         """Raises InputError for full fine-tuning of quantized weights."""
         if self.full and self.shape.quantization is not None:
             raise InputError(
@@ -122,17 +125,20 @@ class _Rank:
         magnitudes = sum(matrix.outputs for matrix in chosen) if self.workload.fine_tune_type == "dora" else 0
         return TrainedParameters(pairs, magnitudes)
 
-    def weights(self, trained: TrainedParameters) -> int:
+    @cached_property
+    def weights(self) -> int:
         """Bytes of the weights as stored, adapters included."""
         stored = sum(map(self.shape.layer_bytes, self.layers))
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
         # mlx-lm's adapters are float32, whatever the model's type.
-        return stored if self.full else stored + trained.parameters * _FLOAT32_BYTES
+        return stored if self.full else stored + self.trained.parameters * _FLOAT32_BYTES
 
-    def optimizer_state(self, trained: TrainedParameters) -> int:
+    @cached_property
+    def optimizer_state(self) -> int:
         """Bytes of float32 masters, and of moments: first and second, a momentum, or factored second ones."""
+        trained = self.trained
         in_16_bits = self.full and self.shape.dtype_bytes < _FLOAT32_BYTES
         in_float32 = self.workload.optimizer_precision == "float32"
         masters = trained.parameters * _FLOAT32_BYTES if in_16_bits and in_float32 else 0
@@ -142,6 +148,7 @@ class _Rank:
             moments = trained.rows_and_columns
         return masters + moments * (self.shape.dtype_bytes if in_16_bits and not in_float32 else _FLOAT32_BYTES)
 
+    @cached_property
     def largest_gathered_layer(self) -> int:
         """Bytes of the largest layer fully gathered: its weights, and its gradient before the scatter."""
         frozen = len(self.layers) - len(self.trained_layers)
@@ -150,21 +157,32 @@ class _Rank:
             for number, layer in enumerate(self.layers)
         )
 
-    def activations(self) -> tuple[int, int]:
+    @cached_property
+    def _kept(self) -> list[tuple[int, int, int]]:
+        """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs."""
+        return [
+            (
+                kept_per_token(self.shape, layer, self.workload),
+                sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES,
+                self._adapter_outputs(layer),
+            )
+            for layer in self.trained_layers
+        ]
+
+    def activations(self, batch: int) -> tuple[int, int]:
         """Bytes (of the layers: kept by all of them, plus the working memory of the largest; added by the head and the
         loss at the peak, whichever of the two moments is larger). Layers before the first trained one keep nothing."""
-        shape, workload, trained = self.shape, self.workload, self.trained_layers
-        tokens = workload.batch * workload.sequence
+        shape, kept = self.shape, self._kept
+        tokens = batch * self.workload.sequence
         one = shape.dtype_bytes
-        whole = [tokens * kept_per_token(shape, layer, workload) for layer in trained]
-        states = (sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES for layer in trained)
-        most = max((kept - tokens * state for kept, state in zip(whole, states, strict=True)), default=0)
-        if workload.grad_checkpoint:
-            held = len(trained) * tokens * shape.hidden * one
-            transient = max((tokens * self._adapter_outputs(layer) for layer in trained), default=0)
-            working = int((_RECOMPUTED - _WORKING) * max(whole, default=0) + _WORKING * most) + transient
+        most = tokens * max((whole - states for whole, states, _ in kept), default=0)
+        if self.workload.grad_checkpoint:
+            held = len(kept) * tokens * shape.hidden * one
+            largest = tokens * max((whole for whole, _, _ in kept), default=0)
+            transient = tokens * max((outputs for _, _, outputs in kept), default=0)
+            working = int((_RECOMPUTED - _WORKING) * largest + _WORKING * most) + transient
         else:
-            held, working = sum(whole), int(_WORKING * most)
+            held, working = tokens * sum(whole for whole, _, _ in kept), int(_WORKING * most)
         if not self.is_last:
             return held + working, 0
         last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
@@ -241,13 +259,16 @@ class MemoryEstimate(MemoryBreakdown):
 
 def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     """Raises InputError for layers that the model does not have, and for what MLX cannot train."""
-    rank = _Rank(shape, workload)
-    trained = rank.trained_parameters()
+    return _estimate(_Rank(shape, workload), workload.batch)
+
+
+def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
+    workload = rank.workload
     share = max(1, workload.world_size) if workload.strategy == "sharded" else 1
-    state = (rank.weights(trained), trained.parameters * _FLOAT32_BYTES, rank.optimizer_state(trained))
+    state = (rank.weights, rank.trained.parameters * _FLOAT32_BYTES, rank.optimizer_state)
     weights, gradients, optimizer = (-(-each // share) for each in state)
-    activations, logits = rank.activations()
-    gathered = rank.largest_gathered_layer() if share > 1 else 0
+    activations, logits = rank.activations(batch)
+    gathered = rank.largest_gathered_layer if share > 1 else 0
     summed = gradients if workload.strategy == "data" and workload.world_size > 1 else 0
     update = _UPDATE_COPIES * gradients
     # When the backward pass starts there are no gradients of this micro-batch yet. With checkpointing every layer needs
@@ -266,16 +287,17 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
         before_bytes=before,
         peak_bytes=max(backward, weights + optimizer + gradients + summed + update),
         reserve_bytes=RESERVE_BYTES,
-        trainable_parameters=trained.parameters,
-        assumption=_assumption(shape, workload),
+        trainable_parameters=rank.trained.parameters,
+        assumption=_assumption(rank.shape, workload),
     )
 
 
 def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int:
     """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
+    rank = _Rank(shape, workload)
 
     def needed(batch: int) -> int:
-        return estimate(shape, replace(workload, batch=batch)).needed_bytes
+        return _estimate(rank, batch).needed_bytes
 
     return bisect_right(range(1, MOST_SEQUENCES + 1), limit_bytes, key=needed)
 

@@ -25,7 +25,7 @@ from engine.plan.fingerprint import fingerprint
 from engine.plan.shares import MISSING
 from engine.run.run_plan import RunPlan, read_plan
 from engine.store.store import Store
-from tests.tui.commands import shell
+from tests.tui.commands import flightdeck
 from tests.unit.plan.calibrations import calibration, config
 from tests.unit.run.run_maker import MadeRun, make_run_config
 
@@ -202,7 +202,7 @@ def test_the_command_line_says_so_in_one_line_and_fails(home: Path, tmp_path: Pa
     )
     with exclusive_hosts(home, ["127.0.0.1"], "a calibration of job"):
         for command in ("launch", "calibrate"):
-            done = shell(home, command, "-c", str(file))
+            done = flightdeck(home, command, "-c", str(file))
             assert (done.code, done.out) == (1, "")
             assert done.err.startswith("flightdeck: 127.0.0.1: a calibration of job is going on there: pid ")
             assert len(done.err.splitlines()) == 1

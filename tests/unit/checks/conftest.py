@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
+from engine.checks import local_process
 from engine.checks.check import CheckFunction
 from engine.checks.context import CheckContext
 from engine.cluster.transport.fleet import Fleet
@@ -27,11 +32,46 @@ def own_home(home: Path) -> Path:
     return home
 
 
+_SHARED: list[Fleet] = []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_agent() -> AsyncIterator[None]:
+    """One agent answers all tests of a module: to start one takes longer than most checks. Its environment (HOME) is
+    that of the first test."""
+    async with Fleet((), state_home()) as fleet:
+        _SHARED.append(fleet)
+        yield
+        _SHARED.clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of one agent run in one event loop."""
+    for item in items:
+        if not isinstance(item, pytest.Function) or "shared_agent" not in item.fixturenames:
+            continue
+        if inspect.iscoroutinefunction(item.function):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
+def fleet_of(config: Config, *, own_agent: bool = False) -> contextlib.AbstractAsyncContextManager[Fleet]:
+    """The way to the nodes, over the module's agent where it has one."""
+    if _SHARED and not own_agent:
+        _SHARED[0].home = state_home()
+        return contextlib.nullcontext(_SHARED[0])
+    return Fleet(config.nodes, state_home())
+
+
 async def run_check(
-    look: CheckFunction, config: Config, *, division: Division | None = None, calibration: Calibration | None = None
+    look: CheckFunction,
+    config: Config,
+    *,
+    division: Division | None = None,
+    calibration: Calibration | None = None,
+    own_agent: bool = False,
 ) -> CheckResult:
     """What one check says of a configuration, without those that it needs."""
-    async with Fleet(config.nodes, state_home()) as fleet:
+    async with fleet_of(config, own_agent=own_agent) as fleet:
         context = CheckContext(config, fleet, division=division, calibration=calibration)
         try:
             return await look(context)
@@ -91,6 +131,13 @@ def make_config(
         ),
         preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
     )
+
+
+@pytest.fixture
+def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody reaps a program's orphans, its end takes as long as these two."""
+    monkeypatch.setattr(local_process, "_TERM_GRACE_S", 0.2)
+    monkeypatch.setattr(local_process, "_KILL_WAIT_S", 0.3)
 
 
 async def run_fix(command: str | None) -> None:

@@ -11,13 +11,13 @@ import pytest
 from engine.checks import checkpoint as check
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import AdapterWeights
-from engine.cluster.transport.fleet import Fleet
 from engine.config.models import CheckpointConfig, Config
 from engine.models import CheckStatus
 from engine.node.probes import storage
 from engine.node.probes import storage as safetensors
-from engine.security.paths import state_home
-from tests.unit.checks.conftest import run_check, run_fix
+from tests.unit.checks.conftest import fleet_of, run_check, run_fix
+
+pytestmark = pytest.mark.usefixtures("shared_agent")
 
 LLAMA = {
     "model_type": "llama",
@@ -90,7 +90,7 @@ async def test_a_good_place_passes_with_what_is_saved(saving: Config, adapters: 
 async def test_what_is_needed_follows_the_adapters_and_how_often_they_are_saved(saving: Config) -> None:
     """And the states beside them, of three float32 numbers for each that is trained: twice as many as are kept."""
     for save_every, files in ((5, 4), (1, 12)):
-        async with Fleet(saving.nodes, state_home()) as fleet:
+        async with fleet_of(saving) as fleet:
             context = CheckContext(with_settings(saving, save_every=save_every), fleet)
             state = await check.save_size(context)
             await context.close()

@@ -19,6 +19,8 @@ from engine.node.probes.model import file_hash
 from engine.plan.preflight import command_files
 from tests.unit.checks.conftest import run_check, run_fix
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 HASHES = st.sampled_from(["a", "b", "c", None])
 HELD = st.fixed_dictionaries({"script": HASHES, "model": HASHES})
 WORKERS = st.lists(HELD, min_size=1, max_size=24).map(

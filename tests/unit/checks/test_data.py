@@ -17,6 +17,8 @@ from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
 from tests.unit.checks.conftest import make_config, run_check
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 
 

@@ -17,6 +17,8 @@ from engine.plan.network import LaunchHost, NetworkPlan
 from engine.security.paths import state_home
 from tests.unit.checks.conftest import run_check
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 
 async def test_a_local_ring_is_valid(config: Config) -> None:
     result = await run_check(check.run, config)

@@ -6,10 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from engine.checks import model as check
 from engine.config.models import Config
 from engine.models import CheckStatus
 from tests.unit.checks.conftest import run_check
+
+pytestmark = pytest.mark.usefixtures("shared_agent")
 
 
 async def test_a_whole_model_passes_with_its_size(config: Config) -> None:

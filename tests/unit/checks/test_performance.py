@@ -12,7 +12,6 @@ import pytest
 from engine.checks import performance as check
 from engine.checks.plan_inputs import MemoryNeed
 from engine.cluster.facts import probe_all
-from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config
 from engine.measurements import Division, LinkMeasure
 from engine.models import CheckResult, CheckStatus
@@ -21,9 +20,11 @@ from engine.plan.fingerprint import fingerprint
 from engine.plan.prediction import division_of, predict
 from engine.plan.shares import MISSING, divide_batch
 from engine.store.store import Store
-from tests.unit.checks.conftest import run_check
+from tests.unit.checks.conftest import fleet_of, run_check
 from tests.unit.checks.recorded import RANK
 from tests.unit.plan.calibrations import TAKEN, calibration, config, measure
+
+pytestmark = pytest.mark.usefixtures("shared_agent")
 
 
 def memory(needed_bytes: int, limit_bytes: int = 10 * 10**9) -> RankMemory:
@@ -128,7 +129,7 @@ async def test_without_a_calibration_of_this_very_job_it_is_missing_and_not_fail
         "hardware calibration missing, assuming equal performance",
     )
     assert result.fix_command == "flightdeck calibrate"
-    async with Fleet(config.nodes, home) as fleet:
+    async with fleet_of(config) as fleet:
         facts = await probe_all(config, fleet)
     store, speeds = Store(home), {"node0": 1.0, "node1": 1.0}
     store.put_calibration(calibration(speeds, cluster=config.cluster.name, fingerprint="of another job"))

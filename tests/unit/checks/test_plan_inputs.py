@@ -20,7 +20,6 @@ from engine.checks.plan_inputs import (
     shared_plan,
     with_example_count,
 )
-from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
@@ -28,8 +27,10 @@ from engine.plan.context import PlanInputs
 from engine.plan.document import RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
-from engine.security.paths import state_home
+from tests.unit.checks.conftest import fleet_of
 from tests.unit.checks.recorded import RANK
+
+pytestmark = pytest.mark.usefixtures("shared_agent")
 
 
 def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
@@ -60,7 +61,7 @@ async def surveyed(
     past: ClusterHistory = ClusterHistory(),  # noqa: B008
     **launch: Any,
 ) -> PlanInputs:
-    async with Fleet(config.nodes, state_home()) as fleet:
+    async with fleet_of(config) as fleet:
         context = CheckContext(config, fleet, **launch)
         try:
             return await with_example_count(
@@ -172,7 +173,7 @@ async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Con
 async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
     (data / "train.jsonl").unlink()
     os.mkfifo(data / "train.jsonl")
-    async with Fleet(config.nodes, state_home()) as fleet:
+    async with fleet_of(config) as fleet:
         context = CheckContext(config, fleet)
         try:
             async with asyncio.timeout(20):

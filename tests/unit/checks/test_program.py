@@ -12,6 +12,8 @@ from engine.errors import InputError
 from engine.models import CheckStatus
 from tests.unit.checks.conftest import run_check
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 
 def with_command(config: Config, *command: str) -> Config:
     return config.model_copy(update={"job": config.job.model_copy(update={"command": command})})

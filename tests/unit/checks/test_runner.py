@@ -126,6 +126,7 @@ def test_a_name_that_is_no_check_is_refused() -> None:
         validate_skip(["speling"])
 
 
+@pytest.mark.usefixtures("quick_end")
 async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path, config: Config) -> None:
     pid_file = tmp_path / "pid"
     # A child of the child too: the whole group must go.
@@ -148,6 +149,7 @@ async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path
     assert [start_time(int(file.read_text())) for file in files] == [None, None]
 
 
+@pytest.mark.usefixtures("quick_end")
 async def test_a_program_over_its_time_limit_is_ended_and_its_output_kept() -> None:
-    finished = await LocalProgram(["/bin/sh", "-c", "echo so far; sleep 600"]).run(3.0)
+    finished = await LocalProgram(["/bin/sh", "-c", "echo so far; exec sleep 600"]).run(2.0)
     assert (finished.code, finished.stdout) == (None, b"so far\n")

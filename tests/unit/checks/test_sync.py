@@ -20,6 +20,8 @@ from engine.node.processes import start_time
 from engine.security.paths import state_home
 from tests.unit.checks.conftest import run_check, run_fix
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 
 def test_a_link_where_the_reference_has_a_folder_is_blocking() -> None:
     found = TreeDifference(missing=("data/a/x.txt", "data/y.txt", "new.txt"), extra=("data", "data2", "notes.txt"))
@@ -128,7 +130,7 @@ async def test_a_workdir_that_is_missing_comes_with_what_makes_it(two: Config, s
 
 async def test_a_bare_home_is_not_read_and_nothing_is_claimed_of_it(two: Config, script: Path, user: Path) -> None:
     nodes = (two.nodes[0], two.nodes[1].model_copy(update={"workdir": str(user)}))
-    result = await run_check(sync.run, two.model_copy(update={"nodes": nodes}))
+    result = await run_check(sync.run, two.model_copy(update={"nodes": nodes}), own_agent=True)
     assert result.status is CheckStatus.WARN
     assert "not compared on node1: the workdir is a bare home" in result.summary
 
@@ -189,6 +191,7 @@ async def test_a_script_outside_of_the_allowed_roots_is_not_run(
     assert (await run_check(sync.run, allowed)).status is CheckStatus.PASS
 
 
+@pytest.mark.usefixtures("quick_end")
 async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     lines: list[str] = []
@@ -197,6 +200,7 @@ async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path
     assert start_time(int((tmp_path / "child").read_text())) is None
 
 
+@pytest.mark.usefixtures("quick_end")
 async def test_cancelling_ends_the_script_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     started = asyncio.Event()
@@ -218,15 +222,15 @@ async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) ->
 async def test_the_running_check_shows_the_last_line_without_escapes(
     two: Config, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The script goes on when its line is shown."""
     monkeypatch.setattr(sync, "_PROGRESS_EVERY_S", 0.0)
-    shown = [tmp_path / word for word in ("one", "two")]
-    awaits = [f"while [ ! -e {path} ]; do sleep 0.01; done" for path in shown]
-    write(script, f"printf 'one\\n'; {awaits[0]}; printf '\\033[31mtwo\\033[0m\\n'; {awaits[1]}")
+    shown = f"until [ -e {tmp_path}/$1 ]; do sleep 0.05; done"
+    write(script, f"await() {{ {shown}; }}; echo one; await one; printf '\\033[31mtwo\\033[0m\\n'; await two")
     lines: list[str] = []
 
-    def show(name: str, message: str) -> None:
+    def show(_: str, message: str) -> None:
         lines.append(message)
-        if (tmp_path / message) in shown:
+        if message in ("one", "two"):
             (tmp_path / message).touch()
 
     async with Fleet(two.nodes, state_home()) as fleet:

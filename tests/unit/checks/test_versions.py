@@ -14,6 +14,8 @@ from engine.checks.versions import evaluate
 from engine.models import CheckStatus
 from tests.unit.checks.conftest import make_config, run_check
 
+pytestmark = pytest.mark.usefixtures("shared_agent")
+
 
 def interpreter_with(directory: Path, package: str, source: str) -> str:
     """A python in which `package` is `source`, as a node with another installation has."""

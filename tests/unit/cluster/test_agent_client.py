@@ -260,11 +260,11 @@ class SlowLine(LocalTransport):
 
 
 async def test_the_bundle_may_take_longer_than_the_connection() -> None:
-    limits = SessionLimits(connect_s=5.0, start_s=20.0)
-    session = await open_session(HERE, SlowLine(3.0), limits)
+    limits = SessionLimits(connect_s=1.2, start_s=20.0)
+    session = await open_session(HERE, SlowLine(1.5), limits)
     await session.aclose()
     with pytest.raises(NodeUnreachable, match=r"0\.5 s are over"):
-        await open_session(HERE, SlowLine(3.0), SessionLimits(start_s=0.5))
+        await open_session(HERE, SlowLine(1.5), SessionLimits(start_s=0.5))
 
 
 async def test_the_end_of_a_file_that_did_not_come_is_no_missing_file(

@@ -107,6 +107,7 @@ async def test_an_interpreter_that_fails_is_a_problem_in_one_line(scripted: Scri
 
 async def test_an_interpreter_that_hangs_is_given_up(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cluster.facts.TIME_LIMIT_S", -2.5)
+    monkeypatch.setattr("engine.cluster.transport.local._LEAVES_S", 0.1)
     facts = await facts_of(scripted("sleep 600"))
     assert "within 0.5 s" in (facts.problem or "")
 
@@ -143,7 +144,10 @@ async def test_whatever_goes_wrong_on_one_node_the_others_answer() -> None:
     assert c.problem == "the probe failed: RuntimeError: a fault of our own with more"
 
 
-async def test_nodes_come_as_they_answer_and_ranks_of_one_machine_are_asked_once(scripted: Script) -> None:
+async def test_nodes_come_as_they_answer_and_ranks_of_one_machine_are_asked_once(
+    scripted: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.cluster.transport.local._LEAVES_S", 0.1)
     slow = scripted("sleep 600")
     ultra = FakeNode(report())
     nodes = [NodeConfig(name=name, ssh="ultra", python="/p", workdir="/") for name in ("r0", "r1")]
@@ -198,8 +202,8 @@ def test_what_hangs_or_fails_is_reported_with_its_command_and_killed_with_its_ch
     program = """
 import json, os, sys, time
 from engine.node.probes import facts
-facts.LIMIT_S = 4.0
-facts.Query.__init__.__defaults__ = facts.CommandQuery.__init__.__defaults__ = (4.0,)
+facts.LIMIT_S = 3.0
+facts.Query.__init__.__defaults__ = facts.CommandQuery.__init__.__defaults__ = (3.0,)
 facts.platform.system = lambda: "Linux"
 facts.disk = lambda directory: time.sleep(600)
 print(json.dumps(facts.probe_facts(sys.argv[1])), flush=True)
@@ -218,8 +222,8 @@ os._exit(0)
         "stderr": "no driver\n",
     }
     assert found["unknown"] == {
-        "disk": {"command": "disk", "late_s": 4.0},
-        "ip": {"command": "ip -j addr", "late_s": 4.0},
+        "disk": {"command": "disk", "late_s": 3.0},
+        "ip": {"command": "ip -j addr", "late_s": 3.0},
     }
     assert found["answers"]["versions"]
     for pid in map(int, pids.read_text().split()):

@@ -113,7 +113,9 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> None
 
 
 @pytest_asyncio.fixture
-async def host(tmp_path: Path) -> AsyncIterator[Host]:
+async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
+    monkeypatch.setattr(host_connection, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(host_connection, "LAST_RETRY_S", 0.2)
     host = Host(tmp_path, WORK)
     host.link.start()
     yield host

@@ -115,12 +115,14 @@ HERE = NodeConfig(name="here", python=sys.executable, workdir="/")
 
 
 async def test_a_lost_bundle_is_staged_again_and_nobody_loses_an_agent(home: Path) -> None:
+    asked = f"until [ -e {home}/staged ]; do sleep 0.05; done; echo done"
     async with Fleet((HERE,), home) as fleet:
         (layout,) = await prepare(fleet, [HERE])
-        running = asyncio.create_task(fleet.agent(HERE).run(["/bin/sh", "-c", "sleep 2; echo done"], timeout_s=30))
+        running = asyncio.create_task(fleet.agent(HERE).run(["/bin/sh", "-c", asked], timeout_s=30))
         shutil.rmtree(layout.bundle)
         assert await prepare(fleet, [HERE]) == (layout,)
         assert bundle_hash(Path(layout.bundle) / "engine") == Path(layout.bundle).name
+        (home / "staged").touch()
         assert (await running).stdout == b"done\n"
 
 

@@ -111,7 +111,10 @@ async def test_a_node_without_its_interpreter_is_a_problem_and_the_others_go_on(
     ("body", "problem"),
     [("echo 'dyld: gone' >&2; exit 134", "dyld: gone"), ("head -c 140000 /dev/zero; sleep 60", "a line of more than")],
 )
-async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(tmp_path: Path, body: str, problem: str) -> None:
+async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    monkeypatch.setattr("engine.cluster.transport.local._LEAVES_S", 0.1)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)

@@ -192,12 +192,12 @@ def test_a_bad_end_is_diagnosed_once(run: MadeRun) -> None:
 
 def test_a_series_stays_bounded_and_keeps_its_extremes(tmp_path: Path) -> None:
     builder = SeriesBuilder()
-    for iteration in range(1, 100_001):
+    for iteration in range(1, 60_001):
         assert builder.iteration is None or builder.train.points[-1][0] == builder.iteration
         builder.add(report(iteration, 99.0 if iteration == 12_345 else -99.0 if iteration == 54_321 else 1.0))
     points = builder.build([]).train
     assert len(points) <= POINT_LIMIT
-    assert (points[0][0], points[-1][0]) == (1, 100_000)
+    assert (points[0][0], points[-1][0]) == (1, 60_000)
     assert {(12_345, 99.0), (54_321, -99.0)} <= set(points)
     assert [x for x, _ in points] == sorted({x for x, _ in points})
 

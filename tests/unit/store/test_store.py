@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -176,15 +177,18 @@ def test_a_writer_that_may_not_wait_learns_who_holds_the_state_and_readers_are_n
 
 def test_four_writing_processes_lose_nothing(home: Path) -> None:
     program = (
-        "import sys\n"
+        "import os, sys\n"
         "from pathlib import Path\n"
         "from engine.store.store import Store\n"
         "from tests.unit.store.records import record\n"
-        "first = int(sys.argv[2])\n"
-        "for number in range(first, first + 15): Store(Path(sys.argv[1]), wait_s=60).put_run(record(number))\n"
+        "for first in (0, 100, 200, 300):\n"
+        "    if os.fork() == 0:\n"
+        "        for number in range(first, first + 15): Store(Path(sys.argv[1]), wait_s=60).put_run(record(number))\n"
+        "        os._exit(0)\n"
+        "print([os.wait()[1] for _ in range(4)])\n"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(home), str(100 * who)]) for who in range(4)]
-    assert [writer.wait() for writer in writers] == [0] * 4
+    done = subprocess.run([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"[0, 0, 0, 0]\n"
     assert ids(Store(home)) == [f"run-{100 * who + number:05d}" for who in range(4) for number in range(15)]
 
 
@@ -214,43 +218,49 @@ class TestFullDisk:
 
 
 KILLED = (
-    "import sys\n"
+    "import os, sys\n"
     "from pathlib import Path\n"
     "from engine.store.store import Store\n"
     "from tests.unit.store.records import record\n"
-    "store = Store(Path(sys.argv[1]))\n"
-    "number = int(sys.argv[2])\n"
-    "while True:\n"
-    "    store.put_run(record(number))\n"
-    "    print(number, flush=True)\n"
-    "    number += 1\n"
+    "for line in sys.stdin:\n"
+    "    if os.fork() == 0:\n"
+    "        print(os.getpid(), flush=True)\n"
+    "        store = Store(Path(sys.argv[1]))\n"
+    "        number = int(line)\n"
+    "        while True:\n"
+    "            store.put_run(record(number))\n"
+    "            print(number, flush=True)\n"
+    "            number += 1\n"
+    "    os.wait()\n"
+    "    print('killed', flush=True)\n"
 )
+"""Forks a writer for each number that it reads, and says when that one is gone: the imports are done once."""
 
 
 def kill_writers(home: Path, times: int) -> None:
     """Kill -9 a writer at random moments; what it has said to be written must be there each time."""
     dice = random.Random(20260121)
     acknowledged = 0
-    for _ in range(times):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(home), str(acknowledged + 1)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        # Blocked until it writes for the first time, so that the kill falls among its writes and not its imports.
-        output = [writer.stdout.readline()]
-        threading.Event().wait(dice.uniform(0, 0.04))
-        writer.kill()
-        output += writer.stdout.readlines()
-        writer.stdout.close()
-        writer.wait()
-        acknowledged = int(output[-1])
-        reader = Store(home)
-        found = ids(reader)
-        assert reader.notices == []
-        assert found[:acknowledged] == [f"run-{number:05d}" for number in range(1, acknowledged + 1)]
-        # One more may have been written without being said.
-        assert len(found) <= acknowledged + 1
-        acknowledged = len(found)
+    argv = [sys.executable, "-c", KILLED, str(home)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writers:
+        assert writers.stdin is not None and writers.stdout is not None
+        for _ in range(times):
+            writers.stdin.write(f"{acknowledged + 1}\n")
+            writers.stdin.flush()
+            writer = int(writers.stdout.readline())
+            # Blocked until it writes for the first time, so that the kill falls among its writes.
+            output = [writers.stdout.readline()]
+            threading.Event().wait(dice.uniform(0, 0.04))
+            os.kill(writer, signal.SIGKILL)
+            output += iter(writers.stdout.readline, "killed\n")
+            acknowledged = int(output[-1])
+            reader = Store(home)
+            found = ids(reader)
+            assert reader.notices == []
+            assert found[:acknowledged] == [f"run-{number:05d}" for number in range(1, acknowledged + 1)]
+            # One more may have been written without being said.
+            assert len(found) <= acknowledged + 1
+            acknowledged = len(found)
     Store(home).put_run(record(acknowledged + 1))
     assert sorted(path.name for path in home.iterdir()) == ["state.json", "state.json.previous", "state.lock"]
 
@@ -272,26 +282,32 @@ def test_a_kill_between_any_two_steps_of_a_write_leaves_the_old_state_or_the_new
         "from pathlib import Path\n"
         "from engine.store.store import Store\n"
         "from tests.unit.store.records import record\n"
-        "left = int(sys.argv[3])\n"
-        "def dying(real):\n"
+        "def dying(real, left):\n"
         "    def call(*args, **kwargs):\n"
-        "        global left\n"
+        "        nonlocal left\n"
         "        done = real(*args, **kwargs)\n"
         "        left -= 1\n"
         "        if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return done\n"
         "    return call\n"
-        "name = sys.argv[2]\n"
-        "setattr(os, name, dying(getattr(os, name)))\n"
-        "Store(Path(sys.argv[1])).put_run(record(3))\n"
+        "name = sys.argv[1]\n"
+        "for nth, home in enumerate(sys.argv[2:], 1):\n"
+        "    if os.fork() == 0:\n"
+        "        setattr(os, name, dying(getattr(os, name), nth))\n"
+        "        Store(Path(home)).put_run(record(3))\n"
+        "        os._exit(0)\n"
+        "    print(os.WTERMSIG(os.wait()[1]))\n"
     )
-    Store(home).put_run(record(1))
-    Store(home).put_run(record(2))
-    deaths = 0
-    for nth in (1, 2, 3):
-        done = subprocess.run([sys.executable, "-c", program, str(home), call, str(nth)], check=False)
-        deaths += done.returncode == -9
-        reader = Store(home)
+    homes = [home.with_name(f"{home.name}{nth}") for nth in (1, 2, 3)]
+    for each in homes:
+        Store(each).put_run(record(1))
+        Store(each).put_run(record(2))
+    argv = [sys.executable, "-c", program, call, *map(str, homes)]
+    ends = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert len(ends) == 3 and set(ends) <= {"0", "9"} and "9" in ends
+    for each in homes:
+        reader = Store(each)
         assert ids(reader) in (["run-00001", "run-00002"], ["run-00001", "run-00002", "run-00003"])
         assert reader.notices == []
-    assert deaths
+        Store(each).put_run(record(3))
+        assert ids(Store(each)) == ["run-00001", "run-00002", "run-00003"]

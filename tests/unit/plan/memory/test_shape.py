@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import _get_classes
 
 from engine.errors import InputError
 from engine.plan.memory.architecture import Matrix
@@ -22,10 +20,19 @@ from tests.unit.plan.memory.tiny import TINY
 CONFIGS = pytest.mark.parametrize("config", TINY.values(), ids=TINY.keys())
 
 
+def mlx_lm(module: str) -> Any:
+    """A module of mlx-lm's. To import the first one takes a second, which only the worker of these tests spends."""
+    return importlib.import_module(f"mlx_lm.{module}")
+
+
+def linear_to_lora_layers(*args: Any, **kwargs: Any) -> None:
+    mlx_lm("tuner.utils").linear_to_lora_layers(*args, **kwargs)
+
+
 def built(config: dict[str, Any]) -> Any:
     """The model as mlx-lm loads it, on the CPU."""
     mx.set_default_device(mx.cpu)
-    model_class, arguments = _get_classes(config)
+    model_class, arguments = mlx_lm("utils")._get_classes(config)
     # Building a gemma3 writes into its config.
     model = model_class(arguments.from_dict({key: dict(v) if isinstance(v, dict) else v for key, v in config.items()}))
     if config["model_type"].startswith("gemma3"):
@@ -62,7 +69,7 @@ def test_matrices_are_the_models(config: dict[str, Any]) -> None:
         assert {matrix.name: (matrix.copies, matrix.outputs, matrix.inputs) for matrix in layer.matrices} == {
             name: (*([1] * (3 - module.weight.ndim)), *module.weight.shape)
             for name, module in real.named_modules()
-            if isinstance(module, nn.Linear | SwitchLinear)
+            if isinstance(module, nn.Linear | mlx_lm("models.switch_layers").SwitchLinear)
         }
     outer = dict(model.named_modules())
     for matrix in (shape.architecture.embedding, shape.architecture.head):
