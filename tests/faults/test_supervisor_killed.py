@@ -27,25 +27,20 @@ from engine.run.supervisor_process import adopt_orphans, orphans, request_abort
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
 
 
-def test_the_run_is_adopted_and_succeeds(home: Path, tmp_path: Path) -> None:
+def test_the_run_is_adopted_once_and_succeeds(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
+    assert orphans(home) == []
     kill_and_await(run.supervisor)
     assert adopt_orphans(home) == [run.dir.id]
     assert adopt_orphans(home) == []
+    with pytest.raises(LaunchError, match="already has a supervisor"):
+        supervisor_process.start_supervisor(run.dir, adopt=True)
     run.finish()
     record = run.ended()
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
     started = [event.rank for event in run.events_of(RankLaunched)]
     assert sorted(started) == [0, 1]
-
-
-def test_there_are_never_two(home: Path, tmp_path: Path) -> None:
-    run = start_run(home, tmp_path, script=ring())
-    with pytest.raises(LaunchError, match="already has a supervisor"):
-        supervisor_process.start_supervisor(run.dir, adopt=True)
-    assert orphans(home) == []
-    run.abort(now=True)
 
 
 def test_an_unobserved_end_gets_its_verdict_from_the_exit_records(home: Path, tmp_path: Path) -> None:

@@ -259,10 +259,13 @@ async def test_an_sshd_that_gives_no_session_at_all(bench: Bench) -> None:
 
 
 async def test_programs_that_stay_do_not_keep_commands_waiting(bench: Bench) -> None:
-    transport = bench.to(bench.sshd())
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
     channels = [await transport.open(["cat"]) for _ in range(12)]
+    assert sshd.connections() == 3, "an sshd gives ten sessions, and the two others have connections of their own"
     assert (await transport.run(["true"], timeout_s=10)).code == 0
     assert await asyncio.gather(*(channel.close() for channel in channels)) == [0] * 12
+    await until(lambda: sshd.connections() == 1)
 
 
 async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench: Bench) -> None:

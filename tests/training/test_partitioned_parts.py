@@ -16,14 +16,15 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.events import EventWriter
-from engine.protocol.job import Job
+from engine.protocol.job import Job, JobError
+from engine.protocol.partition import layer_split
 from engine.trainer.collective import Collective, GroupError
 from engine.trainer.data import Batch, DataLoader, Split, load_split
 from engine.trainer.model import files_checksum, load_model
 from engine.trainer.reporting import Reporter
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, State
-from engine.trainer.strategies.pipeline import MessageKind, MessageTag, StageMessages
+from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
 from tests.training.tiny import Tiny, write_weights
@@ -40,6 +41,16 @@ def as_on_the_cpu() -> Any:
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+def test_a_pipeline_of_one_rank_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    job = job_of(tiny, tmp_path, strategy="pipeline")
+    model, tokenizer = load_model(job)
+    loader = DataLoader(
+        load_split(job, "train", tokenizer, lambda _: None), job, [1.0], 0, Reporter(EventWriter(None, 0, 1))
+    )
+    with pytest.raises(JobError, match="needs at least two ranks"):
+        Pipeline(job, model, loader, Collective("ring", 1, 0), layer_split(len(model.layers), [1]))
 
 
 def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def test_the_corrupted_rank_of_three_is_named_and_all_stop(tiny: Tiny, tmp_path:
     for rank in (0, 1):
         end = run.events(rank)[-1]
         assert (end["event"], end["completed"], end["stopped"], end["iteration"]) == ("end", False, True, 6)
+    # Nothing corrupted was written over what was saved when the ranks last agreed.
+    assert [event["iteration"] for event in run.events(0, "checkpoint")] == [3, 3, 6, 6]
+    numbered = sorted(run.adapters.glob("*_adapters.safetensors"))
+    assert [file.name[:7] for file in numbered] == ["0000003", "0000006"]
+    assert numbered[-1].read_bytes() == (run.adapters / "adapters.safetensors").read_bytes()
 
 
 @pytest.mark.slow

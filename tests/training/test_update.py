@@ -374,6 +374,12 @@ def test_settings_that_do_not_fit_are_named(tiny: Tiny, tmp_path: Path, keys: di
         train(tiny, tmp_path, **keys)
 
 
+@pytest.mark.parametrize("what", ["model", "data"])
+def test_a_directory_that_is_not_there_is_named(tiny: Tiny, tmp_path: Path, what: str) -> None:
+    with pytest.raises(JobError, match=f"the {what} /nowhere/{what} is not a directory on this node"):
+        make_job(tiny, tmp_path, **{what: f"/nowhere/{what}"})
+
+
 @pytest.mark.parametrize(
     ("content", "output"),
     [

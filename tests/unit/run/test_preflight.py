@@ -17,7 +17,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.measurements import Calibration, Division, NodeMeasure
 from engine.models import PreflightReport
 from engine.run.preflight import preflight_context, replan, run_preflight
-from engine.run.run_plan import RunPlan
+from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.store.layout import RunDir
 from tests.unit.checks.conftest import make_config
 
@@ -123,9 +123,11 @@ async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
 
 
 async def test_a_run_without_a_node_has_the_plan_of_the_others(run_dir: RunDir, plan: RunPlan, home: Path) -> None:
+    write_plan(run_dir.plan, plan)
     await checked(run_dir, plan, home)
     made = replan(run_dir, plan, {"node0": "worker_consistency: node0 differs"})
     assert training_plan(run_dir)["reason"] == "it is made again without node0"
+    assert read_plan(run_dir.plan) == plan, "what was launched stays as it was"
     document = await checked(run_dir, made, home)
     assert {node["node"]: node["share"] for node in document["nodes"]} == pytest.approx(
         {"node1": 1 / 3, "node2": 2 / 3}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -95,46 +98,103 @@ async def test_a_channel_whose_closing_is_given_up_leaves_no_program(local: Tran
     assert channel.exit_output == ""
 
 
-LEAVES_LATE = "setsid sh -c 'echo up; exec sleep {seconds}' & exec sleep 1000"
-"""A program that asyncio sees leave only some time after it is killed: its output is kept open."""
+class LateLeaver:
+    """A program that asyncio sees leave only when it is let go, though it is killed before: what it has started in a
+    session of its own keeps its output open."""
+
+    def __init__(self, fifo: Path, nonce: str) -> None:
+        os.mkfifo(fifo)
+        self._nonce = nonce
+        self._fifo = os.open(fifo, os.O_RDWR)
+        script = f"setsid sh -c 'echo up; read _ <{fifo}' & exec sleep 1000"
+        self.argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", script, WATCHED]
+
+    async def both_run(self) -> None:
+        async with asyncio.timeout(20):
+            while not {"sleep", "sh -c echo"} <= self._running():
+                await asyncio.sleep(0.01)
+
+    async def is_killed(self) -> None:
+        """Returns when it is, and what it has started runs."""
+        async with asyncio.timeout(20):
+            while self._running() != {"sh -c echo"}:
+                await asyncio.sleep(0.01)
+
+    def let_go(self) -> None:
+        os.write(self._fifo, b"\n")
+
+    def close(self) -> None:
+        """The end of its input lets it go, too."""
+        os.close(self._fifo)
+
+    def _running(self) -> set[str]:
+        commands = [process.command for process in with_nonce(self._nonce)]
+        return {name for name in ("sleep", "sh -c echo") if any(command.startswith(name) for command in commands)}
 
 
-async def test_a_closing_that_is_given_up_ends_when_the_killed_program_has_left(local: Transport, nonce: str) -> None:
-    script = LEAVES_LATE.format(seconds=2)
-    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", script, WATCHED])
+@pytest.fixture
+def late(tmp_path: Path, nonce: str) -> Iterator[LateLeaver]:
+    late = LateLeaver(tmp_path / "fifo", nonce)
+    yield late
+    late.close()
+
+
+async def some_turns() -> None:
+    """Enough for whatever a cancellation ends."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_a_closing_that_is_given_up_ends_when_the_killed_program_has_left(
+    local: Transport, nonce: str, late: LateLeaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.cluster.transport.local._LEAVES_S", 0.1)
+    channel = await local.open(late.argv)
     assert await channel.read(100) == b"up\n"
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.2):
-            await channel.close()
-    await gone(nonce)
+    await late.both_run()
+    closing = asyncio.create_task(channel.close())
+    await late.is_killed()
+    closing.cancel()
+    await some_turns()
+    assert not closing.done()
+    late.let_go()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not with_nonce(nonce)
     assert await channel.close() == -9
 
 
-async def test_a_command_that_is_cancelled_twice_ends_when_it_has_left(local: Transport, nonce: str) -> None:
-    argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", LEAVES_LATE.format(seconds=1), WATCHED]
-    running = asyncio.create_task(local.run(argv, timeout_s=600))
-    while "sleep 1" not in [process.command for process in with_nonce(nonce)]:
-        await asyncio.sleep(0.01)
+async def test_a_command_that_is_cancelled_twice_ends_when_it_has_left(
+    local: Transport, nonce: str, late: LateLeaver
+) -> None:
+    running = asyncio.create_task(local.run(late.argv, timeout_s=600))
+    await late.both_run()
     for _ in range(2):
         running.cancel()
-        await asyncio.sleep(0.05)
+        await some_turns()
+    await late.is_killed()
     assert not running.done()
+    late.let_go()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await gone(nonce)
+    assert not with_nonce(nonce)
 
 
 async def test_a_killed_program_that_does_not_leave_is_not_waited_for_without_end(
-    local: Transport, nonce: str, monkeypatch: pytest.MonkeyPatch
+    local: Transport, nonce: str, late: LateLeaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = LEAVES_LATE.format(seconds=1.5)
-    channel = await local.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sh", "-c", script, WATCHED])
+    channel = await local.open(late.argv)
     assert await channel.read(100) == b"up\n"
-    with monkeypatch.context() as soon, pytest.raises(TimeoutError):
+    with monkeypatch.context() as soon:
         soon.setattr("engine.cluster.transport.local._REAP_LIMIT_S", 0.2)
-        async with asyncio.timeout(0.2):
-            await channel.close()
-    assert with_nonce(nonce)
+        closing = asyncio.create_task(channel.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing}, timeout=20)
+    ended, left = closing.done(), with_nonce(nonce)
+    # Before any assertion: otherwise a closing that still waits would never end.
+    late.let_go()
+    assert ended and closing.cancelled() and left
     assert await channel.close() == -9
 
 

@@ -153,6 +153,11 @@ def test_an_optimizer_peak_does_not_change_the_slope(before: int, each: int, ste
     assert peak_from_probes(probes, 1, before) == probes[0].peak_bytes
 
 
+def test_a_peak_that_does_not_grow_stays_as_it_was_measured() -> None:
+    assert peak_from_probes([probe(1, 100), probe(2, 100)], 8, 200) == 100
+    assert peak_from_probes([probe(1, 100), probe(2, 150)], 8, 200) == 150, "less than the estimate has before batch 1"
+
+
 @pytest.mark.parametrize("probes", [[], [probe(1, 100)], [probe(2, 100), probe(2, 120)]])
 def test_one_batch_is_no_line(probes: list[MemoryProbe]) -> None:
     assert peak_from_probes(probes, 8, 50) is None

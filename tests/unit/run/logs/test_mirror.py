@@ -306,6 +306,7 @@ def test_a_node_file_that_became_shorter_loses_nothing_here(tmp_path: Path) -> N
     following(run_dir, gaps).close()
     assert run_dir.log(0).read_bytes() == b"all of it\n" * 10
     assert "shorter" in gaps[0].problem
+    assert [gap.over for gap in gaps] == [False]
 
 
 def test_a_gap_that_cannot_be_reported_stops_nothing(tmp_path: Path) -> None:
