@@ -1,8 +1,13 @@
-"""Errors that are shown to the user: each has what went wrong, where, why, and what to do."""
+"""Errors that are shown to the user, each with what went wrong, where, why and what to do; and counts in messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+def plural(count: int, noun: str) -> str:
+    """A count in a message: "1 node", "1,200 files"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 class FlightDeckError(Exception):

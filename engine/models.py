@@ -6,7 +6,7 @@ Times on disk are UTC, ISO 8601 with a zone; `*_s` are seconds, `*_bytes` bytes.
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Literal
 
@@ -235,7 +235,7 @@ class PreflightReport(FrozenModel):
     checks: list[CheckResult]
     overall_status: CheckStatus
     overridden: list[str] = Field(default_factory=list)
-    finished_at: datetime
+    finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
 
 class HostKeyOffer(FrozenModel):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from tui.formatting import plural
+from engine.errors import plural
 from tui.state import VIEWS, DeckState
 
 if TYPE_CHECKING:

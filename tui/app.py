@@ -23,6 +23,7 @@ from textual.app import App, SuspendNotSupported
 from textual.events import Event, InputEvent
 from textual.worker import Worker
 
+from engine.errors import plural
 from tui.actions import ACTIONS, Action, Fix, FixCommand, HostKeyFix, fix_for
 from tui.engine_client import (
     BATCH_S,
@@ -34,7 +35,7 @@ from tui.engine_client import (
     RunLaunched,
     TelemetryReceived,
 )
-from tui.formatting import plural, shortened
+from tui.formatting import shortened
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from engine.errors import plural
+
 if TYPE_CHECKING:
     from engine.snapshots import AttemptStatus, RunSnapshot
 
@@ -90,10 +92,6 @@ def bandwidth(bytes_per_s: float | None) -> str:
 def spread(variation: float | None) -> str:
     """A coefficient of variation: "±2 %"."""
     return NOT_MEASURED if variation is None else f"±{variation * 100:.0f} %"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

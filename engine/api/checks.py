@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable
-from datetime import UTC, datetime
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.session import Session, stream
@@ -44,7 +43,6 @@ class ChecksApi:
             checks=ended,
             overall_status=worst(result.status for result in ended),
             overridden=validate_skip([*config.preflight.skip, *skip]),
-            finished_at=datetime.now(UTC),
         )
 
     async def doctor(self) -> list[CheckResult]:

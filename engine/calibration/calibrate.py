@@ -10,6 +10,7 @@ from itertools import pairwise
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
 from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
+from engine.checks.plan_inputs import last_known_facts
 from engine.cluster.staging import HostLayout
 from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError
@@ -48,7 +49,8 @@ async def calibrate(
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
         all_ranks = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
-    facts = _facts(config, (await context.facts()).values(), known)
+    # As the store will have them.
+    facts = last_known_facts(config, await context.facts(), known).values()
     return Calibration(
         cluster=config.cluster.name,
         job=config.job.name,
@@ -72,13 +74,6 @@ async def calibrate(
 def is_complete(calibration: Calibration) -> bool:
     """A complete calibration replaces an earlier one in the store."""
     return all(measure.examples_per_s is not None for measure in calibration.nodes)
-
-
-def _facts(config: Config, now: Iterable[NodeFacts], last: Iterable[NodeFacts]) -> list[NodeFacts]:
-    """As the store will have them: for a node that does not answer, its last known facts."""
-    fresh = {fact.node: fact for fact in now if fact.problem is None}
-    last_seen = {fact.node: fact for fact in last}
-    return [fact for node in config.nodes if (fact := fresh.get(node.name) or last_seen.get(node.name)) is not None]
 
 
 def _notes(config: Config, leftovers: str) -> tuple[str, ...]:

@@ -22,10 +22,6 @@ THIS_MACHINE = agent_client.THIS_MACHINE.name
 _NAMED = 4
 
 
-def _never_skipped(_: Config) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Check:
     """One entry of the registry in `engine.checks.runner`."""
@@ -40,9 +36,9 @@ class Check:
     """Checks that must not have failed, since this one would only repeat their failure less clearly."""
     after: tuple[str, ...] = ()
     """Checks that must have ended, pass or fail, because they may change what this one inspects."""
-    not_applicable: SkipReason = _never_skipped
+    not_applicable: SkipReason = lambda _: None
     """Why the check does not apply to a configuration; None when it does."""
-    switched_off: SkipReason = _never_skipped
+    switched_off: SkipReason = lambda _: None
     """Which setting of a configuration turns it off; None when none does. Recorded in the audit log."""
 
 
@@ -186,10 +182,6 @@ def skip_for_command(config: Config) -> str | None:
 def this_machine(folder: str) -> NodeConfig:
     """The head where it is no node, with a folder as its workdir."""
     return agent_client.THIS_MACHINE.model_copy(update={"workdir": folder})
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def differing_items(items: Mapping[str, str | None], reference: Mapping[str, str | None]) -> list[str]:

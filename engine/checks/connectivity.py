@@ -6,11 +6,11 @@ Checks that depend on this one do not run when it fails.
 
 from __future__ import annotations
 
-from engine.checks.check import THIS_MACHINE, Check, Findings, plural
+from engine.checks.check import THIS_MACHINE, Check, Findings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import FLIGHTDECK
 from engine.config.models import Config, NodeConfig
-from engine.errors import HostKeyUnknown, LaunchError
+from engine.errors import HostKeyUnknown, LaunchError, plural
 from engine.models import CheckResult
 
 NAME = "ssh_connectivity"

@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine.checks.interpreter import Interpreter, probe_interpreter
-from engine.cluster.agent_client import AgentClient
+from engine.cluster.agent_client import AgentClient, value_of
 from engine.cluster.facts import probe_all
 from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, NodeConfig, on_node
-from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.errors import FlightDeckError, NodeUnreachable
 from engine.measurements import Calibration, Division
-from engine.models import FrozenModel, NodeFacts, NoValue
+from engine.models import FrozenModel, NodeFacts
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")
@@ -151,10 +151,3 @@ class CheckContext:
             return await probe_interpreter(self.agent(node))
         except NodeUnreachable as error:
             return Interpreter(problem=str(error))
-
-
-def value_of(outcome: Result | NoValue, node: NodeConfig) -> Result:
-    """Raises LaunchError for an outcome without a value."""
-    if isinstance(outcome, NoValue):
-        raise LaunchError(str(outcome), where=node.name)
-    return outcome

@@ -18,7 +18,7 @@ from engine.checks.fixes import copy_folder
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
-from engine.config.models import Config, NodeConfig
+from engine.config.models import NodeConfig
 from engine.models import CheckResult
 
 NAME = "data_matches"
@@ -151,11 +151,6 @@ def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) 
     return DataFile(path, summary, fault, fix)
 
 
-def _not_applicable(config: Config) -> str | None:
-    """A command brings its own data, but a data quality report still applies."""
-    return skip_for_command(config) if config.job.data_quality_report is None else None
-
-
 CHECK = Check(
     NAME,
     "train, valid and test JSONL: there, readable by mlx-lm, the same on all nodes",
@@ -163,5 +158,6 @@ CHECK = Check(
     time_limit_s=_READ_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=_not_applicable,
+    # A command brings its own data, but a data quality report still applies.
+    not_applicable=lambda config: skip_for_command(config) if config.job.data_quality_report is None else None,
 )

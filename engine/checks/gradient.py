@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,6 +44,7 @@ from engine.launch.start_script import RankProgram, ranks_script, run_start_scri
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV
+from engine.protocol.events import tail
 from engine.protocol.measurements import AllSumResult
 from engine.security.sanitise import last_line, plain
 
@@ -158,7 +159,8 @@ class _AllSum:
         program = LocalProgram(argv, environment={**nonce, **launcher_variables}, newlines=True)
         finished = await program.run(self._limit_s)
         last = _last_line(finished.stderr)
-        messages = {rank: _ssh_output(here, rank) or last for rank in range(len(nodes))}
+        by_ssh = {rank: plain(last_line(tail(ssh_shim.ssh_log_path(here, rank)))) for rank in range(len(nodes))}
+        messages = {rank: printed or last for rank, printed in by_ssh.items()}
         return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), messages
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
@@ -194,14 +196,6 @@ def _last_line(output: bytes) -> str:
     return plain(last_line(output[-_OUTPUT_BYTES:].decode(errors="replace")))
 
 
-def _ssh_output(here: Path, rank: int) -> str:
-    """The last line that ssh itself printed for a rank."""
-    try:
-        return _last_line(ssh_shim.ssh_log_path(here, rank).read_bytes())
-    except OSError:
-        return ""
-
-
 NAME = "gradient_layer"
 _LIMIT_S = START_ALLOWANCE_S + 5 * 60 + 30
 """For the longest all_sum that a configuration allows."""
@@ -219,7 +213,8 @@ ADVICE = (
 async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
-    if unfit := versions.without_mlx(seen, backend):
+    needed = versions.mlx_name(backend)
+    if unfit := [name for name, each in seen.items() if each.mlx is None or needed not in each.backends]:
         why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
         first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])

@@ -8,14 +8,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from engine.checks import connectivity, ports, sync
-from engine.checks.check import Check, Findings, NodeFindings, plural
+from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import MemoryNeed, describe_memory, memory_needs, memory_share, shared_plan
 from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import node_obstacles

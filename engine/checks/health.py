@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 
 from engine.checks import connectivity
-from engine.checks.check import THIS_MACHINE, Check, Findings, NodeFindings, plural
+from engine.checks.check import THIS_MACHINE, Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import BusyProcess, SystemLoad
 from engine.cluster.sensors import mac_gpu_use
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
 
 NAME = "health_check"

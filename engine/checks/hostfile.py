@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.checks import connectivity
-from engine.checks.check import Check, Findings, plural, verdict
-from engine.checks.context import CheckContext, value_of
-from engine.cluster.agent_client import AgentRequest
+from engine.checks.check import Check, Findings, verdict
+from engine.checks.context import CheckContext
+from engine.cluster.agent_client import AgentRequest, value_of
 from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, plural
 from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan

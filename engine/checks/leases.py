@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from engine.checks.context import CheckContext, value_of
-from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
+from engine.checks.context import CheckContext
+from engine.cluster.agent_client import THIS_MACHINE, AgentRequest, value_of
 from engine.cluster.probe_results import LeaseHeld, LeaseReleased
 from engine.cluster.staging import HostLayout, gather_all
 from engine.config.models import NodeConfig

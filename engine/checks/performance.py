@@ -40,10 +40,6 @@ _LIMIT_S = 60.0
 _FIX_LINKS = "check the cables and the network between them"
 
 
-def _switched_off(config: Config) -> str | None:
-    return None if config.calibration.enabled else "switched off: [calibration] enabled = false"
-
-
 @dataclass(frozen=True)
 class CalibrationStatus:
     """The calibration that counts for a launch."""
@@ -188,5 +184,5 @@ CHECK = Check(
     time_limit_s=_LIMIT_S,
     needs=(connectivity.NAME, versions.NAME),
     after=(sync.NAME,),
-    switched_off=_switched_off,
+    switched_off=lambda config: None if config.calibration.enabled else "switched off: [calibration] enabled = false",
 )

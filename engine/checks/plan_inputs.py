@@ -79,7 +79,7 @@ async def collect_plan_inputs(
     hostfile of the manual launch is written below the fleet's home."""
     config, now = context.config, datetime.now(UTC)
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
-    known = _last_known_facts(config, fresh, history.facts)
+    known = last_known_facts(config, fresh, history.facts)
     if context.division is not None:
         # The run's own: its calibration may be of more nodes than it has left.
         calibration, planned, left_out = context.calibration, config, context.division.left_out
@@ -149,10 +149,11 @@ async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanI
     return replace(inputs, examples=examples, examples_source=examples_source)
 
 
-def _last_known_facts(
+def last_known_facts(
     config: Config, fresh: Mapping[str, NodeFacts], history: Iterable[NodeFacts]
 ) -> dict[str, NodeFacts]:
-    """Without nodes that never answered."""
+    """For a node that does not answer now those of `history`; in the configuration's order, without nodes that never
+    answered."""
     last = {(facts.node, facts.host): facts for facts in history}
     found = {}
     for node in config.nodes:

@@ -9,17 +9,12 @@ from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import ProgramLocation
 from engine.cluster.transport.base import quoted
-from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckResult
 from engine.security.identifiers import safe_repr
 
 NAME = "program_present"
 _LIMIT_S = 30.0
-
-
-def _no_command(config: Config) -> str | None:
-    return None if config.job.command else "the job is an mlx-lm training, not a command"
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -65,5 +60,5 @@ CHECK = Check(
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=_no_command,
+    not_applicable=lambda config: None if config.job.command else "the job is an mlx-lm training, not a command",
 )

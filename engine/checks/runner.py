@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from engine.checks import (
     checkpoint,
@@ -108,15 +107,9 @@ async def run_checks(
             tasks.create_task(settle(check), name=f"check {check.name}")
     results = [ended[name].result() for name in checks]
     overall = worst(result.status for result in results)
-    report = PreflightReport(
-        checks=results, overall_status=overall, overridden=overridden, finished_at=datetime.now(UTC)
-    )
+    report = PreflightReport(checks=results, overall_status=overall, overridden=overridden)
     _audit_report(audit, report, [check.name for check in checks.values() if check.not_applicable(context.config)])
     return report
-
-
-def first_failure(report: PreflightReport) -> CheckResult | None:
-    return next((result for result in report.checks if result.status is CheckStatus.FAIL), None)
 
 
 async def _run_check(

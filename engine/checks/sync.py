@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checks import connectivity
-from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, plural, verdict
+from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, verdict
 from engine.checks.context import CheckContext
 from engine.checks.fixes import chained, copy_tree
 from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
 from engine.cluster.transport.base import Completed, quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import InputError
+from engine.errors import InputError, plural
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
 from engine.plan.preflight import sync_not_applicable, sync_switched_off
 from engine.security.paths import state_home, validate_path

@@ -53,11 +53,6 @@ async def planned_backend(context: CheckContext) -> str:
         return "ring"
 
 
-def without_mlx(interpreters: dict[str, Interpreter], backend: str) -> list[str]:
-    """The nodes on which no rank could start, whatever else differs."""
-    return [name for name, each in interpreters.items() if each.mlx is None or mlx_name(backend) not in each.backends]
-
-
 def mlx_name(backend: str) -> str:
     """MLX's name for the backend of a network plan."""
     return _MLX_NAMES.get(backend, backend)

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Mapping
 
 from engine.checks import connectivity, versions
-from engine.checks.check import Check, Findings, NodeFindings, plural
+from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.interpreter import Interpreter
 from engine.cluster.probe_results import StaleProcesses
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
 
 NAME = "worker_layer"

@@ -40,7 +40,7 @@ from engine.protocol.messages import (
 )
 from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import make_private, path_fault
-from engine.security.sanitise import count_or_none, plain
+from engine.security.sanitise import count_or_none, json_object, json_or_none, plain
 from engine.store.layout import node_root
 
 SILENCE_LIMIT_S = 20.0
@@ -373,11 +373,8 @@ class AgentClient:
     async def probe(self, name: str, *arguments: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """Run a probe of engine.node.probes; arguments may begin with `~/`. Raises LaunchError when no agent
         can be started there, NodeUnreachable."""
-        request = await self.start_probe(name, *arguments)
-        try:
+        with contextlib.closing(await self.start_probe(name, *arguments)) as request:
             done = await request.completed(timeout_s)
-        finally:
-            request.close()
         return parse_output(f"the {name} probe", done, result_type, after_s=timeout_s)
 
     async def start_probe(self, name: str, *arguments: str) -> AgentRequest:
@@ -394,14 +391,11 @@ class AgentClient:
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         """Run a program in the user's home; exit code None when the time limit ended it, with all that it started."""
-        request = await self.start_command(argv)
-        try:
+        with contextlib.closing(await self.start_command(argv)) as request:
             completed = await request.completed(timeout_s)
             if completed.code is None:
                 await request.cancel()
             return completed
-        finally:
-            request.close()
 
     async def write(self, folder: PurePath, files: Mapping[str, str | None]) -> None:
         """Put a folder with these files (name -> text, or None for a FIFO) in place, all of it or nothing. Raises
@@ -409,10 +403,8 @@ class AgentClient:
         outcome = await self.probe(
             "write", str(folder), json.dumps(files), result_type=WriteReport, timeout_s=_FILES_LIMIT_S
         )
-        if isinstance(outcome, NoValue):
-            raise LaunchError(str(outcome), where=self.node.name)
-        if outcome.problem is not None:
-            raise OSError(errno.EIO, outcome.problem, str(folder))
+        if (problem := value_of(outcome, self.node).problem) is not None:
+            raise OSError(errno.EIO, problem, str(folder))
 
     async def read_end(self, path: PurePath, size: int) -> bytes:
         """The last `size` bytes of a file; none when there is no such file. Raises LaunchError when no agent can be
@@ -439,6 +431,13 @@ class AgentClient:
     @staticmethod
     def _over(opening: asyncio.Task[AgentSession]) -> bool:
         return opening.cancelled() or opening.exception() is not None or opening.result().why_ended is not None
+
+
+def value_of(outcome: Result | NoValue, node: NodeConfig) -> Result:
+    """Raises LaunchError for an outcome without a value."""
+    if isinstance(outcome, NoValue):
+        raise LaunchError(str(outcome), where=node.name)
+    return outcome
 
 
 class TransportProvider(Protocol):
@@ -518,13 +517,9 @@ class _Start:
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:
-            line = await self._line()
-            try:
-                report = json.loads(line)
-            except (ValueError, RecursionError):
-                # A login shell's start files print what they like.
-                continue
-            if isinstance(report, dict) and report.get("kind") == "bootstrap":
+            # A login shell's start files print what they like.
+            report = json_object(json_or_none(await self._line()))
+            if report.get("kind") == "bootstrap":
                 return report
 
     async def _check_hello(self) -> None:

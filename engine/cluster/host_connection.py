@@ -65,7 +65,6 @@ class RankObservation:
 
 @dataclass(frozen=True)
 class ConnectionState:
-    connected: bool
     silent_s: float
     """Since it last answered; before its first answer, since the connection was started."""
     answered: bool
@@ -117,13 +116,10 @@ class LocalFile:
 
     def read_from(self, offset: int, size: int) -> bytes:
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            with self._path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, offset)
         except FileNotFoundError:
             return b""
-        try:
-            return os.pread(descriptor, size, offset)
-        finally:
-            os.close(descriptor)
 
     def read_whole(self, offset: int, size: int) -> bytes:
         return self.read_from(offset, size)
@@ -276,7 +272,7 @@ class HostConnection:
     def state(self) -> ConnectionState:
         session = self._session
         answered_at = max(self._answered_at, session.received_at) if session is not None else self._answered_at
-        return ConnectionState(session is not None, time.monotonic() - answered_at, self._answered, self._problem)
+        return ConnectionState(time.monotonic() - answered_at, self._answered, self._problem)
 
     def observe(self, rank: int) -> RankObservation:
         return self._observations[rank]
@@ -416,10 +412,8 @@ class HostConnection:
     async def _ask_port_holders(self, session: AgentSession, ports: tuple[int, ...]) -> None:
         with contextlib.suppress(FlightDeckError):
             request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
-            try:
+            with contextlib.closing(request):
                 found = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
-            finally:
-                request.close()
             if found is not None:
                 pairs = zip(ports, found.ports, strict=False)
                 self.port_holders = {port: held.holder for port, held in pairs if held is not None}

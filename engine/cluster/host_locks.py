@@ -35,10 +35,6 @@ class LockHolder(FrozenModel):
     boot_id: str
     since: datetime
 
-    @property
-    def is_alive(self) -> bool:
-        return self.boot_id == boot_id() and alive(self.pid, self.start)
-
 
 def host_key(host: str) -> str:
     """The same for every `[user@]host[:port]` with the same host name and port. Raises InputError."""
@@ -102,7 +98,7 @@ def _holder(descriptor: int) -> LockHolder | None:
         holder = LockHolder.model_validate_json(os.pread(descriptor, _HOLDER_BYTES, 0))
     except (OSError, ValidationError):
         return None
-    return holder if holder.is_alive else None
+    return holder if holder.boot_id == boot_id() and alive(holder.pid, holder.start) else None
 
 
 def _in_use_error(host: str, holder: LockHolder | None) -> NodesInUse:

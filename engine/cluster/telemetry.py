@@ -102,7 +102,7 @@ class _HostStream:
         request = await self.agent.start_probe("telemetry", f"{self.interval_s:g}")
         parser = TelemetryParser()
         patience = max(SILENCE_S, 10 * self.interval_s)
-        try:
+        with contextlib.closing(request):
             while True:
                 line = await request.next_line(patience)
                 if isinstance(line, Late):
@@ -113,8 +113,6 @@ class _HostStream:
                 if values is not None:
                     self.failures = 0
                     self._put(**values)
-        finally:
-            request.close()
 
     def _put(self, **values: Any) -> None:
         for node in self.nodes:

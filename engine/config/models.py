@@ -285,15 +285,11 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
     if chosen == "pipeline" and len(config.nodes) < 2:
         raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
     if layer_split is not None:
-        _check_layer_split(layer_split, chosen, len(config.nodes))
+        what = f"--layer-split {layer_split} is not possible"
+        if chosen != "pipeline":
+            raise InputError(what, why=f"strategy {chosen} does not split layers", todo="use --strategy pipeline")
+        if (accepted := split_form(layer_split, len(config.nodes))) is not None:
+            raise InputError(what, why=f"expected {accepted}")
     kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
     job = config.job.model_copy(update={"strategy": chosen, "layer_split": kept})
     return config.model_copy(update={"job": job})
-
-
-def _check_layer_split(layer_split: str, strategy: Strategy, nodes: int) -> None:
-    what = f"--layer-split {layer_split} is not possible"
-    if strategy != "pipeline":
-        raise InputError(what, why=f"strategy {strategy} does not split layers", todo="use --strategy pipeline")
-    if (accepted := split_form(layer_split, nodes)) is not None:
-        raise InputError(what, why=f"expected {accepted}")

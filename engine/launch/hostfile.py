@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.agent_client import TransportProvider
+from engine.cluster.agent_client import TransportProvider, value_of
 from engine.cluster.probe_results import FreePorts
 from engine.cluster.staging import gather_all, hosts_of
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
-from engine.models import NoValue
 from engine.node.probes.network import bindable
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import write_atomic
@@ -89,6 +88,4 @@ async def _free(fleet: TransportProvider, node: NodeConfig, firsts: Sequence[int
         return {first for first in firsts if all(bindable("", first + offset) for offset in offsets)}
     request = json.dumps({"firsts": list(firsts), "offsets": list(offsets)})
     outcome = await fleet.agent(node).probe("free_ports", request, result_type=FreePorts, timeout_s=_LIMIT_S)
-    if isinstance(outcome, NoValue):
-        raise LaunchError(str(outcome), where=node.name)
-    return set(outcome.free)
+    return set(value_of(outcome, node).free)

@@ -112,21 +112,19 @@ class Keeper:
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid)}")
-        code = self._run_until_exit(program)
+        while (code := program.returncode()) is None:
+            self._wait()
+            self._handle_input(program)
         self._sweep(program)
         if not pump.finish(_DRAIN_S):
             _log("the log's disk did not take the last output in time")
         reserve.write(self._record(code, None))
         return code if code >= 0 else 128 - code
 
-    def _run_until_exit(self, program: RankProcess) -> int:
-        while (code := program.returncode()) is None:
-            self._wait(self._next_deadline())
-            self._handle_input(program)
-        return code
-
-    def _wait(self, deadline: float) -> None:
-        """Wait for a command, a signal or `deadline` (monotonic seconds), and read the FIFO."""
+    def _wait(self) -> None:
+        """Wait for a command, a signal or the next deadline, and read the FIFO."""
+        lease = float("inf") if self._lease_over else self._renewed_at + self._spec.lease_s + 0.01
+        deadline = min(lease, self._term_at, self._kill_at)
         timeout = max(0.0, min(deadline - time.monotonic(), 3600.0))
         ready, _, _ = select.select([self._fifo, self._wake], [], [], timeout)
         if self._wake in ready:
@@ -199,10 +197,6 @@ class Keeper:
         self._term_at = float("inf")
         self._kill_at = now + self._spec.term_grace_s
         program.signal_group(signal.SIGTERM)
-
-    def _next_deadline(self) -> float:
-        lease = float("inf") if self._lease_over else self._renewed_at + self._spec.lease_s + 0.01
-        return min(lease, self._term_at, self._kill_at)
 
     def _sweep(self, program: RankProcess) -> None:
         """Kill what the program left behind: its group, and processes outside it with the rank's environment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from engine.errors import InputError
 from engine.models import FrozenModel
-from engine.security.sanitise import plain
+from engine.security.sanitise import json_object, json_or_none, plain
 
 _LIMIT_BYTES = 4 << 20
 PlainText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
@@ -65,18 +64,10 @@ def read_data_report(path: Path) -> DataReport:
     try:
         return DataReport.model_validate_json(content)
     except (ValidationError, RecursionError) as error:
-        if _poisoned(content):
+        if json_object(json_or_none(content)).get("poisoning_detected") is True:
             # Must not be missed, whatever else is wrong with the report.
             return DataReport(poisoning_detected=True)
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}" if first else "nested too deeply"
         todo = "write JSON with ifd_score, poisoning_detected, overall_ready, recommendations"
         raise InputError("the data report is invalid", where=str(path), why=plain(why, 200), todo=todo) from error
-
-
-def _poisoned(content: bytes) -> bool:
-    try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("poisoning_detected") is True

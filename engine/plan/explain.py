@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.errors import plural
 from engine.plan.document import (
     BatchSection,
     CheckpointSection,
@@ -63,7 +64,7 @@ def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _strategy(section: StrategySection) -> str:
-    text = f"{section.parallelism}, {_count(section.world_size, 'rank')} on {_count(section.nodes, 'machine')}"
+    text = f"{section.parallelism}, {plural(section.world_size, 'rank')} on {plural(section.nodes, 'machine')}"
     if section.layer_split is not None:
         text += f", layers {section.layer_split}"
     if section.bubble is not None:
@@ -90,7 +91,7 @@ def _rate(section: BatchSection) -> str:
     if section.learning_rate is None:
         return ""
     text = f"{section.learning_rate:g} ({section.learning_rate_rule} rule: {section.rule_learning_rate:.2g})"
-    return text + (f", {_count(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
+    return text + (f", {plural(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
 
 
 def _memory(section: MemorySection | Disabled) -> str:
@@ -126,10 +127,6 @@ def _data(plan: TrainingPlan) -> str:
     chunks = plan.coordinator_chunking
     tail = f"; {chunks.num_chunks} chunks of {chunks.chunk_size:,}" if isinstance(chunks, ChunkingSection) else ""
     return f"{size}{plan.data.source}{tail}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _value(values: Mapping[str, Any], key: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.errors import plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.protocol.partition import (
@@ -37,7 +38,7 @@ def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: 
     rationale.explain(
         "strategy.world_size",
         Source.USER,
-        f"one rank per [[node]]: {context.ranks} on {len(set(hosts))} machine{'s' * (len(set(hosts)) != 1)}"
+        f"one rank per [[node]]: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
         + ("; one process drives the GPU of a Mac" if context.platform == "apple" else ""),
     )
     not_launchable = None

@@ -182,16 +182,12 @@ class AttemptRunner:
 
     async def confirm_all(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it is not proved, and for their logs."""
-
-        def waits() -> bool:
-            return bool(self.unconfirmed) or (self._monitor is not None and bool(self._monitor.unsent))
-
-        await self._confirm_while(waits, limit_s)
+        await self._confirm_while(lambda: self.unconfirmed or (self._monitor and self._monitor.unsent), limit_s)
 
     async def abort_recovery(self) -> Verdict:
         """There is nothing to stop but what was fenced, and that is proved, except for nodes that do not answer."""
         self._recorder.append(StopStageReached(stage=StopStage.ASKED))
-        await self._confirm_while(lambda: bool(self.unconfirmed), SILENT_S)
+        await self._confirm_while(lambda: self.unconfirmed, SILENT_S)
         self._recorder.append(StopStageReached(stage=StopStage.UNCONFIRMED if self.unconfirmed else StopStage.STOPPED))
         return self._aborted()
 
@@ -215,7 +211,7 @@ class AttemptRunner:
         """Nothing of a run that is taken up again may be left anywhere. Raises LaunchError."""
         attempt = self._run.history.attempts[-1]
         await self.prove_ended(attempt, self._run.whole_plan.nodes)
-        await self._confirm_while(lambda: bool(self.unconfirmed), _PROOF_LIMIT_S)
+        await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
         if self.unconfirmed:
             where = ", ".join(self.unconfirmed)
             why = "its last attempt is not proved to be gone there"
@@ -341,7 +337,7 @@ class AttemptRunner:
                     connection.send_command(rank, END)
                 self._left_behind.append(CleanupProof(connection))
 
-    async def _confirm_while(self, condition: Callable[[], bool], limit_s: float) -> None:
+    async def _confirm_while(self, condition: Callable[[], object], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while condition() and time.monotonic() < deadline:
             await self.confirm()

@@ -98,9 +98,9 @@ class LineTail:
     """The complete lines that have come since the last call. A torn last line waits for its end, and is read
     anew then: a supervisor that takes over cuts it off."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self.offset = 0
+        self.offset = offset
         """Where the next line begins."""
 
     def lines(self) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 from engine.security.sanitise import finite_or_none
@@ -24,16 +25,8 @@ def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, flo
     first, span = finite[0][0], finite[-1][0] - finite[0][0]
     if span <= 0:
         return _extremes(finite)
-    kept: list[tuple[X, float]] = []
-    column: list[tuple[X, float]] = []
-    number = 0
-    for point in finite:
-        own = min(width - 1, int((point[0] - first) / span * width))
-        if own != number:
-            kept += _extremes(column)
-            column, number = [], own
-        column.append(point)
-    return kept + _extremes(column)
+    columns = groupby(finite, lambda point: min(width - 1, int((point[0] - first) / span * width)))
+    return [point for _, column in columns for point in _extremes(list(column))]
 
 
 def _extremes(column: list[tuple[X, float]]) -> list[tuple[X, float]]:

@@ -10,7 +10,6 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,7 @@ def preflight_verdict(failed: CheckResult) -> Verdict:
 
 
 def _write_report(run_dir: RunDir, checks: Iterable[CheckResult], status: CheckStatus, skip: tuple[str, ...]) -> None:
-    now = datetime.now(UTC)
-    report = PreflightReport(checks=list(checks), overall_status=status, overridden=list(skip), finished_at=now)
+    report = PreflightReport(checks=list(checks), overall_status=status, overridden=list(skip))
     _write(run_dir.preflight, report.model_dump_json(indent=1))
 
 

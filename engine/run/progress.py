@@ -206,10 +206,7 @@ class EventIntake:
         rows = list(LineTail(run_dir.metrics).objects())
         self._written = sum(1 for row in rows if row.get("attempt") == attempt)
         self.latest = functools.reduce(_updated, rows, Figures())
-        self._tails = {}
-        for rank, base in bases.items():
-            self._tails[rank] = LineTail(run_dir.events(rank))
-            self._tails[rank].offset = base
+        self._tails = {rank: LineTail(run_dir.events(rank), base) for rank, base in bases.items()}
 
     @property
     def blocked(self) -> bool:

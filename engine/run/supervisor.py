@@ -21,12 +21,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.checks.runner import first_failure
 from engine.cluster.bundle import node_bundle
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import needs_all_nodes
 from engine.errors import FlightDeckError, LaunchError, StateError
-from engine.models import PreflightReport, Reason, RunState
+from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run.attempt_monitor import TICK_S
@@ -135,9 +134,10 @@ class Supervisor:
             raise Aborted
         self._recorder.change(RunState.PREFLIGHT)
         try:
-            failed = first_failure(await until_abort(self._check(), self._requested_abort))
+            report = await until_abort(self._check(), self._requested_abort)
         except FlightDeckError as error:
             return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
+        failed = next((result for result in report.checks if result.status is CheckStatus.FAIL), None)
         return preflight_verdict(failed) if failed is not None else await self._runner.launch_first(self._checks)
 
     async def _adopt(self) -> Verdict:

@@ -59,9 +59,8 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
         # A command that ends with 0 has done its part, unless another rank was lost because of it.
         faults = [fault for fault in faults if fault.weight is not Weight.EARLY]
     first = faults[0] if faults else None
-    if first is not None and _explains_the_end(first, evidence.trigger):
-        return _of_rank(first, evidence)
-    of_attempt = _of_attempt(evidence)
+    explained = first is not None and _explains_the_end(first, evidence.trigger)
+    of_attempt = None if explained else _of_attempt(evidence)
     if of_attempt is None and first is not None:
         return _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 from tinydb.storages import Storage
 
 from engine.errors import StateError
+from engine.security.sanitise import json_object, json_or_none
 
 WAIT_S = 10.0
 _PAUSE_S = 0.005
@@ -104,11 +105,7 @@ def decode(content: bytes) -> Tables:
 
 
 def _foreign_schema(content: bytes) -> int:
-    try:
-        document = from_json(content)
-    except ValueError:
-        return 0
-    schema = document.get("schema") if isinstance(document, dict) else None
+    schema = json_object(json_or_none(content)).get("schema")
     return schema if isinstance(schema, int) else 0
 
 

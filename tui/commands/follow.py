@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from engine.api import Engine
-from engine.errors import LaunchError
+from engine.errors import LaunchError, plural
 from engine.models import CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, plural, rate, recovery_summary
+from tui.formatting import duration, loss, rate, recovery_summary
 
 POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0

@@ -26,8 +26,9 @@ from engine.api import (
     unique_names,
     write_draft,
 )
+from engine.errors import plural
 from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
-from tui.formatting import plural, table
+from tui.formatting import table
 
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _STDOUT = Path("-")

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import FrameType
 
 from engine.api import Config, Engine, ExitCode, with_strategy
+from engine.errors import plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import StopProgress
 from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
 from tui.commands.terminal import Lines, check_terminal, config_file, is_person, print_json, progress_lines
-from tui.formatting import plural
 
 
 def demo(options: argparse.Namespace, engine: Engine) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
-from engine.errors import InputError
+from engine.errors import InputError, plural
 from engine.models import RunRecord
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
@@ -22,7 +22,6 @@ from tui.formatting import (
     duration,
     loss,
     membership_change,
-    plural,
     rate,
     size,
     table,

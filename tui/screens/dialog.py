@@ -16,7 +16,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 from textual.widgets.button import ButtonVariant
 
-from tui.formatting import plural
+from engine.errors import plural
 from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.plan_summary import hosts, job_rows

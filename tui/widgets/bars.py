@@ -9,8 +9,9 @@ from textual.content import Content
 from textual.events import Click
 from textual.message import Message
 
+from engine.errors import plural
 from tui.actions import Action, bar, label
-from tui.formatting import age, duration, loss, plural, rate
+from tui.formatting import age, duration, loss, rate
 from tui.glyphs import DISABLED, FAIL, MUTED, STALE, STATES, UNKNOWN
 from tui.node_state import away, node_names
 from tui.state import RANK_LIMIT_S, VIEWS, DeckState

@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 
-from tui.formatting import plural
+from engine.errors import plural
 from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList

@@ -8,7 +8,8 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 
-from tui.formatting import duration, loss, plural, rate
+from engine.errors import plural
+from tui.formatting import duration, loss, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList

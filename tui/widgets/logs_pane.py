@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from engine.api import LAUNCHER_SOURCE, LogPattern
-from tui.formatting import plural
+from engine.errors import plural
 from tui.state import DeckState
 from tui.widgets.log_view import REDRAW_S, LogState, LogView
 from tui.widgets.pane import Pane

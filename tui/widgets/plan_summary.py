@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 
 from engine import api
+from engine.errors import plural
 from tui.actions import BY_ID
-from tui.formatting import plural, rate, shortened
+from tui.formatting import rate, shortened
 from tui.glyphs import FAIL, MUTED, WARN, Glyph
 from tui.state import DeckState
 from tui.widgets.shares_pane import shares

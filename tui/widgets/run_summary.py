@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 
 from engine import api
-from tui.formatting import age, attempt_summary, duration, loss, membership_change, plural, rate, recovery_summary, size
+from engine.errors import plural
+from tui.formatting import age, attempt_summary, duration, loss, membership_change, rate, recovery_summary, size
 from tui.glyphs import (
     FAIL,
     MUTED,

@@ -74,12 +74,9 @@ class SourceIndex:
         """Bytes of the log that have been scanned for lines."""
         self.last_at = 0
         """Arrival of the last line, centiseconds."""
-        self._line_begins = True
-        self._mend(log.stat().st_size if log.exists() else 0)
-
-    def begin_line(self) -> None:
+        self.line_begins = True
         """The next byte begins a line, also when the one before it was no newline (a new attempt)."""
-        self._line_begins = True
+        self._mend(log.stat().st_size if log.exists() else 0)
 
     def feed(self, data: bytes, at: int) -> bytes:
         """Enter the lines that begin in `data`, the log's next bytes, arrived at `at` centiseconds. Their records."""
@@ -87,13 +84,13 @@ class SourceIndex:
         ends_line = starts.size > 0 and starts[-1] == len(data)
         if ends_line:
             starts = starts[:-1]
-        if self._line_begins and data:
+        if self.line_begins and data:
             starts = np.concatenate(([0], starts))
         records = np.empty(starts.size, RECORD_TYPE)
         records["place"] = starts.astype(np.uint64) + np.uint64(self._source << OFFSET_BITS | self.scanned)
         records["at"] = at
         self.scanned += len(data)
-        self._line_begins = bool(ends_line) or (self._line_begins and not data)
+        self.line_begins = bool(ends_line) or (self.line_begins and not data)
         if starts.size:
             self.last_at = at
         added = records.tobytes()
@@ -124,7 +121,7 @@ class SourceIndex:
                 self.last_at = int(records["at"][count - 1])
                 with self._log.open("rb", buffering=0) as log:
                     log.seek(self.scanned - 1)
-                    self._line_begins = log.read(1) == b"\n"
+                    self.line_begins = log.read(1) == b"\n"
             if count < records.size:
                 self.file.keep(count)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -134,15 +135,11 @@ class LogIndex:
         return counted
 
     def _first(self, reached: Callable[[IndexEntry], bool]) -> int:
-        low, high = 0, self.count
-        while low < high:
-            middle = (low + high) // 2
-            found = self.entries(middle, middle + 1)
-            if not found or reached(found[0]):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        def is_there(line: int) -> bool:
+            found = self.entries(line, line + 1)
+            return not found or reached(found[0])
+
+        return bisect_left(range(self.count), True, key=is_there)
 
     def _read(self, start: int, stop: int) -> bytes:
         block = self._file.read(HEADER.size + start * RECORD.size, (stop - start) * RECORD.size)

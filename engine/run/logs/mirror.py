@@ -160,7 +160,7 @@ class Mirror:
         self._logs[source] = None if node is None else FileMirror(self._run_dir.log(source), node, base)
         index = self._indices.get(source)
         if index is not None and index.scanned == base:
-            index.begin_line()
+            index.line_begins = True
 
     def follow_events(self, rank: int, node: NodeFile, base: int) -> None:
         """Mirror the events of a rank, likewise; they are not indexed."""

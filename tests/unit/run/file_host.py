@@ -30,7 +30,7 @@ class FileHost(HostConnection):
         super().__init__(node, LocalTransport(), AttemptOnHost(files, "nonce", dict(zip(ranks, names, strict=True))))
         self.left: list[Process] | None = []
         self.commands: list[tuple[int, bytes]] = []
-        self.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
+        self.shown = ConnectionState(silent_s=0.0, answered=True)
 
     @property
     def state(self) -> ConnectionState:

@@ -26,7 +26,7 @@ class Away(FileHost):
         self.silent(0.0, heard=False)
 
     def silent(self, seconds: float, *, heard: bool = True, why: str | None = None) -> None:
-        self.shown = ConnectionState(connected=why is None, silent_s=seconds, answered=heard, problem=why)
+        self.shown = ConnectionState(silent_s=seconds, answered=heard, problem=why)
 
 
 class Watched:
@@ -58,9 +58,9 @@ def test_each_change_is_recorded_once_and_the_head_has_no_condition() -> None:
 
 def test_a_silence_of_this_machines_agent_is_remembered() -> None:
     watched = Watched()
-    watched.head.shown = ConnectionState(connected=False, silent_s=70.0, answered=True)
+    watched.head.shown = ConnectionState(silent_s=70.0, answered=True)
     watched.after(0.0)
-    watched.head.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
+    watched.head.shown = ConnectionState(silent_s=0.0, answered=True)
     watched.after(0.0)
     assert watched.health.silence_s(watched.head) == 70.0
     assert {event.node for event in watched.events} == {"n1"}

@@ -36,13 +36,13 @@ class Host(FileHost):
         self.there = list(left)
 
     def fall_silent(self, seconds: float = 60.0) -> None:
-        self.shown = ConnectionState(connected=False, silent_s=seconds, answered=True, problem="no route")
+        self.shown = ConnectionState(silent_s=seconds, answered=True, problem="no route")
 
     def come_back(self) -> None:
-        self.shown = ConnectionState(connected=True, silent_s=0.0, answered=True)
+        self.shown = ConnectionState(silent_s=0.0, answered=True)
 
     def request_processes(self, *, kill: bool) -> None:
-        self.left = list(self.there) if self.state.connected else None
+        self.left = list(self.there) if self.state.problem is None else None
 
 
 class Ending:
