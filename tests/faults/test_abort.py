@@ -80,6 +80,7 @@ def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:
     assert run.events == events
 
 
+@pytest.mark.slow
 def test_the_stages_are_in_the_journal_with_who_has_answered(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring(), recovery=SHORT_GRACES.model_copy(update={"stop_grace_s": 30.0}))
     run.await_output("step")
@@ -98,6 +99,7 @@ def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_p
     assert run.ended().state is RunState.ABORTED
 
 
+@pytest.mark.slow
 def test_a_suspended_rank(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring(), recovery=DEFAULTS)
     run.await_output("step")

@@ -36,6 +36,7 @@ def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None
     assert run.dir.log(LAUNCHER_SOURCE).stat().st_size < 1000, "what the ranks print does not come through mlx.launch"
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_quoted(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 8: raise ValueError('no such word: raven')"))
     cause = blames_the_right_node(run, Reason.RANK_FAILED)
@@ -49,6 +50,7 @@ def test_a_rank_that_exits_3_under_a_long_traceback(home: Path, tmp_path: Path) 
     assert run.record.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_signal(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")

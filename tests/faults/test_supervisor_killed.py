@@ -130,6 +130,7 @@ def end_all(run: Run) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_abort_that_comes_after_the_last_rank_changes_nothing(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")

@@ -97,6 +97,7 @@ async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Clus
     assert f"there is no rsync on {third.name} (" in (report.nodes[third.name].problem or "")
 
 
+@pytest.mark.slow
 async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:

@@ -11,12 +11,12 @@ import pytest
 from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
 from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
 
-*USUAL, WIDEST = TERMINALS
-SIZES = [*USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)]
+SMALLEST, USUAL, WIDEST = TERMINALS
+SIZES = [SMALLEST, USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)]
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SMALLEST, *(pytest.param(size, marks=pytest.mark.slow) for size in (USUAL, WIDEST))])
 @pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
 def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
     app, reach = scene.open(tmp_path)
