@@ -229,12 +229,13 @@ KILLED = (
     "        number = int(line)\n"
     "        while True:\n"
     "            store.put_run(record(number))\n"
-    "            print(number, flush=True)\n"
+    "            os.write(1, b'%d\\n' % number)\n"
     "            number += 1\n"
     "    os.wait()\n"
     "    print('killed', flush=True)\n"
 )
-"""Forks a writer for each number that it reads, and says when that one is gone: the imports are done once."""
+"""Forks a writer for each number that it reads, and says when that one is gone: the imports are done once. A line is
+written whole or not at all."""
 
 
 def kill_writers(home: Path, times: int) -> None:
