@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from pathlib import Path
 # and those with mlx-lm another second on what transformers finds out anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# In the background of a shell it is ignored, also by whatever the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 IMPORTS = [Path(__file__).parent / "imports"] if "PYTEST_VERSION" in os.environ else []
 """On the path of whatever the tests start, see its sitecustomize; a benchmark measures what a user has."""
 if IMPORTS:
