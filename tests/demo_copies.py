@@ -23,7 +23,7 @@ def made_demo() -> Path:
 
 
 def demo_below(home: Path) -> Path:
-    """`home`, where the demo and the node bundle are ready as if it had been flown from there before."""
+    """`home`, where the demo and the node bundle are ready as if it had been launched from there before."""
     made = made_demo()
     copy = home / "demo" / made.name
     if not copy.exists():

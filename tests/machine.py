@@ -15,7 +15,7 @@ WATCHED = leases.WATCHED[0]
 left behind that nobody watches."""
 
 NONCE = f"nonce-of-a-test-{os.getpid()}"
-"""Of what a test starts without a run. Each process of pytest has its own: others end what carries theirs."""
+"""The nonce of what a test starts without a run. Each process of pytest has its own: others end what carries theirs."""
 
 
 @contextmanager
@@ -24,13 +24,13 @@ def used(folder: Path, *, alone: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     held = _opened(folder / "machine.lock")
     try:
-        # Who comes later waits in the door behind one who wants to be alone, or that would never come to pass.
-        door = _opened(folder / "door.lock")
+        # Later ones wait at the gate behind one that wants to be alone, which would otherwise never have its turn.
+        gate = _opened(folder / "gate.lock")
         try:
-            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         finally:
-            os.close(door)
+            os.close(gate)
         yield
     finally:
         os.close(held)

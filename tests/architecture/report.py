@@ -82,7 +82,7 @@ class Module:
 
     @cached_property
     def docstrings(self) -> list[str]:
-        """Of the module, its classes, functions, and fields."""
+        """The docstrings of the module, its classes, functions, and fields."""
         return [str(ast.literal_eval(node.value)) for node in _texts(self.tree)]
 
     @cached_property
@@ -189,7 +189,7 @@ class Code:
                 waiting.append(name)
         return found
 
-    def connection(self, step: Step, after: Step) -> str | None:
+    def connection(self, step: FlowStep, after: FlowStep) -> str | None:
         """How a step leads to the one after it; None when the code shows no way."""
         one, two = step.module, after.module
         if one == two:
@@ -218,7 +218,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Step:
+class FlowStep:
     path: str
     text: str
 
@@ -227,16 +227,16 @@ class Step:
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def flows(repository: Path) -> dict[str, list[Step]]:
+def flows(repository: Path) -> dict[str, list[FlowStep]]:
     """The numbered flows of docs/architecture.md, by their titles; none in a checkout that has no such document."""
     document = repository / "docs" / "architecture.md"
-    found: dict[str, list[Step]] = {}
+    found: dict[str, list[FlowStep]] = {}
     if not document.exists():
         return found
     chapter = document.read_text(encoding="utf-8").partition("\n## Flows\n")[2].partition("\n## ")[0]
     for part in chapter.split("\n### ")[1:]:
         title, _, body = part.partition("\n")
-        found[title] = [Step(match["path"], match["text"]) for match in map(STEP.match, body.splitlines()) if match]
+        found[title] = [FlowStep(match["path"], match["text"]) for match in map(STEP.match, body.splitlines()) if match]
     return found
 
 

@@ -13,7 +13,7 @@ def imported_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_session_never_imports_mlx_or_a_face() -> None:
+def test_the_session_never_imports_mlx_or_a_frontend() -> None:
     assert not imported_by("import engine.api") & {"mlx", "mlx_lm", "transformers", "textual", "rich", "tui"}
 
 

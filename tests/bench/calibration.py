@@ -44,7 +44,7 @@ from tests.bench.figures import Figure, machine, report
 from tests.cluster import sshd
 from tests.cluster.cluster import Cluster
 from tests.cluster.command import command
-from tests.cluster.flight import DATA, JOB, MODEL, install_demo
+from tests.cluster.demo_job import DATA, JOB, MODEL, install_demo
 from tests.cluster.node import Node
 
 BATCH = 16

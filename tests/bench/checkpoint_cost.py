@@ -42,12 +42,12 @@ ITERATIONS: Final = 500
 BATCH: Final = 4
 ROUNDS: Final = 3
 LIMIT, GOAL = 0.05, 0.01
-"""Of the training's time, blocked."""
+"""Shares of the training's time that may be blocked."""
 
 
 @dataclass
 class Window:
-    """Of one kind, all rounds together."""
+    """The steps of one kind, all rounds together."""
 
     steps: list[float] = field(default_factory=list)
     """Seconds, the saving apart."""

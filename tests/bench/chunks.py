@@ -1,4 +1,4 @@
-"""Whether the memory of the chunked data pipeline is flat: `python -m tests.bench.chunks [SIZE …]`.
+"""Measures that the memory of the chunked data pipeline is flat: `python -m tests.bench.chunks [SIZE …]`.
 
 Streams one epoch of 50 thousand, 500 thousand and 5 million examples, each in a process of its own, through the
 trainer's own reading, ordering, tokenising and batching, with the demo's tokenizer; beside it the same held in memory,
@@ -123,7 +123,7 @@ def tell(epoch: Epoch) -> None:
 
 
 def measure(home: Path, sizes: list[int]) -> bool:
-    """Whether memory is flat from the smallest to the largest; prints the figures as they come."""
+    """True if memory is flat from the smallest to the largest; prints the figures as they come."""
     needed = max(sizes) * BYTES_PER_EXAMPLE
     if shutil.disk_usage(home).free < 2 * needed:
         raise SystemExit(f"{home}: {2 * needed / 1e9:.1f} GB of free disk are needed")

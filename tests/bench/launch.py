@@ -78,7 +78,7 @@ python = "{python}"
 """
 
 
-class Bench:
+class LaunchBench:
     """The cluster, furnished for both launchers."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
@@ -143,7 +143,7 @@ class Bench:
         return _first(_text(output)) - begun, share
 
     def _spent(self, run: RunDir, seconds: float) -> float:
-        """Of a core, by the supervisor and by mlx.launch while there is one."""
+        """Share of a core, by the supervisor and by mlx.launch while there is one."""
         pids = [int(json.loads(run.supervisor.read_text())["pid"])]
         pids += [event.pid for event in read_journal(run.journal) if isinstance(event, LauncherStarted)]
         before, then = {pid: _cpu(pid) for pid in pids}, time.monotonic()
@@ -188,7 +188,7 @@ def figures(rounds: int, folder: Path) -> Iterator[Figure]:
     with Cluster(4) as cluster:
         os.environ["FLIGHTDECK_SSH_CONFIG"] = str(cluster.ssh_config)
         os.environ["FLIGHTDECK_HOME"] = str(folder / "home")
-        bench = Bench(cluster, folder)
+        bench = LaunchBench(cluster, folder)
         # Once for nothing: what is staged and cached on either side is no part of it.
         bench.ours(1)
         stock, ours, direct = [], [], []

@@ -174,7 +174,7 @@ COMBINATIONS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """What was measured of one combination, bytes, beside what was expected."""
 
     combination: Combination
@@ -195,7 +195,7 @@ class Row:
 
     @property
     def probes_error(self) -> float | None:
-        """Of batch 8, from the peaks of batch 1 and 2; None where those are no line."""
+        """The error of batch 8, from the peaks of batch 1 and 2; None where those are no line."""
         probes = [MemoryProbe(batch=batch, peak_bytes=self.peaks[batch]) for batch in BATCHES[:2]]
         predicted = peak_from_probes(probes, BATCHES[-1], self.expected(1).before_bytes)
         return predicted / self.peaks[BATCHES[-1]] - 1 if predicted is not None else None
@@ -211,7 +211,7 @@ class Row:
         )
 
 
-def measure(combination: Combination, tokenizer: Path) -> Row:
+def measure(combination: Combination, tokenizer: Path) -> MemoryRow:
     """Run the step in its own process."""
     with TemporaryDirectory() as name:
         directory = Path(name)
@@ -226,7 +226,7 @@ def measure(combination: Combination, tokenizer: Path) -> Row:
         raise SystemExit(f"{combination.kind}, {combination.name}: {done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
     peaks = {int(batch): peak for batch, peak in answer["peaks"].items()}
-    return Row(combination, answer["trainable"], answer["total"], answer["state"], peaks)
+    return MemoryRow(combination, answer["trainable"], answer["total"], answer["state"], peaks)
 
 
 HEADER = (
@@ -235,7 +235,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: MemoryRow) -> list[str]:
     """One line of the table."""
     combination = row.combination
     line = [
@@ -257,7 +257,7 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def document(rows: Sequence[Row]) -> str:
+def document(rows: Sequence[MemoryRow]) -> str:
     """docs/memory.md."""
     met = sum(row.met for row in rows)
     table = [HEADER, tuple("---" for _ in HEADER), *map(cells, rows)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.bench.figures import Figure, machine, report
 from tests.training import partitioned_cases
-from tests.training.partitioned_cases import Bench, Ran, make_models, relative
+from tests.training.partitioned_cases import PartitionedBench, Ran, make_models, relative
 from tests.training.tiny import make_tiny, write_weights
 
 STEPS: Final = 50
@@ -39,7 +39,7 @@ LOSS, GRADIENT, STATE = 1e-4, 1e-5, 0.6
 LARGE: Final = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def equal(bench: Bench, only: str) -> Iterator[Figure]:
+def equal(bench: PartitionedBench, only: str) -> Iterator[Figure]:
     """Losses and gradients, of the divisions whose title has `only`."""
     alone = bench.run("alone", bench.cases(NAMES, "data", STEPS), 1)
     for title, keys in DIVISIONS.items():
@@ -54,7 +54,7 @@ def equal(bench: Bench, only: str) -> Iterator[Figure]:
             yield Figure(f"{title}, {name}: first gradient", f"{off:.1e} relative", f"< {GRADIENT:g}", off < GRADIENT)
 
 
-def memory_and_time(bench: Bench) -> Iterator[Figure]:
+def memory_and_time(bench: PartitionedBench) -> Iterator[Figure]:
     """On the larger model, against data parallelism on as many ranks."""
     model = bench.home / "models" / "large"
     config = json.loads((bench.models["untied"] / "config.json").read_text()) | LARGE | {"num_hidden_layers": 8}
@@ -92,7 +92,7 @@ def main() -> int:
     with TemporaryDirectory() as directory:
         home = Path(directory)
         tiny = make_tiny(home / "tiny")
-        bench = Bench(tiny, make_models(tiny, home / "models"), home)
+        bench = PartitionedBench(tiny, make_models(tiny, home / "models"), home)
         return report(itertools.chain(() if only else memory_and_time(bench), equal(bench, only)))
 
 

@@ -1,4 +1,4 @@
-"""Whether training in bfloat16 learns what training in float32 learns: `python -m tests.bench.precision`.
+"""Compares what training in bfloat16 and in float32 learns: `python -m tests.bench.precision`.
 
 The demo's model, trained in float32 first so that there is something to fine-tune, then 200 steps at mlx-lm's own
 learning rate by the trainer's own arithmetic, from the same weights (those that bfloat16 can hold) over the same
@@ -36,7 +36,7 @@ VALIDATION: Final = 10
 """Batches."""
 MOVEMENT_LIMIT: Final = 0.05
 LOSS_LIMIT: Final = 0.05
-"""Of the loss that float32 takes off: how far from its curve the other may be, on the mean of the steps."""
+"""Share of the loss that float32 takes off: how far from its curve the other may be, on the mean of the steps."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Clock(TrainingCallback):  # type: ignore[misc]  # mlx-lm has no types
 
 
 def main(config: str, log: Path) -> None:
-    # The only door: what is given to its `run` is replaced there.
+    # The only entry point: what is given to its `run` is replaced there.
     first = os.environ.get("MLX_RANK", "0") == "0"
     lora.get_reporting_callbacks = lambda *_, **__: Clock(log) if first else None
     sys.argv = ["mlx_lm.lora", "--config", config]

@@ -143,7 +143,7 @@ def up(size: int, *, loopback: bool, bare: bool) -> int:
         ready = time.monotonic() - begun
         # Not at the top: this imports the engine's configuration, and the other commands need not wait for that.
         from engine.security.paths import state_home
-        from tests.cluster.flight import install_demo, write_toml
+        from tests.cluster.demo_job import install_demo, write_toml
 
         if not bare:
             install_demo(cluster, state_home())

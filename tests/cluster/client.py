@@ -10,7 +10,7 @@ from tests.cluster import sshd
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """What the client is told of one node: the name and the address (or alias) that it asks for, and where that is."""
 
     name: str
@@ -43,7 +43,7 @@ class Client:
         self.folder.mkdir(mode=0o700)
         return sshd.make_key(self.key, "flightdeck-test-head")
 
-    def write(self, hosts: Iterable[Host]) -> None:
+    def write(self, hosts: Iterable[HostEntry]) -> None:
         """Write known_hosts and ssh_config. A node is reached by its address or its name."""
         known, blocks = [], []
         for host in hosts:

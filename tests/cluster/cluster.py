@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from tests.cluster import disk, network
-from tests.cluster.client import Client, Host
+from tests.cluster.client import Client, HostEntry
 from tests.cluster.detour import Detour
 from tests.cluster.node import Node
 from tests.cluster.registry import Record, Registry
@@ -35,7 +35,7 @@ class Cluster:
 
     registry: ClassVar[Registry] = Registry(Path("/run/flightdeck-cluster"), clear_namespaces)
     isolated: ClassVar[bool] = True
-    """Whether each node has namespaces of its own, and so a network that can fail."""
+    """Each node has namespaces of its own, and so a network that can fail."""
 
     def __init__(self, size: int = 4) -> None:
         self._specs = specs(size)
@@ -158,7 +158,7 @@ class Cluster:
         for node in self.nodes:
             detour = self._detours.get(node.name)
             hosts.append(
-                Host(
+                HostEntry(
                     node.name,
                     node.ssh.split("@")[1],
                     node.user,

@@ -288,6 +288,6 @@ def until(condition: Callable[[], bool], what: str, detail: Callable[[], str], l
 
 
 def _carries(nonce: str, environment: list[bytes]) -> bool:
-    """Whether a process has this nonce, or that of an attempt of its run."""
+    """True if a process has this nonce, or that of an attempt of its run."""
     mark = f"FLIGHTDECK_NONCE={nonce}".encode()
     return any(each == mark or each.startswith(mark + b".") for each in environment)

@@ -192,7 +192,7 @@ class Node(Machine):
         return sshd.config(changes)
 
     def _refused(self) -> bool:
-        """Whether nobody listens on the ssh port, asked from the node itself, where no fault of the network is."""
+        """True if nobody listens on the ssh port, asked from the node itself, where no fault of the network is."""
         listening = self._as_root("ss", "--no-header", "--tcp", "--listening", "--numeric", f"sport = :{self.port}")
         return not listening.strip()
 

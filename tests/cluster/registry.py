@@ -29,7 +29,7 @@ class Record:
 
     @property
     def owned(self) -> bool:
-        """Whether the process that made it still runs."""
+        """True while the process that made it runs."""
         return alive(self.owner, self.owner_start)
 
 

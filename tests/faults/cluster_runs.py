@@ -16,7 +16,7 @@ from engine.protocol.attempt import NodeFiles
 from engine.run import supervisor_process
 from engine.run.events import NodeConditionChanged
 from tests.cluster.cluster import Cluster
-from tests.cluster.flight import DATA, MODEL, install_demo
+from tests.cluster.demo_job import DATA, MODEL, install_demo
 from tests.cluster.node import Node
 from tests.demo_copies import demo_below
 from tests.faults.local_runs import PLANNED, SHORT_GRACES, Run, plan_config, ring

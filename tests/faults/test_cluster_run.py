@@ -30,7 +30,7 @@ def everybody_steps(run: ClusterRun) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["mlx.launch", pytest.param("direct", marks=pytest.mark.slow)])
-def test_four_ranks_come_home(nodes: Cluster, home: Path, launcher: str) -> None:
+def test_four_ranks_succeed(nodes: Cluster, home: Path, launcher: str) -> None:
     run = start_on(nodes, home, ring_config(nodes, launcher=launcher))
     everybody_steps(run)
     run.finish()

@@ -26,7 +26,7 @@ def blames_the_right_node(run: Run, reason: Reason) -> str:
     return record.cause
 
 
-def test_ranks_that_come_home_have_succeeded(home: Path, tmp_path: Path) -> None:
+def test_ranks_that_exit_with_0_have_succeeded(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring("print('x' * 1000)"))
     run.await_output("step 25")
     run.finish()

@@ -213,7 +213,7 @@ def test_a_supervisor_killed_in_the_back_off_is_adopted(home: Path, demo: Config
 
 
 def killed_while(home: Path, demo: Config, condition: Callable[[Run], bool], undisturbed: dict[int, float]) -> Run:
-    """The supervisor is killed when `condition` has come true in a recovery; the next one brings the run home."""
+    """The supervisor is killed when `condition` has come true in a recovery; the next one finishes the run."""
     run = start_config(home, demo)
     await_iteration(run, 5)
     signal_rank(run, 1, signal.SIGKILL)

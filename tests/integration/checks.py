@@ -75,7 +75,7 @@ def unheard(event: str, status: str, context: dict[str, object]) -> None:
 
 
 def assert_nothing_left(node: Node) -> None:
-    """Of a preflight; other tests of the session have left their runs there."""
+    """Nothing of a preflight is left; other tests of the session have left their runs there."""
     assert node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs | grep ^preflight"]).stdout == ""
     left = [process.command for process in node.processes() if "engine." in process.command]
     # The fleet's own agent stays as long as its connection; a probe would be a second process of that name.
@@ -93,9 +93,9 @@ def as_user(cluster: Cluster, line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, check=False)
 
 
-async def run_check_on(look: CheckFunction, config: Config, fleet: Fleet) -> CheckResult:
+async def run_check_on(check: CheckFunction, config: Config, fleet: Fleet) -> CheckResult:
     context = CheckContext(config, fleet)
     try:
-        return await look(context)
+        return await check(context)
     finally:
         await context.close()

@@ -1,4 +1,4 @@
-"""Attempts on the test cluster without a supervisor: places, files, ranks, and what they said."""
+"""Attempts on the test cluster without a supervisor: layouts, files, ranks, and what they printed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plan_of(
     return RunPlan(config=config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
 
 
-class Flown:
+class StartedAttempt:
     """One attempt, launched."""
 
     def __init__(
@@ -100,20 +100,22 @@ class Flown:
         return log
 
 
-async def fly(home: Path, plan: RunPlan, fleet: TransportProvider, wiring: NetworkPlan | None = None) -> Flown:
+async def start_attempt(
+    home: Path, plan: RunPlan, fleet: TransportProvider, network: NetworkPlan | None = None
+) -> StartedAttempt:
     """Launch `plan` with the run's directory below `home`."""
     run_dir = RunDir(home / "runs" / plan.run_id)
     run_dir.path.mkdir(parents=True)
     nodes = plan.config.nodes
-    wiring = wiring or configured_network(nodes)
-    places = await prepare(fleet, nodes)
-    port = await fresh_ports(fleet, nodes, wiring, plan.config.cluster.starting_port)
+    network = network or configured_network(nodes)
+    layouts = await prepare(fleet, nodes)
+    port = await fresh_ports(fleet, nodes, network, plan.config.cluster.starting_port)
     history = RunHistory(plan.record(), NONCE, plan.created_at)
-    attempt = new_attempt(run_dir, plan, history, layouts=places, network=wiring, starting_port=port)
+    attempt = new_attempt(run_dir, plan, history, layouts=layouts, network=network, starting_port=port)
     launched = await launch(run_dir, plan, attempt, fleet)
     if launched.launcher is not None:
         LAUNCHERS.append(launched.launcher)
-    return Flown(run_dir, plan, attempt, launched, fleet)
+    return StartedAttempt(run_dir, plan, attempt, launched, fleet)
 
 
 def write_config(cluster: Cluster, file: Path, *names: str) -> Path:

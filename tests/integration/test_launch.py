@@ -17,7 +17,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.launch import mlx_launch
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.cluster.cluster import Cluster
-from tests.integration.over_ssh import fly, on, plan_of
+from tests.integration.over_ssh import on, plan_of, start_attempt
 
 LAUNCHERS = ["mlx.launch", "direct"]
 RING = """
@@ -44,7 +44,7 @@ async def test_a_launch_that_is_given_up_leaves_no_launcher(
         return launcher
 
     monkeypatch.setattr(mlx_launch, "start", slowly)
-    launching = asyncio.create_task(fly(tmp_path / "home", plan, fleet))
+    launching = asyncio.create_task(start_attempt(tmp_path / "home", plan, fleet))
     await asyncio.to_thread(begun.wait, 30)
     launching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -58,11 +58,11 @@ async def test_ranks_on_hosts_with_other_homes_form_a_ring(
     launcher: str, cluster: Cluster, fleet: Fleet, tmp_path: Path
 ) -> None:
     plan = plan_of(on(cluster, "ana", "bea", "cyd", "dov"), ["python", "-c", RING], launcher=launcher)
-    flown = await fly(tmp_path / "home", plan, fleet)
-    assert flown.launched.start_failures == ()
-    output = [json.loads(await flown.output(rank)) for rank in range(4)]
-    await flown.launcher_left()
-    if flown.launched.launcher is not None:
-        assert flown.run_dir.log(LAUNCHER_SOURCE).read_text() == "", "the launcher has nothing to complain of"
+    started = await start_attempt(tmp_path / "home", plan, fleet)
+    assert started.launched.start_failures == ()
+    output = [json.loads(await started.output(rank)) for rank in range(4)]
+    await started.launcher_left()
+    if started.launched.launcher is not None:
+        assert started.run_dir.log(LAUNCHER_SOURCE).read_text() == "", "the launcher has nothing to complain of"
     assert [each[:3] for each in output] == [[rank, 4, 1111.0] for rank in range(4)]
     assert [each[3]["HOME"] for each in output] == [cluster[name].home for name in ("ana", "bea", "cyd", "dov")]

@@ -23,7 +23,7 @@ from engine.protocol.events import tail
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
-from tests.integration.over_ssh import fly, on, plan_of
+from tests.integration.over_ssh import on, plan_of, start_attempt
 
 LAUNCHERS = ["mlx.launch", "direct"]
 SECRETS = {"HF_TOKEN": "hf_aQ7secret", "WANDB_API_KEY": "wandb-Zx4secret", "MINE": "mine-Kp9secret"}
@@ -41,9 +41,9 @@ async def test_a_secret_reaches_every_rank_and_no_argv(
     nodes = on(cluster, "ana", "bea", "head")
     plan = plan_of(nodes, ["python", "-c", shown], launcher=launcher, env={"MINE": SECRETS["MINE"]})
     with every_argv() as seen:
-        flown = await fly(tmp_path / "home", plan, fleet)
-        output = [await flown.output(rank) for rank in range(3)]
-    await flown.launcher_left()
+        started = await start_attempt(tmp_path / "home", plan, fleet)
+        output = [await started.output(rank) for rank in range(3)]
+    await started.launcher_left()
     assert output == [f"{list(SECRETS.values())}\n"] * 3
     everything = "\n".join(seen)
     # Seen were the launcher, ssh on the head, and the keepers on the nodes.
@@ -51,7 +51,7 @@ async def test_a_secret_reaches_every_rank_and_no_argv(
     assert [word for word in expected if word not in everything] == []
     assert [secret for secret in SECRETS.values() if secret in everything] == []
     for rank, name in ((0, "ana"), (1, "bea")):
-        directory = cluster[name].disk.seen_from_head(str(flown.attempt.files(plan.run_id, rank).directory))
+        directory = cluster[name].disk.seen_from_head(str(started.attempt.files(plan.run_id, rank).directory))
         secretive = [path for path in directory.iterdir() if path.is_file() and b"hf_aQ7" in path.read_bytes()]
         assert {path.name for path in secretive} == {"spec.json", f"rank{rank}.log"}
         assert stat.S_IMODE((directory / "spec.json").stat().st_mode) == 0o600
@@ -63,14 +63,14 @@ def every_argv() -> Iterator[set[str]]:
     """All command lines of this machine, those in its nodes too, that there are while the block runs."""
     seen, over = set[str](), threading.Event()
 
-    def look() -> None:
+    def collect() -> None:
         while not over.is_set():
             for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
                     seen.add((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
             over.wait(0.005)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=collect)
     thread.start()
     try:
         yield seen
@@ -82,11 +82,13 @@ def every_argv() -> Iterator[set[str]]:
 async def test_a_python_that_is_gone_is_told_by_both_launchers(cluster: Cluster, fleet: Fleet, tmp_path: Path) -> None:
     good, bad = on(cluster, "ana", "ana")
     nodes = (good, bad.model_copy(update={"python": "~/gone/python"}))
-    directly = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="direct"), fleet)
+    directly = await start_attempt(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="direct"), fleet)
     (failure,) = directly.launched.start_failures
     assert (failure.rank, failure.code) == (1, 127)
     assert f"{cluster['ana'].home}/gone/python" in failure.message
-    launched = await fly(tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="mlx.launch"), fleet)
+    launched = await start_attempt(
+        tmp_path / "home", plan_of(nodes, ["python", "-c", ""], launcher="mlx.launch"), fleet
+    )
     await launched.launcher_left()
     assert (1, 127) in rank_ends(launched.run_dir.log(LAUNCHER_SOURCE).read_text())
     assert b"gone/python" in await launched.read(1, "rank1.keeper.log")
@@ -99,16 +101,16 @@ async def test_a_node_that_is_lost_while_ranks_are_started_is_told_by_its_rank(
     nodes = on(cluster, "ana", "bea")
     for launcher in LAUNCHERS:
         plan = plan_of(nodes, ["python", "-c", ""], launcher=launcher)
-        flown = await fly(tmp_path / "home", plan, CutAfterFiles(fleet, cluster, "bea"))
-        if flown.launched.launcher is None:
-            assert [failure.rank for failure in flown.launched.start_failures] == [1]
-            assert "bea" in flown.launched.start_failures[0].message
-            assert (await flown.record(0)).error is None
+        started = await start_attempt(tmp_path / "home", plan, CutAfterFiles(fleet, cluster, "bea"))
+        if started.launched.launcher is None:
+            assert [failure.rank for failure in started.launched.start_failures] == [1]
+            assert "bea" in started.launched.start_failures[0].message
+            assert (await started.record(0)).error is None
         else:
-            await flown.launcher_left()
-            log = flown.run_dir.log(LAUNCHER_SOURCE)
+            await started.launcher_left()
+            log = started.run_dir.log(LAUNCHER_SOURCE)
             assert (1, 255) in rank_ends(log.read_text())
-            here = flown.launched.launcher.stdin.parent
+            here = started.launched.launcher.stdin.parent
             assert "Connection refused" in tail(ssh_log_path(here, 1)) and tail(ssh_log_path(here, 0)) == ""
             assert "Connection refused" in log.read_text()
         cluster["bea"].start_sshd()
@@ -152,7 +154,7 @@ async def test_files_that_cannot_be_written_end_the_launch_before_any_rank(
     in_the_way = f"mkdir -p ~/.flightdeck/runs && touch ~/.flightdeck/runs/{plan.run_id}"
     await fleet.to(nodes[1]).run(["/bin/sh", "-c", in_the_way], timeout_s=10)
     with pytest.raises(LaunchError, match="the attempt's files could not be written on cyd1"):
-        await fly(tmp_path / "home", plan, fleet)
+        await start_attempt(tmp_path / "home", plan, fleet)
     assert not list((tmp_path / "home").rglob("launcher.in"))
 
 
@@ -160,9 +162,9 @@ async def test_files_that_cannot_be_written_end_the_launch_before_any_rank(
 async def test_a_talkative_shell_changes_nothing(launcher: str, cluster: Cluster, fleet: Fleet, tmp_path: Path) -> None:
     cluster["bea"].noisy_bashrc()
     plan = plan_of(on(cluster, "bea", "dov"), ["python", "-c", "print('{rank}')"], launcher=launcher)
-    flown = await fly(tmp_path / "home", plan, fleet)
-    assert [await flown.output(rank) for rank in range(2)] == ["0\n", "1\n"]
-    await flown.launcher_left()
+    started = await start_attempt(tmp_path / "home", plan, fleet)
+    assert [await started.output(rank) for rank in range(2)] == ["0\n", "1\n"]
+    await started.launcher_left()
 
 
 async def test_nothing_of_mlx_launch_is_left_in_the_nodes_temporary_folders(
@@ -177,10 +179,10 @@ async def test_nothing_of_mlx_launch_is_left_in_the_nodes_temporary_folders(
     before = temporary_files()
     show = "import os; print(os.environ['MLX_HOSTFILE'], os.environ.get('TMPDIR'))"
     plan = plan_of(on(cluster, "ana", "bea"), ["python", "-c", show], launcher="mlx.launch")
-    flown = await fly(tmp_path / "home", plan, fleet)
-    hostfile, temporary = (await flown.output(0)).split()
-    assert hostfile.startswith(f"{flown.attempt.files(plan.run_id, 0).directory}/tmp/")
+    started = await start_attempt(tmp_path / "home", plan, fleet)
+    hostfile, temporary = (await started.output(0)).split()
+    assert hostfile.startswith(f"{started.attempt.files(plan.run_id, 0).directory}/tmp/")
     assert temporary == "None"
     assert temporary_files() <= before
-    await flown.output(1)
-    await flown.launcher_left()
+    await started.output(1)
+    await started.launcher_left()

@@ -66,6 +66,6 @@ def test_a_new_key_is_accepted_by_whoever_has_seen_it_and_by_nobody_else(
     assert not (home / "known_hosts").exists()
     done = flightdeck(home, "nodes", "--trust", fingerprint, "--json", cwd=studio)
     assert (done.code, f"accepted {fingerprint} for {stranger}" in done.err) == (0, True)
-    look = json.loads(done.out)
-    assert [node["hostname"] for node in look["nodes"]] == ["ana", "bea"]
-    assert look["network"]["backend"] == "ring"
+    reported = json.loads(done.out)
+    assert [node["hostname"] for node in reported["nodes"]] == ["ana", "bea"]
+    assert reported["network"]["backend"] == "ring"

@@ -16,7 +16,7 @@ import pytest
 
 from engine.node.processes import kill_group
 from tests.cluster.cluster import Cluster
-from tests.cluster.flight import flightdeck_toml, install_demo
+from tests.cluster.demo_job import flightdeck_toml, install_demo
 from tests.demo_copies import demo_below
 from tests.tui.commands import environment, flightdeck
 

@@ -64,9 +64,7 @@ async def test_ranks_that_we_start_ourselves_sum_as_exactly(cluster: Cluster, fl
         assert_nothing_left(node)
 
 
-async def test_a_missing_shard_and_a_differing_line_are_mended_by_what_is_pasted(
-    cluster: Cluster, fleet: Fleet
-) -> None:
+async def test_a_missing_shard_and_a_differing_line_are_fixed_by_what_is_pasted(cluster: Cluster, fleet: Fleet) -> None:
     config = config_of(cluster)
     for node in cluster.nodes:
         furnish(node)

@@ -30,11 +30,11 @@ async def pasted(cluster: Cluster, result: CheckResult) -> str:
     return done.stdout
 
 
-async def mended(
-    cluster: Cluster, look: CheckFunction, config: Config, fleet: Fleet, broken: CheckResult
+async def fixed(
+    cluster: Cluster, check: CheckFunction, config: Config, fleet: Fleet, broken: CheckResult
 ) -> CheckResult:
     await pasted(cluster, broken)
-    return await run_check_on(look, config, fleet)
+    return await run_check_on(check, config, fleet)
 
 
 @pytest.mark.usefixtures("patient_checks")
@@ -42,8 +42,8 @@ async def test_four_good_nodes_are_fit_and_ready_and_well(cluster: Cluster, flee
     for node in cluster.nodes:
         furnish(node)
     config = config_of(cluster)
-    for look in (workers.run, hardware.run):
-        result = await run_check_on(look, config, fleet)
+    for check in (workers.run, hardware.run):
+        result = await run_check_on(check, config, fleet)
         assert result.status is CheckStatus.PASS, result
     well = await run_check_on(health.run, config, fleet)
     assert well.status is not CheckStatus.FAIL, well
@@ -63,7 +63,7 @@ async def test_a_rank_of_an_earlier_run_is_named_and_its_fix_ends_it(cluster: Cl
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
     assert set(result.fixes) == {third.name}
     assert "a rank of an earlier run is alive: pid " in result.summary
-    assert (await mended(cluster, workers.run, config, fleet, result)).status is CheckStatus.PASS
+    assert (await fixed(cluster, workers.run, config, fleet, result)).status is CheckStatus.PASS
     assert third.processes("of-an-earlier-run") == []
 
 
@@ -78,7 +78,7 @@ async def test_a_held_port_of_the_ring_is_told_with_its_holder_and_its_fix_frees
     result = await run_check_on(hardware.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, second.name))
     assert f"{second.ip}:{PORT + 1} on {second.name} is held by pid " in result.summary
-    again = await mended(isolated_cluster, hardware.run, config, fleet, result)
+    again = await fixed(isolated_cluster, hardware.run, config, fleet, result)
     await channel.close()
     assert again.status is CheckStatus.PASS, again
 

@@ -11,7 +11,7 @@ from engine.cluster.facts import probe
 from engine.config.load import load_config
 from engine.models import Late
 from tests.cluster.cluster import Cluster
-from tests.cluster.flight import write_toml
+from tests.cluster.demo_job import write_toml
 
 
 async def test_four_nodes_are_known_and_wired(cluster: Cluster, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +35,9 @@ async def test_four_nodes_are_known_and_wired(cluster: Cluster, home: Path, monk
             assert facts.clock_skew_s is not None and abs(facts.clock_skew_s) < 10
         if cluster.isolated:
             unset = tuple(node.model_copy(update={"ips": ()}) for node in config.nodes)
-            wiring = engine.nodes.network_plan(config.model_copy(update={"nodes": unset}), found)
-            assert wiring.backend == "ring"
-            assert [host.ips for host in wiring.hosts] == [(node.ip,) for node in cluster.nodes]
+            network = engine.nodes.network_plan(config.model_copy(update={"nodes": unset}), found)
+            assert network.backend == "ring"
+            assert [host.ips for host in network.hosts] == [(node.ip,) for node in cluster.nodes]
         assert engine.nodes.last_facts(config) == found
     finally:
         await engine.close()

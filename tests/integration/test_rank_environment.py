@@ -11,7 +11,7 @@ import pytest
 from engine.cluster.transport.fleet import Fleet
 from engine.plan.network import NetworkPlan
 from tests.cluster.cluster import Cluster
-from tests.integration.over_ssh import fly, on, plan_of
+from tests.integration.over_ssh import on, plan_of, start_attempt
 from tests.unit.launch.host_layouts import configured_network
 
 DUMP = """
@@ -35,9 +35,9 @@ async def test_both_launchers_give_the_ranks_the_same_environment(
         node.model_copy(update={"rdma": row})
         for node, row in zip(on(cluster, "head", "ana", "ana"), DEVICES, strict=True)
     ]
-    wiring = configured_network(nodes, backend)
-    by_launcher = await under("mlx.launch", nodes, wiring, fleet, tmp_path)
-    directly = await under("direct", nodes, wiring, fleet, tmp_path)
+    network = configured_network(nodes, backend)
+    by_launcher = await under("mlx.launch", nodes, network, fleet, tmp_path)
+    directly = await under("direct", nodes, network, fleet, tmp_path)
     for rank in range(3):
         assert seen(by_launcher[rank]) == seen(directly[rank])
         # Equal, and not because both are empty.
@@ -49,12 +49,12 @@ async def test_both_launchers_give_the_ranks_the_same_environment(
     assert "TMPDIR" not in directly[1][0]
 
 
-async def under(launcher: str, nodes: Any, wiring: NetworkPlan, fleet: Fleet, tmp_path: Path) -> list[Any]:
+async def under(launcher: str, nodes: Any, network: NetworkPlan, fleet: Fleet, tmp_path: Path) -> list[Any]:
     """What each rank has printed."""
     plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000)
-    flown = await fly(tmp_path / "home", plan, fleet, wiring)
-    output = [json.loads(await flown.output(rank)) for rank in range(3)]
-    await flown.launcher_left()
+    started = await start_attempt(tmp_path / "home", plan, fleet, network)
+    output = [json.loads(await started.output(rank)) for rank in range(3)]
+    await started.launcher_left()
     return output
 
 

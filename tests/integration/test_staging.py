@@ -163,11 +163,11 @@ async def test_ports_are_free_on_every_host_that_listens(
     cluster: Cluster, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = on(cluster, *NAMES, "head")
-    wiring = configured_network(nodes)
+    network = configured_network(nodes)
     # One place alone is left to choose from, and on one host somebody is in the way.
     monkeypatch.setattr(hostfile, "LOWEST", 23_000)
     monkeypatch.setattr(hostfile, "HIGHEST", 23_000 + 5 + 2)
-    assert await fresh_ports(fleet, nodes, wiring) in (23_000, 23_001)
+    assert await fresh_ports(fleet, nodes, network) in (23_000, 23_001)
     holder = (
         "import socket,sys; s=socket.socket(); s.bind(('', 23002)); s.listen(); print(1, flush=True); sys.stdin.read()"
     )
@@ -176,10 +176,10 @@ async def test_ports_are_free_on_every_host_that_listens(
     try:
         assert await channel.read(1) == b"1"
         # Rank 1 would listen on 23001 or 23002.
-        assert {await fresh_ports(fleet, nodes, wiring) for _ in range(3)} == {23_000}
+        assert {await fresh_ports(fleet, nodes, network) for _ in range(3)} == {23_000}
         monkeypatch.setattr(hostfile, "LOWEST", 23_001)
         with pytest.raises(LaunchError, match="no 5 consecutive ports are free on all hosts"):
-            await fresh_ports(fleet, nodes, wiring)
-        assert await fresh_ports(fleet, nodes, wiring, 23_002) == 23_002
+            await fresh_ports(fleet, nodes, network)
+        assert await fresh_ports(fleet, nodes, network, 23_002) == 23_002
     finally:
         await channel.close()

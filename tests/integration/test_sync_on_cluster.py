@@ -1,4 +1,4 @@
-"""`flightdeck sync` over real nodes, by rsync, and the checks of files: what is printed mends what was broken."""
+"""`flightdeck sync` over real nodes, by rsync, and the checks of files: what is printed fixes what was broken."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Con
 
 
 @pytest.mark.slow
-async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_mended(
+async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_fixed(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     await synced(project)
@@ -161,14 +161,14 @@ async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: Co
     result = await run_check_on(sync.run, project, fleet)
     assert "cannot be read: permission denied" in result.evidence[cluster.nodes[1].name]
     await paste(cluster, result.fix_command)
-    mended = await run_check_on(sync.run, project, fleet)
-    assert "train.py cannot be read" in mended.evidence[cluster.nodes[1].name], "one after the other"
-    await paste(cluster, mended.fix_command)
+    checked_again = await run_check_on(sync.run, project, fleet)
+    assert "train.py cannot be read" in checked_again.evidence[cluster.nodes[1].name], "one after the other"
+    await paste(cluster, checked_again.fix_command)
     assert "the same" in (await run_check_on(sync.run, project, fleet)).evidence[cluster.nodes[1].name]
 
 
 @pytest.mark.slow
-async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
+async def test_another_script_and_another_tokenizer_are_fixed_by_the_fix(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     await synced(project)
@@ -186,7 +186,7 @@ async def test_another_script_and_another_tokenizer_are_mended_by_the_fix(
         assert (await run_check_on(consistency.run, config, fleet)).status is CheckStatus.PASS
 
 
-async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_fix(
+async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fix(
     cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     program = Path(os.environ["HOME"]) / "project" / "run it.sh"
@@ -201,16 +201,16 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_f
     for node in cluster.nodes:
         furnish(node)
     third.write("~/models/tiny/vocab.json", "{}")
-    looks = (
+    cases = (
         (consistency.run, command, "own.yaml"),
         (consistency.run, project, "model vocab.json"),
     )
-    for look, config, name in looks:
-        result = await run_check_on(look, config, fleet)
+    for check, config, name in cases:
+        result = await run_check_on(check, config, fleet)
         assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
         assert f"{name} is " in result.summary and "missing on most workers" in result.summary
         await paste(cluster, result.fix_command)
-        assert (await run_check_on(look, config, fleet)).status is CheckStatus.PASS
+        assert (await run_check_on(check, config, fleet)).status is CheckStatus.PASS
     assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside') == "1\n"
     shell(third, "mv ~/models/tiny/vocab.json.aside ~/models/tiny/vocab.json")
     another = await run_check_on(model.run, project, fleet)
@@ -220,7 +220,7 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_mended_by_the_f
     assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
 
 
-async def test_a_place_that_cannot_be_written_is_mended_by_the_fix(
+async def test_a_place_that_cannot_be_written_is_fixed_by_the_fix(
     isolated_cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     for node in isolated_cluster.nodes:

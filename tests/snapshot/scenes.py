@@ -14,8 +14,7 @@ from textual.strip import Strip
 
 from engine.models import NodeFacts
 from engine.snapshots import NodeCondition, RunSnapshot
-from tests.tui import fake_engine as situation
-from tests.tui import macs
+from tests.tui import fake_engine, macs
 from tests.tui.conftest import Console
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.app import FlightDeckApp
@@ -35,7 +34,7 @@ Runs = Callable[[], list[RunSnapshot]]
 
 def everything() -> list[RunSnapshot]:
     """A run that goes on and three that have ended."""
-    return [situation.running(), situation.failed(), situation.aborted(), situation.succeeded()]
+    return [fake_engine.running(), fake_engine.failed(), fake_engine.aborted(), fake_engine.succeeded()]
 
 
 def ended() -> list[RunSnapshot]:
@@ -64,13 +63,13 @@ def unreachable() -> list[NodeFacts]:
 
 def divided() -> list[RunSnapshot]:
     """A run that goes on with the shares of a calibration."""
-    return [replace(situation.running(), division=situation.division()), *ended()]
+    return [replace(fake_engine.running(), division=fake_engine.division()), *ended()]
 
 
 def away() -> RunSnapshot:
     """A run whose second node its supervisor cannot reach."""
-    run = situation.running()
-    link = NodeCondition("unreachable", situation.ago(25), "no answer from its agent")
+    run = fake_engine.running()
+    link = NodeCondition("unreachable", fake_engine.ago(25), "no answer from its agent")
     return replace(run, ranks=(run.ranks[0], replace(run.ranks[1], link=link)))
 
 
@@ -110,9 +109,9 @@ class Scene:
     def open(self, home: Path) -> tuple[FlightDeckApp, Callable[[Pilot[None]], Awaitable[None]]]:
         """The app, and what brings it to the scene."""
         engine = FakeEngine(home).add(*self.runs())
-        config = situation.configuration() if self.configured else None
+        config = fake_engine.configuration() if self.configured else None
         if self.calibrated:
-            engine.taken = situation.calibration()
+            engine.taken = fake_engine.calibration()
         if self.studio is not None:
             engine.found, config = self.studio(), macs.configuration()
             engine.values = macs.telemetry()
@@ -149,13 +148,13 @@ PICTURED: Final = (
 
 OTHERS: Final = (
     Scene("not-calibrated", everything, "not measured", ("3",)),
-    Scene("starting", lambda: [situation.starting()], "▶ preflight"),
+    Scene("starting", lambda: [fake_engine.starting()], "▶ preflight"),
     Scene("aborted", ended, "■ aborted", follow="demo-0314-132000"),
     Scene("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),
     Scene("empty-history", list, "no runs yet", ("5",)),
     Scene("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
     Scene("abort", everything, "Abort the run", ("ctrl+x",)),
-    Scene("stopping", lambda: [situation.stopping("term", (0,))], "has left", ("ctrl+x",)),
+    Scene("stopping", lambda: [fake_engine.stopping("term", (0,))], "has left", ("ctrl+x",)),
     Scene("help", everything, "Launch the plan", ("question_mark",)),
     Scene(
         "ring",

@@ -56,7 +56,7 @@ class Sshd:
         return self.host_key
 
     def start(self) -> bool:
-        """Whether it listens: its port may be another's by now."""
+        """True if it listens: its port may be another's by now."""
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         options = {
@@ -132,7 +132,7 @@ class Sshd:
         return [*([self._process.pid] if listener else []), *below]
 
 
-class Bench:
+class SshBench:
     """What a test needs."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.needs import require
-from tests.ssh.bench import Bench
+from tests.ssh.bench import SshBench
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,10 +32,10 @@ def killed_soon(time_to_leave: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest_asyncio.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SshBench]:
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.delenv("FLIGHTDECK_SSH_CONFIG", raising=False)
-    bench = Bench(tmp_path)
+    bench = SshBench(tmp_path)
     yield bench
     await bench.close()

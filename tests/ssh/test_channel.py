@@ -14,19 +14,19 @@ import pytest
 from engine.cluster.transport.base import Channel, Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import NodeUnreachable
-from tests.ssh.bench import Bench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd, until
 
 MEGABYTES = 24
 STREAM = [sys.executable, "-c", f"import sys\nfor n in range({MEGABYTES}): sys.stdout.buffer.write(bytes([n]) * 2**20)"]
 
 
 @pytest.fixture
-def sshd(bench: Bench) -> Sshd:
+def sshd(bench: SshBench) -> Sshd:
     return bench.sshd()
 
 
 @pytest.fixture(params=["ssh", "local"])
-def transport(request: pytest.FixtureRequest, bench: Bench, sshd: Sshd) -> Transport:
+def transport(request: pytest.FixtureRequest, bench: SshBench, sshd: Sshd) -> Transport:
     return bench.to(sshd) if request.param == "ssh" else LocalTransport()
 
 
@@ -63,7 +63,7 @@ async def test_a_big_stream_arrives_as_it_is_at_the_readers_pace(transport: Tran
 
 
 @pytest.mark.usefixtures("killed_soon")
-async def test_a_reader_that_stops_reading_stops_the_program(bench: Bench, sshd: Sshd) -> None:
+async def test_a_reader_that_stops_reading_stops_the_program(bench: SshBench, sshd: Sshd) -> None:
     script = (
         "import sys\nfor n in range(10**9): print(n, 'x' * 60_000, flush=True); print(n, file=sys.stderr, flush=True)"
     )
@@ -80,7 +80,7 @@ async def test_a_reader_that_stops_reading_stops_the_program(bench: Bench, sshd:
 
 
 @pytest.mark.usefixtures("killed_soon")
-async def test_a_writer_waits_for_a_program_that_does_not_read(bench: Bench, sshd: Sshd) -> None:
+async def test_a_writer_waits_for_a_program_that_does_not_read(bench: SshBench, sshd: Sshd) -> None:
     channel = await bench.to(sshd).open(["sleep", "600"])
 
     async def flood() -> None:
@@ -93,7 +93,7 @@ async def test_a_writer_waits_for_a_program_that_does_not_read(bench: Bench, ssh
 
 
 @pytest.mark.usefixtures("killed_soon")
-async def test_a_program_that_does_not_leave_is_ended_with_its_children(bench: Bench, sshd: Sshd) -> None:
+async def test_a_program_that_does_not_leave_is_ended_with_its_children(bench: SshBench, sshd: Sshd) -> None:
     nonce = uuid.uuid4().hex
     script = "trap '' HUP TERM; sleep 600 & while :; do sleep 600; done"
     channel = await bench.to(sshd).open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", script])
@@ -102,7 +102,7 @@ async def test_a_program_that_does_not_leave_is_ended_with_its_children(bench: B
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_a_program_that_says_much_and_is_not_heard_is_closed_at_once(bench: Bench, sshd: Sshd) -> None:
+async def test_a_program_that_says_much_and_is_not_heard_is_closed_at_once(bench: SshBench, sshd: Sshd) -> None:
     channel = await bench.to(sshd).open(["/bin/sh", "-c", "head -c 30000000 /dev/zero; exit 5"])
     assert await channel.close() == 5
 
@@ -121,7 +121,7 @@ async def test_a_program_that_has_left_is_told_to_who_writes(transport: Transpor
 
 
 async def test_a_lost_connection_is_told_at_once_to_who_reads_and_writes(
-    bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 60)
     transport = bench.to(sshd)
@@ -147,7 +147,9 @@ async def test_a_lost_connection_is_told_at_once_to_who_reads_and_writes(
     await again.close()
 
 
-async def test_a_black_hole_is_seen_by_the_keepalive(bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_black_hole_is_seen_by_the_keepalive(
+    bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # 1 s × 3 in place of 5 s × 3.
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 1.0)
     transport = bench.to(sshd)
@@ -166,7 +168,7 @@ async def test_a_black_hole_is_seen_by_the_keepalive(bench: Bench, sshd: Sshd, m
     assert await channel.close() is None
 
 
-async def test_a_quiet_connection_lives_on(bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_connection_lives_on(bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 1.0)
     channel = await bench.to(sshd).open(["cat"])
     # Longer than three keepalives without an answer would take.
@@ -177,7 +179,7 @@ async def test_a_quiet_connection_lives_on(bench: Bench, sshd: Sshd, monkeypatch
 
 
 @pytest.mark.usefixtures("killed_soon")
-async def test_opening_that_is_cancelled_leaves_nothing(bench: Bench, sshd: Sshd) -> None:
+async def test_opening_that_is_cancelled_leaves_nothing(bench: SshBench, sshd: Sshd) -> None:
     transport = bench.to(sshd)
     await transport.run(["true"], timeout_s=10)
     nonce = uuid.uuid4().hex
@@ -191,7 +193,9 @@ async def test_opening_that_is_cancelled_leaves_nothing(bench: Bench, sshd: Sshd
     await until(lambda: not sshd.processes(FLIGHTDECK_NONCE=nonce))
 
 
-async def test_all_programs_share_one_connection_which_is_closed_with_the_transport(bench: Bench, sshd: Sshd) -> None:
+async def test_all_programs_share_one_connection_which_is_closed_with_the_transport(
+    bench: SshBench, sshd: Sshd
+) -> None:
     transport = bench.to(sshd)
     first, second = await asyncio.gather(transport.open(["cat"]), transport.open(["cat"]))
     assert await first.close() == 0
@@ -204,7 +208,7 @@ async def test_all_programs_share_one_connection_which_is_closed_with_the_transp
 
 
 async def test_a_session_that_is_not_opened_in_time_is_not_left_behind(
-    bench: Bench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = bench.to(sshd)
     await transport.run(["true"], timeout_s=10)

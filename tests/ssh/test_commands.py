@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from engine.errors import InputError, NodeUnreachable
-from tests.ssh.bench import Bench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd, until
 
 HOSTILE = [
     "$(id)",
@@ -47,7 +47,7 @@ async def gone(sshd: Sshd, nonce: str) -> None:
     await until(lambda: not sshd.processes(FLIGHTDECK_NONCE=nonce))
 
 
-async def test_streams_code_and_home(bench: Bench) -> None:
+async def test_streams_code_and_home(bench: SshBench) -> None:
     sshd = bench.sshd()
     script = 'cat; pwd; echo "$1"; echo err >&2; exit 3'
     done = await bench.to(sshd).run(["/bin/sh", "-c", script, "sh", "~/x"], timeout_s=10)
@@ -55,7 +55,7 @@ async def test_streams_code_and_home(bench: Bench) -> None:
     assert (done.code, done.stderr) == (3, b"err\n")
 
 
-async def test_arguments_arrive_as_they_are(bench: Bench) -> None:
+async def test_arguments_arrive_as_they_are(bench: SshBench) -> None:
     sshd = bench.sshd()
     program = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
     done = await bench.to(sshd).run([sys.executable, "-c", program, *HOSTILE], timeout_s=10)
@@ -63,12 +63,12 @@ async def test_arguments_arrive_as_they_are(bench: Bench) -> None:
     assert done.stdout.split(b"\0") == [argument.encode(errors="surrogateescape") for argument in expected]
 
 
-async def test_a_signal_is_a_negative_code(bench: Bench) -> None:
+async def test_a_signal_is_a_negative_code(bench: SshBench) -> None:
     done = await bench.to(bench.sshd()).run(["/bin/sh", "-c", "kill -SEGV $$"], timeout_s=10)
     assert done.code == -11
 
 
-async def test_what_is_not_there_is_an_oserror(bench: Bench) -> None:
+async def test_what_is_not_there_is_an_oserror(bench: SshBench) -> None:
     transport = bench.to(bench.sshd())
     for argv in (["/no/python"], ["no-such-tool"], ["-n"]):
         with pytest.raises(FileNotFoundError):
@@ -82,7 +82,7 @@ async def test_what_is_not_there_is_an_oserror(bench: Bench) -> None:
     assert (await transport.run(["echo", "x" * 100_000], timeout_s=10)).stdout == b"x" * 100_000 + b"\n"
 
 
-async def test_noise_of_the_login_shell_is_passed_over(bench: Bench) -> None:
+async def test_noise_of_the_login_shell_is_passed_over(bench: SshBench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("printf 'Welcome! \\377 no newline'; echo warning >&2\n")
     done = await bench.to(sshd).run(["/bin/sh", "-c", "printf ok; printf bad >&2; exit 1"], timeout_s=10)
@@ -91,7 +91,7 @@ async def test_noise_of_the_login_shell_is_passed_over(bench: Bench) -> None:
     assert quiet.exit_output == "why"
 
 
-async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
+async def test_a_login_shell_that_runs_nothing(bench: SshBench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("echo 'This account is closed.' >&2; exit 7\n")
     with pytest.raises(NodeUnreachable) as raised:
@@ -100,7 +100,7 @@ async def test_a_login_shell_that_runs_nothing(bench: Bench) -> None:
     assert (await bench.to(bench.sshd()).run(["true"], timeout_s=10)).code == 0
 
 
-async def test_a_login_shell_cannot_steer_the_terminal_by_its_exit_output(bench: Bench) -> None:
+async def test_a_login_shell_cannot_steer_the_terminal_by_its_exit_output(bench: SshBench) -> None:
     sshd = bench.sshd()
     (sshd.home / ".bashrc").write_text("printf '\\033]0;owned\\007Closed.\\n' >&2; exit 7\n")
     with pytest.raises(NodeUnreachable) as raised:
@@ -109,7 +109,7 @@ async def test_a_login_shell_cannot_steer_the_terminal_by_its_exit_output(bench:
 
 
 async def test_a_program_that_never_stops_talking_is_ended(
-    bench: Bench, nonce: str, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, nonce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
     sshd = bench.sshd()
@@ -118,7 +118,7 @@ async def test_a_program_that_never_stops_talking_is_ended(
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_the_time_limit_ends_the_program_and_all_its_children(bench: Bench, nonce: str) -> None:
+async def test_the_time_limit_ends_the_program_and_all_its_children(bench: SshBench, nonce: str) -> None:
     sshd = bench.sshd()
     began = time.monotonic()
     done = await bench.to(sshd).run(marked(nonce, LEAVES_CHILDREN), timeout_s=0.3)
@@ -127,14 +127,14 @@ async def test_the_time_limit_ends_the_program_and_all_its_children(bench: Bench
     assert time.monotonic() - began < 60
 
 
-async def test_a_program_deaf_to_signals_is_ended(bench: Bench, nonce: str) -> None:
+async def test_a_program_deaf_to_signals_is_ended(bench: SshBench, nonce: str) -> None:
     sshd = bench.sshd()
     deaf = "trap '' HUP TERM INT; while :; do sleep 600; done"
     assert (await bench.to(sshd).run(marked(nonce, deaf), timeout_s=0.3)).code is None
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_a_cancelled_call_ends_the_program_and_all_its_children(bench: Bench, nonce: str) -> None:
+async def test_a_cancelled_call_ends_the_program_and_all_its_children(bench: SshBench, nonce: str) -> None:
     sshd = bench.sshd()
     running = asyncio.create_task(bench.to(sshd).run(marked(nonce, LEAVES_CHILDREN), timeout_s=600))
     await until(lambda: len(sshd.processes(FLIGHTDECK_NONCE=nonce)) == 5)
@@ -144,7 +144,7 @@ async def test_a_cancelled_call_ends_the_program_and_all_its_children(bench: Ben
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench: Bench, nonce: str) -> None:
+async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench: SshBench, nonce: str) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     await transport.run(["true"], timeout_s=10)
@@ -159,7 +159,7 @@ async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(bench:
     await until(lambda: sshd.connections() == 1)
 
 
-async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_be_used(bench: Bench) -> None:
+async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_be_used(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     for number in range(8):
@@ -172,7 +172,7 @@ async def test_a_call_cancelled_while_it_connects_leaves_a_connection_that_can_b
     await until(lambda: sshd.connections() == 1)
 
 
-async def test_a_call_cancelled_while_it_connects_does_not_concern_who_waits_with_it(bench: Bench) -> None:
+async def test_a_call_cancelled_while_it_connects_does_not_concern_who_waits_with_it(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     first, second = [asyncio.create_task(transport.run(["true"], timeout_s=10)) for _ in range(2)]
@@ -184,7 +184,7 @@ async def test_a_call_cancelled_while_it_connects_does_not_concern_who_waits_wit
     assert sshd.connections() == 1
 
 
-async def test_a_transport_that_closes_while_it_connects_tells_who_waits(bench: Bench) -> None:
+async def test_a_transport_that_closes_while_it_connects_tells_who_waits(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     running = asyncio.create_task(transport.run(["true"], timeout_s=10))
@@ -195,7 +195,7 @@ async def test_a_transport_that_closes_while_it_connects_tells_who_waits(bench: 
     await until(lambda: not sshd.connections())
 
 
-async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench: Bench, nonce: str) -> None:
+async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench: SshBench, nonce: str) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     running = asyncio.create_task(transport.run(marked(nonce, "sleep 600; :"), timeout_s=600))
@@ -208,7 +208,7 @@ async def test_what_is_being_ended_is_ended_also_when_the_transport_closes(bench
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
-async def test_a_transport_that_closes_while_programs_start_leaves_no_connection(bench: Bench) -> None:
+async def test_a_transport_that_closes_while_programs_start_leaves_no_connection(bench: SshBench) -> None:
     sshd = bench.sshd()
     for turns in range(1, 8):
         transport = bench.to(sshd)
@@ -222,7 +222,7 @@ async def test_a_transport_that_closes_while_programs_start_leaves_no_connection
     await until(lambda: not sshd.connections())
 
 
-async def test_many_commands_over_one_connection(bench: Bench) -> None:
+async def test_many_commands_over_one_connection(bench: SshBench) -> None:
     sshd = bench.sshd(MaxSessions=40)
     transport = bench.to(sshd)
     done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(40)))
@@ -230,7 +230,7 @@ async def test_many_commands_over_one_connection(bench: Bench) -> None:
     assert sshd.connections() == 1
 
 
-async def test_more_commands_at_once_than_a_connection_has_sessions(bench: Bench) -> None:
+async def test_more_commands_at_once_than_a_connection_has_sessions(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     done = await asyncio.gather(*(transport.run(["echo", str(n)], timeout_s=20) for n in range(30)))
@@ -238,7 +238,7 @@ async def test_more_commands_at_once_than_a_connection_has_sessions(bench: Bench
     await until(lambda: sshd.connections() == 1)
 
 
-async def test_commands_and_programs_that_stay_over_an_sshd_that_gives_one_session(bench: Bench) -> None:
+async def test_commands_and_programs_that_stay_over_an_sshd_that_gives_one_session(bench: SshBench) -> None:
     sshd = bench.sshd(MaxSessions=1)
     transport = bench.to(sshd)
     (sshd.home / "file").write_bytes(b"there")
@@ -251,14 +251,14 @@ async def test_commands_and_programs_that_stay_over_an_sshd_that_gives_one_sessi
     await until(lambda: sshd.connections() == 1)
 
 
-async def test_an_sshd_that_gives_no_session_at_all(bench: Bench) -> None:
+async def test_an_sshd_that_gives_no_session_at_all(bench: SshBench) -> None:
     transport = bench.to(bench.sshd(MaxSessions=0))
     with pytest.raises(NodeUnreachable) as raised:
         await transport.run(["true"], timeout_s=10)
     assert "MaxSessions" in str(raised.value)
 
 
-async def test_programs_that_stay_do_not_keep_commands_waiting(bench: Bench) -> None:
+async def test_programs_that_stay_do_not_keep_commands_waiting(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     channels = [await transport.open(["cat"]) for _ in range(12)]
@@ -268,7 +268,7 @@ async def test_programs_that_stay_do_not_keep_commands_waiting(bench: Bench) -> 
     await until(lambda: sshd.connections() == 1)
 
 
-async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench: Bench) -> None:
+async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     script = ["/bin/sh", "-c", f"echo x >> {sshd.home}/started; sleep 600"]
@@ -281,7 +281,7 @@ async def test_a_command_is_not_started_twice_when_its_connection_is_lost(bench:
     assert (await transport.run(["cat", "~/started"], timeout_s=10)).stdout == b"x\n"
 
 
-async def test_a_connection_that_broke_is_opened_anew_by_the_next_call(bench: Bench) -> None:
+async def test_a_connection_that_broke_is_opened_anew_by_the_next_call(bench: SshBench) -> None:
     sshd = bench.sshd()
     transport = bench.to(sshd)
     for _ in range(3):

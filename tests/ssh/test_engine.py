@@ -12,11 +12,11 @@ from engine.api import Engine
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError
-from tests.ssh.bench import Bench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd, until
 
 
 @pytest.fixture
-def sshd(bench: Bench) -> Sshd:
+def sshd(bench: SshBench) -> Sshd:
     sshd = bench.sshd()
     bench.alias("ana", sshd)
     return sshd
@@ -32,7 +32,7 @@ def ssh(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
 
 
-async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(bench: Bench, sshd: Sshd, config: Config) -> None:
+async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(bench: SshBench, sshd: Sshd, config: Config) -> None:
     engine = Engine(bench.home)
     try:
         done = await engine.nodes.run_on(config, "a", 'echo ~ && false || echo "it\'s $((6 * 7))" >&2; exit 3')
@@ -47,7 +47,7 @@ async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(bench: Bench,
     assert (audited["event_type"], audited["context"]["node"]) == ("command", "a")
 
 
-async def test_a_fix_runs_where_the_python_of_the_agent_is_missing(bench: Bench, sshd: Sshd, config: Config) -> None:
+async def test_a_fix_runs_where_the_python_of_the_agent_is_missing(bench: SshBench, sshd: Sshd, config: Config) -> None:
     (node,) = config.nodes
     without = config.model_copy(update={"nodes": (node.model_copy(update={"python": "/nowhere/python"}),)})
     engine = Engine(bench.home)
@@ -57,7 +57,7 @@ async def test_a_fix_runs_where_the_python_of_the_agent_is_missing(bench: Bench,
         await engine.close()
 
 
-async def test_a_fix_that_is_given_up_ends_on_the_node(bench: Bench, sshd: Sshd, config: Config) -> None:
+async def test_a_fix_that_is_given_up_ends_on_the_node(bench: SshBench, sshd: Sshd, config: Config) -> None:
     engine = Engine(bench.home)
     try:
         assert (await engine.nodes.run_on(config, "a", "sleep 600 & sleep 600", timeout_s=0.5)).code is None
@@ -66,14 +66,14 @@ async def test_a_fix_that_is_given_up_ends_on_the_node(bench: Bench, sshd: Sshd,
         await engine.close()
 
 
-async def test_a_shell_goes_where_the_connections_go(bench: Bench, sshd: Sshd, config: Config) -> None:
+async def test_a_shell_goes_where_the_connections_go(bench: SshBench, sshd: Sshd, config: Config) -> None:
     argv = Engine(bench.home).nodes.shell_argv(config, "a")
     assert argv[:2] == ["ssh", "-t"]
     output = await asyncio.to_thread(ssh, *argv, "pwd")
     assert output.stdout == f"{sshd.home}\n", output.stderr
 
 
-async def test_openssh_reads_the_same_configuration_and_checks_the_same_keys(bench: Bench, sshd: Sshd) -> None:
+async def test_openssh_reads_the_same_configuration_and_checks_the_same_keys(bench: SshBench, sshd: Sshd) -> None:
     bench.configure("Host ana\n    RemoteCommand tmux attach\n    RequestTTY force\n    UserKnownHostsFile /dev/null")
     file = bench.folder / "ssh_config"
     write_openssh_config(file, bench.home)

@@ -1,4 +1,4 @@
-"""Who logs in where, by which way: as ~/.ssh/config says. What goes wrong is said with its cause and its cure."""
+"""Who logs in where, by which way: as ~/.ssh/config says. What goes wrong is reported with its cause and its fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.cluster.transport.ssh import ConnectionLimiter, connection
 from engine.cluster.transport.ssh.transport import SshTransport
 from engine.errors import HostKeyUnknown, InputError, LoginRefused, NodeUnreachable
 from engine.security.identifiers import SshTarget
-from tests.ssh.bench import LOOPBACK, Bench, Sshd, public, until
+from tests.ssh.bench import LOOPBACK, SshBench, Sshd, public, until
 
 FREE = "1"
 """A port of loopback on which nobody listens."""
@@ -39,14 +39,14 @@ async def reached(transport: SshTransport) -> Path:
     return Path((await transport.run(["pwd"], timeout_s=20)).stdout.decode().strip())
 
 
-async def test_host_port_user_and_key_come_from_the_configuration(bench: Bench) -> None:
+async def test_host_port_user_and_key_come_from_the_configuration(bench: SshBench) -> None:
     sshd = bench.sshd()
     bench.alias("ana", sshd, f"User {getpass.getuser()}")
     assert await reached(bench.to("ana")) == sshd.home
 
 
 async def test_the_configuration_of_the_environment_is_used_in_place_of_the_users(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd, other = bench.sshd(), bench.sshd()
     bench.alias("ana", other)
@@ -56,7 +56,7 @@ async def test_the_configuration_of_the_environment_is_used_in_place_of_the_user
     assert await reached(bench.to("ana")) == sshd.home
 
 
-async def test_what_people_set_for_their_own_shells_changes_nothing(bench: Bench) -> None:
+async def test_what_people_set_for_their_own_shells_changes_nothing(bench: SshBench) -> None:
     sshd = bench.sshd()
     options = "RequestTTY force|RemoteCommand tmux attach|UseKeychain yes|AddKeysToAgent yes|SendEnv LANG"
     bench.alias("ana", sshd, *options.split("|"))
@@ -64,14 +64,14 @@ async def test_what_people_set_for_their_own_shells_changes_nothing(bench: Bench
     assert done.stdout == b"a\nb"
 
 
-async def test_a_broken_configuration_is_named(bench: Bench) -> None:
+async def test_a_broken_configuration_is_named(bench: SshBench) -> None:
     bench.configure("Host *\n    Port many")
     error = await login_error(bench.to("ana"))
     assert "configuration" in str(error)
     assert f"{bench.config} line 2" in str(error)
 
 
-async def test_jump_hosts_are_gone_over_with_host_keys_checked_on_the_way(bench: Bench) -> None:
+async def test_jump_hosts_are_gone_over_with_host_keys_checked_on_the_way(bench: SshBench) -> None:
     first, second, last = bench.sshd(), bench.sshd(known=False), bench.sshd()
     bench.alias("first", first)
     bench.alias("second", second)
@@ -92,7 +92,7 @@ async def test_jump_hosts_are_gone_over_with_host_keys_checked_on_the_way(bench:
     await until(lambda: not any(sshd.connections() for sshd in (first, second, last)))
 
 
-async def test_a_jump_host_for_all_hosts_is_not_its_own(bench: Bench) -> None:
+async def test_a_jump_host_for_all_hosts_is_not_its_own(bench: SshBench) -> None:
     bastion, sshd = bench.sshd(), bench.sshd()
     bench.configure("Host *\n    ProxyJump bastion")
     bench.alias("bastion", bastion)
@@ -100,7 +100,7 @@ async def test_a_jump_host_for_all_hosts_is_not_its_own(bench: Bench) -> None:
     assert await reached(bench.to("ana")) == sshd.home
 
 
-async def test_a_node_that_its_jump_host_cannot_reach(bench: Bench) -> None:
+async def test_a_node_that_its_jump_host_cannot_reach(bench: SshBench) -> None:
     bastion = bench.sshd()
     bench.alias("bastion", bastion)
     bench.configure(f"Host ana\n    HostName {LOOPBACK}\n    Port {FREE}\n    ProxyJump bastion")
@@ -108,7 +108,7 @@ async def test_a_node_that_its_jump_host_cannot_reach(bench: Bench) -> None:
     assert str(error).startswith("ana: cannot be reached from its jump host: Connection refused")
 
 
-async def test_a_hostile_jump_host_is_no_host(bench: Bench) -> None:
+async def test_a_hostile_jump_host_is_no_host(bench: SshBench) -> None:
     bench.configure("Host ana\n    ProxyJump -oProxyCommand=id")
     assert "ProxyJump names no host" in str(await login_error(bench.to("ana")))
 
@@ -132,7 +132,9 @@ def lock(key: Path) -> None:
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
 
 
-async def test_a_key_that_only_the_agent_holds_opens(bench: Bench, agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_only_the_agent_holds_opens(
+    bench: SshBench, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sshd = bench.sshd()
     for number in range(6):
         bench.new_key(bench.folder / f"other{number}")
@@ -144,7 +146,7 @@ async def test_a_key_that_only_the_agent_holds_opens(bench: Bench, agent: str, m
     assert await reached(bench.to(sshd)) == sshd.home
 
 
-async def test_keys_that_are_refused_are_named(bench: Bench, agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_that_are_refused_are_named(bench: SshBench, agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sshd = bench.sshd()
     bench.authorized.write_text("")
     bench.new_key(bench.folder / "spare")
@@ -158,7 +160,7 @@ async def test_keys_that_are_refused_are_named(bench: Bench, agent: str, monkeyp
 
 
 async def test_more_keys_than_an_sshd_lets_anyone_try(
-    bench: Bench, agent: str, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd = bench.sshd(MaxAuthTries=2)
     for number in range(4):
@@ -172,7 +174,7 @@ async def test_more_keys_than_an_sshd_lets_anyone_try(
     assert "IdentitiesOnly" in str(error)
 
 
-async def test_a_login_without_any_key(bench: Bench) -> None:
+async def test_a_login_without_any_key(bench: SshBench) -> None:
     sshd = bench.sshd()
     bench.config.write_text("")
     error = await login_error(bench.to(sshd))
@@ -180,7 +182,7 @@ async def test_a_login_without_any_key(bench: Bench) -> None:
     assert "ssh-keygen" in str(error)
 
 
-async def test_a_private_key_that_others_can_read_is_refused_before_anything_is_connected(bench: Bench) -> None:
+async def test_a_private_key_that_others_can_read_is_refused_before_anything_is_connected(bench: SshBench) -> None:
     bench.key_file.chmod(0o644)
     with socket.create_server((LOOPBACK, 0)) as nobody:
         error = await login_error(bench.to(f"{LOOPBACK}:{nobody.getsockname()[1]}"))
@@ -191,7 +193,7 @@ async def test_a_private_key_that_others_can_read_is_refused_before_anything_is_
 
 
 async def test_a_public_key_as_identity_names_the_agents_key(
-    bench: Bench, agent: str, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd = bench.sshd()
     into_agent(agent, bench.key_file)
@@ -200,7 +202,7 @@ async def test_a_public_key_as_identity_names_the_agents_key(
     assert await reached(bench.to(sshd)) == sshd.home
 
 
-async def test_a_user_certificate_beside_the_key_opens(bench: Bench) -> None:
+async def test_a_user_certificate_beside_the_key_opens(bench: SshBench) -> None:
     authority = asyncssh.generate_private_key("ssh-ed25519")
     bench.authorized.write_text("")
     (bench.folder / "ca.pub").write_text(public(authority) + "\n")
@@ -210,24 +212,26 @@ async def test_a_user_certificate_beside_the_key_opens(bench: Bench) -> None:
     assert await reached(bench.to(sshd)) == sshd.home
 
 
-async def test_nobody_listens(bench: Bench) -> None:
+async def test_nobody_listens(bench: SshBench) -> None:
     error = await login_error(bench.to(f"{LOOPBACK}:{FREE}"))
     assert str(error).endswith("cannot be reached: connection refused (is Remote Login (sshd) on there?)")
 
 
-async def test_a_name_that_nobody_knows(bench: Bench) -> None:
+async def test_a_name_that_nobody_knows(bench: SshBench) -> None:
     error = await login_error(bench.to("no-such-host.invalid"))
     assert "its name is not known here" in str(error)
 
 
-async def test_a_node_that_takes_the_connection_and_says_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_takes_the_connection_and_says_nothing(
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
         error = await login_error(bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}"))
     assert "no answer within" in str(error)
 
 
-async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> None:
+async def test_whoever_answers_there_cannot_steer_the_terminal(bench: SshBench) -> None:
     """Anybody at that address can say why it hangs up, long before a host key is shown."""
     reason = "\033]0;owned\a\033[31mbye\rnot now\nnor later\u009b2J\u202e".encode()
 
@@ -247,7 +251,7 @@ async def test_whoever_answers_there_cannot_steer_the_terminal(bench: Bench) -> 
 
 
 async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One after the other they would need 18 s.
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 1.5)
@@ -258,7 +262,7 @@ async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     assert len(errors) == 12
 
 
-async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: Bench) -> None:
+async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: SshBench) -> None:
     sshd = bench.sshd(MaxStartups="8:30:10")
     names = [f"node{number}" for number in range(50)]
     for name in names:
@@ -270,7 +274,7 @@ async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: Benc
 
 
 async def test_waiting_for_the_limiter_takes_nothing_from_the_time_to_connect(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, dropped = 0.0, 0
 
@@ -296,7 +300,7 @@ async def test_waiting_for_the_limiter_takes_nothing_from_the_time_to_connect(
     assert dropped == connection._TRIES
 
 
-async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: SshBench, monkeypatch: pytest.MonkeyPatch) -> None:
     # A slow login of one keeps the others out for longer.
     monkeypatch.setattr("engine.cluster.transport.ssh.connection._TRIES", 10)
     monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 120)
@@ -316,7 +320,7 @@ def test_hostile_hosts_are_refused_before_there_is_a_way(host: str) -> None:
         Fleet((), Path("/nonexistent")).reach(host)
 
 
-async def test_what_a_hostile_server_says_of_why_is_plain_and_short(bench: Bench) -> None:
+async def test_what_a_hostile_server_says_of_why_is_plain_and_short(bench: SshBench) -> None:
     class Hostile(asyncssh.SSHServer):
         def begin_auth(self, username: str) -> bool:
             raise asyncssh.DisconnectError(2, "\x1b]0;owned\x07\x1b[2J\nana: all is well\u202e " + "x" * 30_000)

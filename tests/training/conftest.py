@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from tests.training.partitioned_cases import CASES, MORE, Bench, Ran, make_models
+from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, Ran, make_models
 from tests.training.tiny import Tiny, make_tiny
 
 
@@ -28,18 +28,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def bench(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> PartitionedBench:
     """Models for the partitioned strategies."""
     home = tmp_path_factory.mktemp("divided")
-    return Bench(tiny, make_models(tiny, home / "models"), home)
+    return PartitionedBench(tiny, make_models(tiny, home / "models"), home)
 
 
 @pytest.fixture(scope="session")
-def one_process(bench: Bench) -> dict[str, Ran]:
+def one_process(bench: PartitionedBench) -> dict[str, Ran]:
     """What one process makes of the cases that every run of the tests has."""
     return bench.run("alone", bench.cases(CASES, "data", 4), 1)
 
 
 @pytest.fixture(scope="session")
-def one_process_more(bench: Bench) -> dict[str, Ran]:
+def one_process_more(bench: PartitionedBench) -> dict[str, Ran]:
     return bench.run("alone more", bench.cases(MORE, "data", 4), 1)

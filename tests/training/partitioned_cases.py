@@ -40,7 +40,7 @@ class Ran:
         return losses
 
     def gradients(self) -> dict[str, mx.array]:
-        """Of the first update, from all ranks together."""
+        """The gradients of the first update, from all ranks together."""
         return self._arrays(*(f"gradients.{rank}" for rank in range(len(self.ranks))))
 
     def trained_weights(self) -> dict[str, mx.array]:
@@ -101,11 +101,11 @@ class Case:
 
     model: str = "untied"
     keys: dict[str, Any] = field(default_factory=dict)
-    """Of the job."""
+    """Keys of the job."""
     embeddings: bool = False
-    """Whether the embeddings are trained whole as well."""
+    """The embeddings are trained whole as well."""
     tolerance: float = 1e-4
-    """Of losses."""
+    """Relative, of the losses."""
     gradients: float = 1e-5
     """Relative, of the first update."""
 
@@ -172,7 +172,7 @@ def _quantized(source: Path, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Bench:
+class PartitionedBench:
     """Where the models and what one process made of them are."""
 
     tiny: Tiny

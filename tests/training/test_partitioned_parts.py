@@ -85,7 +85,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(norm, rel=0.02)
 
 
-class Wire:
+class Loopback:
     """A collective's messages, between two threads."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Wire:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_a_message_arrives_as_it_was_sent(dtype: mx.Dtype) -> None:
-    messages = StageMessages(Wire())  # type: ignore[arg-type]
+    messages = StageMessages(Loopback())  # type: ignore[arg-type]
     array = mx.random.normal((2, 5, 8)).astype(dtype)
     tag = MessageTag(MessageKind.HIDDEN, 3, 1)
     messages.send(1, tag, array)
@@ -125,7 +125,7 @@ def test_a_message_arrives_as_it_was_sent(dtype: mx.Dtype) -> None:
     ],
 )
 def test_an_unexpected_message_is_never_taken_for_another(tag: MessageTag, rows: tuple[int, int], message: str) -> None:
-    messages = StageMessages(Wire())  # type: ignore[arg-type]
+    messages = StageMessages(Loopback())  # type: ignore[arg-type]
     messages.send(1, MessageTag(MessageKind.HIDDEN, 3, 1), mx.zeros((2, 5, 8)))
     with pytest.raises(GroupError, match="rank 0 sent hidden of batch 3, micro-batch 1, 2 x 5 x 8") as caught:
         messages.receive(0, tag, rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.partitioned_cases import CASES, MORE, Bench, compare
+from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, compare
 
 pytestmark = pytest.mark.busy
 
@@ -14,7 +14,7 @@ STEPS = 50
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench) -> Any:
+def run(bench: PartitionedBench) -> Any:
     return bench.run("pipeline", bench.cases(CASES, "pipeline", 4, split="0-1,1-3"), 2)
 
 
@@ -36,7 +36,7 @@ def test_a_stage_holds_and_reads_only_its_own_layers(one_process: Any, run: Any)
 @pytest.mark.parametrize(
     ("split", "names"), [("0-1,1-3", ("full", "tied")), ("0-2,2-3", ("full",)), ("0-1,1-2,2-3", tuple(CASES))]
 )
-def test_fifty_steps(split: str, names: tuple[str, ...], bench: Bench) -> None:
+def test_fifty_steps(split: str, names: tuple[str, ...], bench: PartitionedBench) -> None:
     alone = bench.run(f"alone for {split}", bench.cases(names, "data", STEPS), 1)
     ran = bench.run(f"pipeline {split}", bench.cases(names, "pipeline", STEPS, split=split), split.count(",") + 1)
     for name in names:
@@ -44,7 +44,7 @@ def test_fifty_steps(split: str, names: tuple[str, ...], bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_every_precision_optimizer_and_kind_of_fine_tuning(bench: Bench, one_process_more: Any) -> None:
+def test_every_precision_optimizer_and_kind_of_fine_tuning(bench: PartitionedBench, one_process_more: Any) -> None:
     ran = bench.run("pipeline more", bench.cases(MORE, "pipeline", 4, split="0-2,2-3"), 2)
     for name in MORE:
         compare(name, one_process_more[name], ran[name])

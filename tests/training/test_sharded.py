@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from engine.trainer.collective import Collective
 from engine.trainer.strategies.sharded import Shards, assign_owners
 from tests.training import kinds
-from tests.training.partitioned_cases import CASES, MORE, Bench, compare
+from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, compare
 
 pytestmark = pytest.mark.busy
 
@@ -21,7 +21,7 @@ STEPS = 50
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench) -> Any:
+def run(bench: PartitionedBench) -> Any:
     return bench.run("sharded", bench.cases(CASES, "sharded", 4, shares=[3.0, 1.0]), 2)
 
 
@@ -41,7 +41,7 @@ def test_a_rank_holds_and_reads_its_part_alone(one_process: Any, run: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "names"), [(2, ("full", "tied")), (3, tuple(CASES))])
-def test_fifty_steps(ranks: int, names: tuple[str, ...], bench: Bench) -> None:
+def test_fifty_steps(ranks: int, names: tuple[str, ...], bench: PartitionedBench) -> None:
     alone = bench.run(f"alone for sharded {ranks}", bench.cases(names, "data", STEPS), 1)
     ran = bench.run(f"sharded {ranks}", bench.cases(names, "sharded", STEPS), ranks)
     for name in names:
@@ -49,7 +49,7 @@ def test_fifty_steps(ranks: int, names: tuple[str, ...], bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_every_precision_optimizer_and_kind_of_fine_tuning(bench: Bench, one_process_more: Any) -> None:
+def test_every_precision_optimizer_and_kind_of_fine_tuning(bench: PartitionedBench, one_process_more: Any) -> None:
     ran = bench.run("sharded more", bench.cases(MORE, "sharded", 4), 2)
     for name in MORE:
         compare(name, one_process_more[name], ran[name])

@@ -75,7 +75,7 @@ def test_a_probe_measures_state_and_peak_at_the_full_length(tiny: Tiny, tmp_path
     assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.25)
 
 
-class Paced:
+class FixedTimes:
     """Steps that take what a formula says, on a clock of its own."""
 
     def __init__(self, overhead_s: float, per_example_s: float | Iterator[float]) -> None:
@@ -92,7 +92,7 @@ class Paced:
         return seconds, batch_size * 10
 
 
-def measured(paced: Paced, batch: int, seconds: float) -> MeasureReport:
+def measured(paced: FixedTimes, batch: int, seconds: float) -> MeasureReport:
     report = MeasureReport(batch=batch)
     measure(paced.step, seconds, report, lambda: None, clock=lambda: paced.now)
     return report
@@ -100,7 +100,7 @@ def measured(paced: Paced, batch: int, seconds: float) -> MeasureReport:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_throughput_and_what_a_step_costs_whatever_its_batch(batch: int) -> None:
-    found = measured(Paced(0.02, 0.01), batch, 30.0)
+    found = measured(FixedTimes(0.02, 0.01), batch, 30.0)
     assert found.examples_per_s == pytest.approx(batch / (0.02 + batch * 0.01))
     assert found.tokens_per_s == pytest.approx(10 * batch / (0.02 + batch * 0.01))
     assert found.step_s == pytest.approx(0.02 + batch * 0.01)
@@ -111,7 +111,7 @@ def test_throughput_and_what_a_step_costs_whatever_its_batch(batch: int) -> None
 
 def test_the_spread_is_over_windows_and_says_how_unsteady_it_was() -> None:
     slower = (0.01 * (1 + step / 1000) for step in count())
-    paced = Paced(0.0, slower)
+    paced = FixedTimes(0.0, slower)
     found = measured(paced, 4, 20.0)
     windows = [[seconds for _, seconds in steps] for batch, steps in groupby(paced.steps, itemgetter(0)) if batch == 4]
     throughputs = [4 / np.mean(times) for times in windows]
@@ -123,7 +123,7 @@ def test_the_spread_is_over_windows_and_says_how_unsteady_it_was() -> None:
 
 
 def test_a_second_batch_that_hangs_loses_nothing_of_the_first_one() -> None:
-    paced, report = Paced(0.0, 0.01), MeasureReport(batch=4)
+    paced, report = FixedTimes(0.0, 0.01), MeasureReport(batch=4)
 
     def step(batch: int) -> tuple[float, int]:
         # As far as the report goes, an error is the same.
@@ -136,7 +136,7 @@ def test_a_second_batch_that_hangs_loses_nothing_of_the_first_one() -> None:
 
 
 def test_a_step_that_outlasts_the_measurement_is_measured_once() -> None:
-    found = measured(Paced(0.0, 100.0), 2, 10.0)
+    found = measured(FixedTimes(0.0, 100.0), 2, 10.0)
     assert found.steps == 1 and found.spread is None
     assert found.examples_per_s == pytest.approx(0.01)
 

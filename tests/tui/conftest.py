@@ -1,4 +1,4 @@
-"""The console on an engine of constructed situations."""
+"""The console on an engine of constructed states."""
 
 from __future__ import annotations
 

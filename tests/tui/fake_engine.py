@@ -1,4 +1,4 @@
-"""An engine with the session's own signatures that answers from constructed situations: no process, no waiting, one
+"""An engine with the session's own signatures that answers from constructed states: no process, no waiting, one
 fixed moment. What it says has the shapes of a real two-rank demo run."""
 
 from __future__ import annotations

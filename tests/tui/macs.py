@@ -1,4 +1,4 @@
-"""Situations of several Macs: cabled as a mesh, a ring or not enough, with RDMA, telemetry, and what can be wrong."""
+"""Facts of several Macs: cabled as a mesh, a ring or not enough, with RDMA, telemetry, and what can be wrong."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ring(count: int = 4) -> list[tuple[int, int]]:
 def facts(
     count: int = 4, cables: Sequence[tuple[int, int]] | None = None, *, old_s: float = 4, stranger: bool = False
 ) -> list[NodeFacts]:
-    """Of that many Macs joined by these cables, a mesh if nothing is said; RDMA on and active wherever there is one."""
+    """The facts of `count` Macs joined by `cables`, by default a mesh; RDMA on and active on each."""
     joined = mesh(count) if cables is None else list(cables)
     ports: list[list[ThunderboltPort]] = [[] for _ in range(count)]
     addresses: list[list[str]] = [[] for _ in range(count)]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
 from tui.screens.deck import MOVES, DeckScreen
 from tui.state import VIEWS, DeckState
 from tui.widgets.logs_pane import LogsPane
 
-IDLE = DeckState(now=situation.NOW, ready=True, config=situation.configuration())
-RUNNING = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running(),
+IDLE = DeckState(now=fake_engine.NOW, ready=True, config=fake_engine.configuration())
+RUNNING = DeckState(now=fake_engine.NOW, ready=True, config=fake_engine.configuration(), snapshot=fake_engine.running(),
                     has_log=True)  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_n_is_the_next_match_while_a_search_is_on_in_the_log_else_launch() -> No
 
 
 def test_behind_a_run_that_has_ended_the_bar_names_the_plan() -> None:
-    ended = replace(IDLE, snapshot=situation.succeeded())
+    ended = replace(IDLE, snapshot=fake_engine.succeeded())
     named = [f"{action.shown_key} {label(action, ended)}" for action in bar(ended)]
     assert "esc plan" in named and "? help" in named
     assert "back" not in [action.id for state in (IDLE, RUNNING) for action in bar(state)]
@@ -66,7 +66,7 @@ def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
         return [action.id for action in bar(replace(state, view="run"))]
 
     assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
-    assert named(replace(IDLE, snapshot=situation.succeeded()))[:2] == ["launch", "search"]
+    assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:2] == ["launch", "search"]
     assert named(RUNNING)[:2] == ["abort", "search"]
 
 
@@ -89,7 +89,7 @@ def test_a_disabled_action_says_why() -> None:
     assert BY_ID["launch"].why_not(RUNNING) == "demo-0314-140130 has not ended: ctrl+x aborts it"
     assert BY_ID["launch"].why_not(DeckState(ready=True)) == "there is no configuration: no flightdeck.toml here"
     assert BY_ID["abort"].why_not(RUNNING) is None
-    assert BY_ID["abort"].why_not(DeckState(snapshot=situation.failed())) == "demo-0314-134500 has ended"
+    assert BY_ID["abort"].why_not(DeckState(snapshot=fake_engine.failed())) == "demo-0314-134500 has ended"
     assert BY_ID["search"].why_not(IDLE) == "no log yet: no run is shown"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.measurements import CalibrationProgress, LinkMeasure
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.actions import BY_ID, label
@@ -23,7 +23,7 @@ STEPS = [
 
 @pytest.fixture
 def calibrated(fake: FakeEngine) -> FakeEngine:
-    fake.taken = situation.calibration()
+    fake.taken = fake_engine.calibration()
     return fake
 
 
@@ -62,7 +62,7 @@ async def test_without_one_nothing_is_said_to_be_measured(fake: FakeEngine) -> N
 
 
 async def test_an_old_one_is_shown_stale_and_its_shares_are_not_used(fake: FakeEngine) -> None:
-    fake.taken = situation.calibration(old_s=45 * 86_400)
+    fake.taken = fake_engine.calibration(old_s=45 * 86_400)
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("3")
         for text in ("stale, 45 d ago", "hardware calibration is 45 days old", "50%"):
@@ -71,7 +71,7 @@ async def test_an_old_one_is_shown_stale_and_its_shares_are_not_used(fake: FakeE
 
 async def test_what_could_not_be_measured_says_why(fake: FakeEngine) -> None:
     broken = LinkMeasure(nodes=("local-0", "local-1"), problem="a port was taken")
-    fake.taken = situation.calibration(speeds=(16.4, None), links=(broken,), all_ranks=broken)
+    fake.taken = fake_engine.calibration(speeds=(16.4, None), links=(broken,), all_ranks=broken)
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("3")
         for text in ("ended without a result", "a port was taken", "– ex/s", "not predicted"):
@@ -79,7 +79,7 @@ async def test_what_could_not_be_measured_says_why(fake: FakeEngine) -> None:
 
 
 async def test_a_node_that_finished_nothing_is_left_out_and_it_is_said(fake: FakeEngine) -> None:
-    fake.taken = situation.calibration(speeds=(16.4, 0.0))
+    fake.taken = fake_engine.calibration(speeds=(16.4, 0.0))
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("3")
         await console.shows("left out")
@@ -90,7 +90,7 @@ async def test_a_node_that_finished_nothing_is_left_out_and_it_is_said(fake: Fak
 async def test_it_is_measured_from_the_pane_and_shown_as_it_goes(
     fake: FakeEngine, key: str, quick: bool, size: tuple[int, int]
 ) -> None:
-    fake.steps = [*STEPS, situation.calibration(old_s=0)]
+    fake.steps = [*STEPS, fake_engine.calibration(old_s=0)]
     async with opened(fake, size=size) as console:
         await console.press("3", key)
         for text in ("measuring, 0 done", "16.0 ex/s", "loading", "c stop measuring"):
@@ -102,7 +102,7 @@ async def test_it_is_measured_from_the_pane_and_shown_as_it_goes(
 
 
 async def test_it_is_stopped_by_the_same_key_and_what_was_known_stays(calibrated: FakeEngine) -> None:
-    calibrated.steps = [*STEPS, situation.calibration(old_s=0)]
+    calibrated.steps = [*STEPS, fake_engine.calibration(old_s=0)]
     async with opened(calibrated, size=DASHBOARD) as console:
         await console.press("3", "c")
         await console.shows("measuring, 0 done")
@@ -113,7 +113,7 @@ async def test_it_is_stopped_by_the_same_key_and_what_was_known_stays(calibrated
 
 
 async def test_while_a_run_goes_on_nothing_is_measured(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake, size=DASHBOARD) as console:
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         await console.press("3", "c")
@@ -122,14 +122,14 @@ async def test_while_a_run_goes_on_nothing_is_measured(fake: FakeEngine) -> None
 
 
 async def test_the_key_means_nothing_in_another_pane(fake: FakeEngine) -> None:
-    fake.steps = [*STEPS, situation.calibration(old_s=0)]
+    fake.steps = [*STEPS, fake_engine.calibration(old_s=0)]
     async with opened(fake, size=DASHBOARD) as console:
         await console.press("1", "c", "C")
         assert fake.measurements == []
 
 
 async def test_the_run_pane_has_predicted_beside_measured(calibrated: FakeEngine) -> None:
-    run = replace(situation.running(), division=situation.division())
+    run = replace(fake_engine.running(), division=fake_engine.division())
     calibrated.add(run)
     async with opened(calibrated, size=DASHBOARD, follow=run.record.id) as console:
         await console.press("4")
@@ -146,13 +146,13 @@ async def test_the_plan_says_what_is_expected(calibrated: FakeEngine) -> None:
 
 def test_shares_without_an_outlook_are_the_configurations() -> None:
     assert shares(DeckState()) is None
-    assert shares(DeckState(config=situation.configuration(shares=(3.0, None)))) == {"local-0": 0.75, "local-1": 0.25}
+    assert shares(DeckState(config=fake_engine.configuration(shares=(3.0, None)))) == {"local-0": 0.75, "local-1": 0.25}
 
 
 def test_a_speed_up_is_measured_only_where_there_was_a_prediction() -> None:
-    run = situation.running()
+    run = fake_engine.running()
     assert speed_up(DeckState(snapshot=run)) is None
-    divided = replace(run, division=situation.division())
+    divided = replace(run, division=fake_engine.division())
     assert speed_up(DeckState(snapshot=divided)) == pytest.approx(1840 / (1910 / 1.62))
 
 

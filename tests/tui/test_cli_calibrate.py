@@ -11,7 +11,7 @@ import pytest
 
 from engine.api import ExitCode
 from engine.measurements import CalibrationProgress
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.fake_engine import FakeEngine
 from tui.commands.calibrate import calibrate
 
@@ -30,7 +30,7 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
         CalibrationProgress("local-0", "measuring", 1.0, 10.0, 16.0),
         CalibrationProgress("local-0", "measuring", 2.0, 10.0, 16.1),
         CalibrationProgress("local-0", "measured", 10.0, 10.0, 16.4),
-        situation.calibration(),
+        fake_engine.calibration(),
     ]
     assert run(fake, quick=True) == ExitCode.OK
     assert fake.measurements == [True] and fake.closed
@@ -46,7 +46,7 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
 
 
 def test_what_is_stored_is_shown_and_nothing_is_measured(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.taken = situation.calibration()
+    fake.taken = fake_engine.calibration()
     assert run(fake, show=True, json=True) == ExitCode.OK
     document = json.loads(capsys.readouterr().out)
     assert [node["examples_per_s"] for node in document["nodes"]] == [16.4, 12.1]
@@ -67,12 +67,12 @@ def test_nothing_stored_is_said_and_fails(fake: FakeEngine, capsys: pytest.Captu
 def test_a_node_that_was_not_measured_fails_with_its_words(
     fake: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.steps = [situation.calibration(speeds=(16.4, None))]
+    fake.steps = [fake_engine.calibration(speeds=(16.4, None))]
     assert run(fake) == ExitCode.FAILED
     assert "local-1: engine.trainer.calibrate ended without a result" in capsys.readouterr().out
 
 
 def test_an_old_one_is_said_to_be_stale(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.taken = situation.calibration(old_s=45 * 86_400)
+    fake.taken = fake_engine.calibration(old_s=45 * 86_400)
     assert run(fake, show=True) == ExitCode.OK
     assert "stale (limit 30 days)" in capsys.readouterr().out

@@ -29,17 +29,17 @@ pytestmark = pytest.mark.busy
 
 ITERATIONS = 3
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
-"""The two checks that take seconds have been flown with once, by `flown`."""
+"""The two checks that take seconds have been run once, by `ended_demo`."""
 
 
 @pytest.fixture(scope="module")
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One home for this module."""
-    return demo_below(tmp_path_factory.mktemp("flown") / "home")
+    return demo_below(tmp_path_factory.mktemp("ended_demo") / "home")
 
 
 @pytest.fixture(scope="module")
-def flown(shared_home: Path) -> Done:
+def ended_demo(shared_home: Path) -> Done:
     """A demo that has ended."""
     return shell(shared_home, "demo", "--json", "--ranks", "2", "--iters", str(ITERATIONS), timeout_s=180)
 
@@ -70,8 +70,8 @@ def running(shared_home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
     flightdeck(shared_home, "abort", "last", "--now")
 
 
-def id_of(flown: Done) -> str:
-    return str(json.loads(flown.out)["id"])
+def id_of(ended_demo: Done) -> str:
+    return str(json.loads(ended_demo.out)["id"])
 
 
 def wait_for(process: subprocess.Popen[str], *starts: str) -> list[str]:
@@ -89,40 +89,40 @@ def nonce_of(home: Path, run: str) -> str:
     return fold(read_journal(Engine(home).runs.find(run).journal)).nonce
 
 
-def test_a_headless_demo_succeeds_with_one_document_on_stdout(flown: Done) -> None:
-    assert flown.code == 0, flown.err
-    record: dict[str, Any] = json.loads(flown.out)
+def test_a_headless_demo_succeeds_with_one_document_on_stdout(ended_demo: Done) -> None:
+    assert ended_demo.code == 0, ended_demo.err
+    record: dict[str, Any] = json.loads(ended_demo.out)
     assert (record["state"], record["reason"], record["world_size"]) == ("succeeded", "completed", 2)
     assert (record["iteration"], record["iterations"]) == (ITERATIONS, ITERATIONS)
     assert record["tokens_per_second"] > 0
     for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
-        assert word in flown.err
-    assert flown.err.splitlines()[-1].startswith("succeeded: completed")
+        assert word in ended_demo.err
+    assert ended_demo.err.splitlines()[-1].startswith("succeeded: completed")
 
 
-def test_its_loss_falls(shared_home: Path, flown: Done) -> None:
+def test_its_loss_falls(shared_home: Path, ended_demo: Done) -> None:
     losses = [
         row["train_loss"]
-        for row in json.loads(flightdeck(shared_home, "metrics", id_of(flown), "--json").out)
+        for row in json.loads(flightdeck(shared_home, "metrics", id_of(ended_demo), "--json").out)
         if "train_loss" in row
     ]
     assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0]
 
 
-def test_its_training_plan_lies_beside_it(shared_home: Path, flown: Done) -> None:
-    run = Engine(shared_home).runs.find(id_of(flown))
+def test_its_training_plan_lies_beside_it(shared_home: Path, ended_demo: Done) -> None:
+    run = Engine(shared_home).runs.find(id_of(ended_demo))
     plan = TrainingPlan.model_validate_json(run.training_plan.read_bytes())
     assert (plan.version, plan.strategy.world_size, plan.data.examples, plan.refusals) == ("2.0.0", 2, 512, ())
 
 
-def test_no_line_is_printed_twice(flown: Done) -> None:
-    iterations = [line for line in flown.err.splitlines() if line.startswith("iteration") and "tok/s" in line]
+def test_no_line_is_printed_twice(ended_demo: Done) -> None:
+    iterations = [line for line in ended_demo.err.splitlines() if line.startswith("iteration") and "tok/s" in line]
     assert len(iterations) == ITERATIONS
 
 
-def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, flown: Done) -> None:
-    run = id_of(flown)
+def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, ended_demo: Done) -> None:
+    run = id_of(ended_demo)
     directory = Engine(shared_home).runs.find(run)
     merged = flightdeck(shared_home, "logs", run).out.splitlines()
     single = flightdeck(shared_home, "logs", run, "--rank", "1").out.splitlines()
@@ -225,8 +225,8 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, 
     assert f"fix: chmod +x {script}" in blocked.out
     assert "failed: preflight_failed" in blocked.out
     script.chmod(0o755)
-    flown_now = shell(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
-    assert (flown_now.code, json.loads(flown_now.out)["state"]) == (0, "succeeded"), flown_now.err
+    followed = shell(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
+    assert (followed.code, json.loads(followed.out)["state"]) == (0, "succeeded"), followed.err
     assert "0 | ran" in flightdeck(shared_home, "logs").out
     audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
     assert ("preflight_override", "gradient_layer") in {

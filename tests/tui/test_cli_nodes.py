@@ -30,7 +30,7 @@ def facts(node: str, **more: Any) -> NodeFacts:
 
 
 @dataclass
-class Cluster:
+class FakeCluster:
     """An engine whose nodes accept a key as a person does."""
 
     found: list[NodeFacts]
@@ -68,14 +68,14 @@ class Cluster:
     async def close(self) -> None:
         self.closed += 1
 
-    async def __aenter__(self) -> Cluster:
+    async def __aenter__(self) -> FakeCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
-    def part(self) -> Cluster:
+    def part(self) -> FakeCluster:
         """Every part of the Engine at once."""
         return self
 
@@ -87,9 +87,9 @@ class Cluster:
 
 
 @pytest.fixture
-def strange() -> Cluster:
+def strange() -> FakeCluster:
     """Two nodes, one with a host key that nobody has accepted."""
-    return Cluster([facts("max"), facts("ultra", problem="the host key is not known", problem_kind="key unknown",
+    return FakeCluster([facts("max"), facts("ultra", problem="the host key is not known", problem_kind="key unknown",
                                         host_key=NEW)])  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_the_machine_alone_as_a_table_and_as_one_document(home: Path, tmp_path: 
 
 
 def test_without_a_terminal_nothing_is_asked_and_the_command_is_named(
-    strange: Cluster, capsys: pytest.CaptureFixture[str]
+    strange: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert strange.run() == 1
     output = capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_without_a_terminal_nothing_is_asked_and_the_command_is_named(
     assert (strange.accepted, strange.closed) == ([], 1)
 
 
-def test_exactly_the_named_key_is_accepted(strange: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exactly_the_named_key_is_accepted(strange: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert strange.run("SHA256:other") == 1
     assert "no node shows SHA256:other" in capsys.readouterr().err
     assert strange.accepted == []
@@ -138,7 +138,7 @@ def test_exactly_the_named_key_is_accepted(strange: Cluster, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1), ("n", 1), ("SHA256:new", 1)])
 def test_a_person_is_asked_and_only_yes_is_yes(
-    strange: Cluster, person: list[str], capsys: pytest.CaptureFixture[str], answer: str, code: int
+    strange: FakeCluster, person: list[str], capsys: pytest.CaptureFixture[str], answer: str, code: int
 ) -> None:
     person.append(answer)
     assert strange.run() == code
@@ -146,13 +146,13 @@ def test_a_person_is_asked_and_only_yes_is_yes(
     assert strange.accepted == (["SHA256:new"] if code == 0 else [])
 
 
-def test_a_document_asks_nobody_unless_told_to(strange: Cluster, person: list[str]) -> None:
+def test_a_document_asks_nobody_unless_told_to(strange: FakeCluster, person: list[str]) -> None:
     assert strange.run(json=True) == 1
     person.append("yes")
     assert strange.run("", json=True) == 0
 
 
-def test_to_be_asked_without_a_terminal_is_bad_usage(strange: Cluster) -> None:
+def test_to_be_asked_without_a_terminal_is_bad_usage(strange: FakeCluster) -> None:
     with pytest.raises(InputError, match="there is no terminal"):
         strange.run("")
 
@@ -161,8 +161,9 @@ def test_a_changed_key_is_never_accepted_and_both_are_shown(
     person: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = HostKeyChange(target="max", accepted="SHA256:old", found="SHA256:evil")
-    cluster = Cluster([facts("max", problem="the host key has changed", problem_kind="key changed", changed_key=change,
-                             fix="find out why")])  # fmt: skip
+    changed = facts("max", problem="the host key has changed", problem_kind="key changed", changed_key=change,
+                    fix="find out why")  # fmt: skip
+    cluster = FakeCluster([changed])
     assert cluster.run("SHA256:evil") == 1
     output = capsys.readouterr()
     assert cluster.accepted == []
@@ -170,7 +171,7 @@ def test_a_changed_key_is_never_accepted_and_both_are_shown(
 
 
 def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(
+    cluster = FakeCluster(
         [facts("max", problem="cannot be reached: no route", problem_kind="unreachable", fix="is it on?")]
     )
     assert cluster.run() == 1
@@ -181,13 +182,13 @@ def test_a_node_that_is_away_is_shown_as_it_was_with_its_age(capsys: pytest.Capt
 
 
 def test_versions_that_differ_and_a_clock_that_is_off_stand_out(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster([facts("a"), facts("b"), facts("c", mlx="0.31.0", clock_skew_s=-7.5)])
+    cluster = FakeCluster([facts("a"), facts("b"), facts("c", mlx="0.31.0", clock_skew_s=-7.5)])
     assert cluster.run() == 0
     output = capsys.readouterr().out
     assert "!=0.31.0" in output and "c: mlx 0.31.0, elsewhere 0.32.4" in output and "-7.5 s off" in output
 
 
 def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster([facts("a"), facts("b")], unwired="a and b share no network")
+    cluster = FakeCluster([facts("a"), facts("b")], unwired="a and b share no network")
     assert cluster.run() == 1
     assert "not wired: a and b share no network" in capsys.readouterr().out

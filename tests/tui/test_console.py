@@ -9,7 +9,7 @@ import pytest
 from engine.errors import LaunchError
 from engine.models import RunState
 from engine.snapshots import StopProgress
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Confirm, Welcome
@@ -37,7 +37,7 @@ async def test_a_confirmed_launch_starts_the_plan_and_follows_the_run(fake: Fake
     async with opened(fake) as console:
         await console.press("n", "right", "enter")
         await console.shows("▶ running 0:41")
-        assert fake.launched == [situation.configuration()]
+        assert fake.launched == [fake_engine.configuration()]
         assert "step 41/60" in console.screen and "ETA 0:19" in console.screen
 
 
@@ -50,7 +50,7 @@ async def test_a_refused_launch_says_why_where_the_plan_is(fake: FakeEngine) -> 
 
 
 async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("running 0:41")
         await console.press("n")
@@ -59,7 +59,7 @@ async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEng
 
 
 async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeEngine) -> None:
-    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     async with opened(fake) as console:
         await console.check()
         await console.shows("1 failure")
@@ -69,7 +69,7 @@ async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeE
 
 
 async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(fake: FakeEngine) -> None:
-    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     async with opened(fake) as console:
         await console.check()
         await console.shows("1 failure")
@@ -83,7 +83,7 @@ async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(
 
 
 async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_cancel(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("running 0:41")
         await console.press("ctrl+x")
@@ -97,7 +97,7 @@ async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_canc
 
 
 async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("running 0:41")
         await console.press("ctrl+x", "right", "enter")
@@ -106,9 +106,9 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         await console.until(lambda: "s left" in dialog.body, "the countdown")
         assert fake.aborted == [("demo-0314-140130", False)]
         assert dialog.body.count("has not acknowledged yet") == 2
-        fake.put(situation.stopping("term", acknowledged=(0,)))
+        fake.put(fake_engine.stopping("term", acknowledged=(0,)))
         await console.until(lambda: dialog.body.count("has left") == 1, "rank 0's answer")
-        gone = situation.aborted()
+        gone = fake_engine.aborted()
         fake.put(replace(gone, record=gone.record.model_copy(update={"id": "demo-0314-140130"})))
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
         await console.press("escape")
@@ -116,7 +116,9 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
 
 
 async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine) -> None:
-    fake.add(replace(situation.running(), stop=StopProgress("verifying", situation.ago(1), (0, 1), passed=("stop",))))
+    fake.add(
+        replace(fake_engine.running(), stop=StopProgress("verifying", fake_engine.ago(1), (0, 1), passed=("stop",)))
+    )
     async with opened(fake) as console:
         await console.until(lambda: console.app.state.snapshot is not None)
         await console.press("ctrl+x")
@@ -126,7 +128,7 @@ async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine
 
 
 async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> None:
-    fake.add(situation.stopping("unconfirmed", acknowledged=(0,)))
+    fake.add(fake_engine.stopping("unconfirmed", acknowledged=(0,)))
     async with opened(fake) as console:
         await console.until(lambda: console.app.state.snapshot is not None)
         await console.press("ctrl+x")
@@ -141,19 +143,19 @@ async def test_abort_is_disabled_without_a_run_and_says_why(fake: FakeEngine) ->
 
 
 async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
-    fake.add(situation.running(), situation.failed())
+    fake.add(fake_engine.running(), fake_engine.failed())
     async with opened(fake) as console:
         await console.shows("4 run · demo-0314-140130")
 
 
 async def test_follow_names_the_run_to_show(fake: FakeEngine) -> None:
-    fake.add(situation.running(), situation.failed())
+    fake.add(fake_engine.running(), fake_engine.failed())
     async with opened(fake, follow="demo-0314-134500") as console:
         await console.shows("4 run · demo-0314-134500")
 
 
 async def test_a_failed_run_shows_first_cause_and_fix(fake: FakeEngine) -> None:
-    fake.add(situation.failed())
+    fake.add(fake_engine.failed())
     async with opened(fake, follow="demo-0314-134500") as console:
         await console.shows("first cause")
         for text in (
@@ -165,7 +167,7 @@ async def test_a_failed_run_shows_first_cause_and_fix(fake: FakeEngine) -> None:
 
 
 async def test_the_history_lists_every_run_and_opens_one(fake: FakeEngine) -> None:
-    fake.add(situation.running(), situation.failed(), situation.aborted(), situation.succeeded())
+    fake.add(fake_engine.running(), fake_engine.failed(), fake_engine.aborted(), fake_engine.succeeded())
     async with opened(fake) as console:
         await console.press("5")
         for text in ("▶ running", "✗ failed", "■ aborted", "✓ succeeded", "rank_failed", "user_abort"):
@@ -176,7 +178,7 @@ async def test_the_history_lists_every_run_and_opens_one(fake: FakeEngine) -> No
 
 
 async def test_quit_leaves_the_run_and_says_so(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("q quit (the run goes on)")
         await console.press("q")
@@ -186,7 +188,7 @@ async def test_quit_leaves_the_run_and_says_so(fake: FakeEngine, capsys: pytest.
 
 
 async def test_escape_goes_one_step_back_and_never_quits(fake: FakeEngine) -> None:
-    fake.add(situation.succeeded())
+    fake.add(fake_engine.succeeded())
     async with opened(fake, follow="demo-0313-091500") as console:
         await console.shows("✓ succeeded")
         await console.press("1", "z")
@@ -208,7 +210,7 @@ async def test_number_keys_open_the_views_and_close_them(fake: FakeEngine) -> No
 
 
 async def test_at_80x24_the_panes_are_tabs_and_tab_walks_them(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
         await console.shows("4 run · demo-0314-140130")
         assert "1 nodes  " in console.screen and "5 history" in console.screen
@@ -254,7 +256,7 @@ async def test_the_palette_finds_an_action_by_name_and_does_it(fake: FakeEngine,
 
 
 async def test_the_palette_opens_a_run(fake: FakeEngine) -> None:
-    fake.add(situation.failed())
+    fake.add(fake_engine.failed())
     async with opened(fake) as console:
         await console.press("ctrl+p")
         await console.press(*"134500")
@@ -264,12 +266,12 @@ async def test_the_palette_opens_a_run(fake: FakeEngine) -> None:
 
 
 async def test_freeze_holds_the_display_and_says_so_and_thaws_to_the_newest(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("step 41/60")
         await console.press("space")
         await console.shows("FROZEN")
-        later = situation.running()
+        later = fake_engine.running()
         fake.put(replace(later, record=later.record.model_copy(update={"iteration": 55})))
         await console.pilot.pause(0.5)
         assert "step 41/60" in console.screen or "FROZEN" in console.screen
@@ -279,7 +281,7 @@ async def test_freeze_holds_the_display_and_says_so_and_thaws_to_the_newest(fake
 
 
 async def test_maximise_gives_the_pane_the_screen_and_back(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("4 run · demo")
         await console.press("z")
@@ -297,19 +299,19 @@ async def test_without_a_configuration_a_welcome_offers_the_demo(fake: FakeEngin
 
 
 async def test_a_start_is_launched_at_once(fake: FakeEngine) -> None:
-    async with opened(fake, config=None, start=situation.configuration()) as console:
+    async with opened(fake, config=None, start=fake_engine.configuration()) as console:
         await console.shows("running 0:41")
         assert len(fake.launched) == 1
 
 
 async def test_a_version_that_differs_stands_out(fake: FakeEngine) -> None:
-    fake.found = situation.facts(mismatch=True)
+    fake.found = fake_engine.facts(mismatch=True)
     async with opened(fake) as console:
         await console.shows("≠0.31.0")
 
 
 async def test_an_unreachable_node_says_why_and_old_facts_are_stale(fake: FakeEngine) -> None:
-    fake.found = situation.facts(problem="no answer on port 22 within 10 s", old_s=400)
+    fake.found = fake_engine.facts(problem="no answer on port 22 within 10 s", old_s=400)
     async with opened(fake) as console:
         await console.shows("✗ fail")
         assert "◌ stale" in console.screen
@@ -318,22 +320,22 @@ async def test_an_unreachable_node_says_why_and_old_facts_are_stale(fake: FakeEn
 
 
 async def test_a_rank_that_falls_silent_is_shown_stale(fake: FakeEngine) -> None:
-    quiet = situation.running()
+    quiet = fake_engine.running()
     first, second = quiet.ranks
-    fake.add(replace(quiet, ranks=(first, replace(second, seen_at=situation.ago(40)))))
+    fake.add(replace(quiet, ranks=(first, replace(second, seen_at=fake_engine.ago(40)))))
     async with opened(fake) as console:
         await console.shows("◌ local-1 40 s")
         await console.shows("◌ silent")
 
 
 async def test_a_run_without_a_supervisor_says_so(fake: FakeEngine) -> None:
-    fake.add(replace(situation.running(), supervised=False))
+    fake.add(replace(fake_engine.running(), supervised=False))
     async with opened(fake) as console:
         await console.shows("? supervisor gone")
 
 
 async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -> None:
-    fake.add(situation.succeeded())
+    fake.add(fake_engine.succeeded())
     async with opened(fake, follow="demo-0313-091500") as console:
         await console.shows("✓ succeeded  60 iterations in 1:00")
         assert console.app.state.snapshot is not None
@@ -341,7 +343,7 @@ async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -
 
 
 async def test_hostile_text_of_a_run_is_shown_as_it_is(fake: FakeEngine) -> None:
-    bad = situation.failed()
+    bad = fake_engine.failed()
     cause = "[bold red]boom[/] [link=x]y[/link] [@click=app.quit]z"
     assert bad.diagnosis is not None
     fake.add(replace(bad, diagnosis=replace(bad.diagnosis, cause=cause)))
@@ -350,7 +352,7 @@ async def test_hostile_text_of_a_run_is_shown_as_it_is(fake: FakeEngine) -> None
 
 
 async def test_the_log_is_followed_and_stays_where_one_reads(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("logs · all ranks · TAIL")
         await console.shows("1 Iter 41")
@@ -363,7 +365,7 @@ async def test_the_log_is_followed_and_stays_where_one_reads(fake: FakeEngine) -
 
 
 async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("1 Iter 41")
         await console.press("slash", *"datasets", "enter")
@@ -378,7 +380,7 @@ async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: F
 
 
 async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("1 Iter 41")
         await console.press("slash", *"nq15 z")
@@ -389,7 +391,7 @@ async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: Fa
 
 
 async def test_filter_keeps_the_lines_that_match_and_a_leading_mark_inverts(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("1 Iter 41")
         await console.press("ampersand", *"Loading", "enter")
@@ -402,7 +404,7 @@ async def test_filter_keeps_the_lines_that_match_and_a_leading_mark_inverts(fake
 
 
 async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("logs · all ranks")
         await console.press("right_square_bracket")
@@ -416,7 +418,7 @@ async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) ->
 
 
 async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: FakeEngine) -> None:
-    fake.add(situation.failed())
+    fake.add(fake_engine.failed())
     async with opened(fake, follow="demo-0314-134500") as console:
         await console.shows("enter jumps to the line")
         await console.press("g")
@@ -427,7 +429,7 @@ async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: Fake
 
 
 async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("1 Iter 41")
         await console.press("g", "j", "j")
@@ -445,7 +447,7 @@ async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
 
 
 async def test_copying_a_log_line_keeps_it_in_a_file_too(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("1 Iter 41")
         await console.press("slash", *"Trainable", "enter")

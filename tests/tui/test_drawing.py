@@ -12,9 +12,8 @@ from textual.content import Content
 
 from engine.cluster.topology import topology
 from engine.snapshots import Series, SeriesMark
-from tests.tui import fake_engine as situation
-from tests.tui import macs
-from tui import topology as wires
+from tests.tui import fake_engine, macs
+from tui import topology as topology_drawing
 from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.topology import ring
@@ -112,21 +111,25 @@ def test_a_diverged_loss_is_left_out_of_the_plot_and_breaks_nothing() -> None:
 
 
 def test_checkpoints_and_restarts_are_marks_on_the_axis() -> None:
-    text = draw(situation.series(60, restart=33), 80, 16, glyphs=Glyphs(), logarithmic=False).plain
+    text = draw(fake_engine.series(60, restart=33), 80, 16, glyphs=Glyphs(), logarithmic=False).plain
     axis = text.splitlines()[-2]
     assert axis.count("▾") == 3 and axis.count("↻") == 1
 
 
 @given(st.integers(20, 240))
 def test_the_header_is_one_line_of_its_width(width: int) -> None:
-    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    state = DeckState(
+        now=fake_engine.NOW, ready=True, config=fake_engine.configuration(), snapshot=fake_engine.running()
+    )
     line = header(state, width)
     assert line.cell_length <= width and "\n" not in line.plain
 
 
 @pytest.mark.parametrize(("width", "kept"), [(120, "ETA"), (80, "ETA"), (60, "running")])
 def test_the_header_keeps_what_matters_most(width: int, kept: str) -> None:
-    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    state = DeckState(
+        now=fake_engine.NOW, ready=True, config=fake_engine.configuration(), snapshot=fake_engine.running()
+    )
     assert kept in header(state, width).plain
 
 
@@ -137,14 +140,14 @@ def test_a_label_hangs_beside_its_text(text: str, width: int) -> None:
 
 
 def test_the_slowest_rank_is_named_only_when_it_matters() -> None:
-    assert slowest(situation.ranks(seconds=(0.412, 0.471))) == 1
-    assert slowest(situation.ranks(seconds=(0.412, 0.415))) is None
-    assert slowest(situation.ranks()[:1]) is None
+    assert slowest(fake_engine.ranks(seconds=(0.412, 0.471))) == 1
+    assert slowest(fake_engine.ranks(seconds=(0.412, 0.415))) is None
+    assert slowest(fake_engine.ranks()[:1]) is None
 
 
 def test_who_was_slow_once_is_not_the_slowest() -> None:
     """Rank 0's last step took long; over the last steps rank 1 does."""
-    once, always = situation.ranks(seconds=(2.0, 0.47))
+    once, always = fake_engine.ranks(seconds=(2.0, 0.47))
     ranks = (replace(once, typical_s=0.4), replace(always, typical_s=0.46))
     assert slowest(ranks) == 1
     share, rank = skew(ranks) or (0.0, -1)
@@ -162,9 +165,9 @@ def test_the_ring_is_drawn_closed() -> None:
 def test_a_drawn_topology_has_every_cable_and_fits_78_columns(count: int, data: st.DataObject, ascii: bool) -> None:
     cables = data.draw(st.lists(st.sampled_from(macs.mesh(count)), unique=True, max_size=28))
     found, glyphs = topology(macs.facts(count, cables)), Glyphs(ascii=ascii)
-    drawn = wires.draw(found, 78, glyphs)
+    drawn = topology_drawing.draw(found, 78, glyphs)
     assert bool(drawn) == bool(cables)
-    assert all(len(line) <= 78 for line in drawn) and wires.least_width(found) <= 78
+    assert all(len(line) <= 78 for line in drawn) and topology_drawing.least_width(found) <= 78
     if ascii:
         assert all(line.isascii() for line in drawn)
         return
@@ -175,13 +178,15 @@ def test_a_drawn_topology_has_every_cable_and_fits_78_columns(count: int, data: 
 
 def test_no_ascii_drawing_loses_what_the_other_has() -> None:
     mesh = topology(macs.facts())
-    ours, plain = wires.draw(mesh, 78, Glyphs()), wires.draw(mesh, 78, Glyphs(ascii=True))
+    ours, plain = topology_drawing.draw(mesh, 78, Glyphs()), topology_drawing.draw(mesh, 78, Glyphs(ascii=True))
     assert [len(line) for line in ours] == [len(line) for line in plain]
     assert all("en3" in line for line in (ours[0], plain[0]))
 
 
 def test_cables_of_a_node_that_did_not_answer_are_not_said_to_be_missing() -> None:
-    shown = wires.verdict(topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"})
+    shown = topology_drawing.verdict(
+        topology([*macs.facts()[:3], macs.unreachable(macs.facts()[3])]), Glyphs(), {"air"}
+    )
     assert shown[0] == ("cables", "not all known: no facts of air")
     assert "no cable" not in dict(shown)
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.run.failure_cause import explain
 from engine.run.signatures import BY_ID
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
 from tui.widgets.run_pane import RunPane
@@ -23,7 +23,7 @@ async def test_the_cause_and_the_fix_are_there_whole_and_the_fix_is_copied(
     fake: FakeEngine, known: str, size: tuple[int, int]
 ) -> None:
     found = explain([BY_ID[known].example])
-    bad = situation.failed()
+    bad = fake_engine.failed()
     assert found is not None and found.fix is not None and bad.diagnosis is not None
     fake.add(replace(bad, diagnosis=replace(bad.diagnosis, cause=found.cause, fix=found.fix, signature=known)))
     async with opened(fake, follow=RUN, size=size) as console:

@@ -15,8 +15,7 @@ from engine.cluster.transport.base import Completed
 from engine.errors import HostKeyChanged
 from engine.models import NodeFacts, NodeTelemetry
 from engine.snapshots import NodeCondition
-from tests.tui import fake_engine as situation
-from tests.tui import macs
+from tests.tui import fake_engine, macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.app import FlightDeckApp
@@ -41,7 +40,7 @@ def put(fake: FakeEngine, node: NodeFacts) -> None:
 
 async def test_probing_fills_the_pane_as_the_nodes_answer(studio: FakeEngine) -> None:
     studio.held = {"mini"}
-    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: situation.NOW)
+    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: fake_engine.NOW)
     async with app.run_test(size=DASHBOARD) as pilot:
         console = Console(app, pilot)
         await console.shows("probing 2/4")
@@ -55,7 +54,7 @@ async def test_probing_fills_the_pane_as_the_nodes_answer(studio: FakeEngine) ->
 
 async def test_what_was_seen_last_time_is_shown_at_once_as_old_as_it_is(studio: FakeEngine) -> None:
     studio.stored, studio.held = macs.facts(old_s=7200), set(macs.NAMES)
-    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: situation.NOW)
+    app = FlightDeckApp(studio.engine, macs.configuration(), clock=lambda: fake_engine.NOW)
     async with app.run_test(size=DASHBOARD) as pilot:
         console = Console(app, pilot)
         await console.shows("2 h")
@@ -87,7 +86,7 @@ async def test_telemetry_is_on_while_the_nodes_are_seen_or_a_run_goes_on_and_off
         await console.until(lambda: studio.listeners == 1, "telemetry in the nodes' view")
         await console.press("2")
         await console.until(lambda: studio.listeners == 0, "telemetry ended")
-        studio.add(situation.running())
+        studio.add(fake_engine.running())
         await console.until(lambda: studio.listeners == 1, "telemetry for the run")
     assert studio.listeners == 0 and studio.closed
 
@@ -226,7 +225,7 @@ async def test_a_clock_that_is_off_and_low_power_are_warned_of(studio: FakeEngin
 
 
 async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check_again(fake: FakeEngine) -> None:
-    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     fake.held, fake.completed = {"later"}, Completed(1, b"killing\n\x1b[31m4711\x1b[0m\n", b"kill: not permitted\n")
     async with opened(fake) as console:
         await console.check()
@@ -246,7 +245,7 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.until(lambda: "exit 1" in running.body, "the command's end")
         assert "killing" in running.body and "kill: not permitted" in running.body and "\x1b" not in running.body
         await console.until(lambda: bool(list((fake.home / "saved").glob("fix-*"))), "the output in a file")
-        fake.results = list(situation.CHECKS)
+        fake.results = list(fake_engine.CHECKS)
         assert console.app.focused is not None and console.app.focused.id == "again"
         await console.press("enter")
         await console.shows("passed")
@@ -306,8 +305,8 @@ async def test_the_confirmation_of_a_launch_names_hosts_and_backend(studio: Fake
 
 
 async def test_a_run_says_which_node_is_away_since_when_and_that_its_rank_is_not_dead(fake: FakeEngine) -> None:
-    quiet = situation.running()
-    link = NodeCondition("unreachable", situation.ago(25), "no answer from its agent")
+    quiet = fake_engine.running()
+    link = NodeCondition("unreachable", fake_engine.ago(25), "no answer from its agent")
     ranks = (quiet.ranks[0], replace(quiet.ranks[1], link=link))
     fake.add(replace(quiet, ranks=ranks))
     async with opened(fake) as console:
@@ -332,7 +331,7 @@ async def test_after_looking_around_the_demo_is_a_key_away(fake: FakeEngine) -> 
 
 
 async def test_the_narrow_strip_has_a_tab_for_the_logs(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
         await console.shows(" logs ")
         await console.press("tab")
@@ -374,7 +373,7 @@ async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch
         pane = console.app.deck.pane("nodes")
         before, painted = console.screen, list[bool]()
         monkeypatch.setattr(pane, "refresh", lambda *_, **__: painted.append(True))
-        later = situation.NOW + timedelta(seconds=7)
+        later = fake_engine.NOW + timedelta(seconds=7)
         console.app._clock = lambda: later
         console.app.store.change(now=later)
         await console.until(lambda: console.screen != before, "the new age")
@@ -385,7 +384,7 @@ async def test_a_node_that_falls_silent_is_not_shown_as_its_last_probe_found_it(
     async with opened(studio, size=WIDE, config=macs.configuration()) as console:
         await console.press("1")
         await console.until(lambda: console.app.state.listening)
-        times = [situation.NOW + timedelta(seconds=60)]
+        times = [fake_engine.NOW + timedelta(seconds=60)]
         console.app._clock = lambda: times[-1]
         values = {value.node: value.model_copy(update={"at": times[-1]}) for value in macs.telemetry()}
         values["mini"] = NodeTelemetry(node="mini", at=times[-1], problem="10.77.0.3 does not answer: timed out")

@@ -11,7 +11,7 @@ from textual.events import Key
 from engine.errors import NodesInUse
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from engine.snapshots import ChunkProgress, RunSnapshot, Series, Verification
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import FAIL, STOPPED
@@ -26,23 +26,24 @@ PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="
 
 def own_program() -> RunSnapshot:
     """A `command` of the user's own, running: its ranks report nothing."""
-    silent = situation.ranks("starting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
-    bare = situation.record(iteration=None, iterations=None, train_loss=None, val_loss=None, tokens_per_second=None)
+    silent = fake_engine.ranks("starting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
+    bare = fake_engine.record(iteration=None, iterations=None, train_loss=None, val_loss=None, tokens_per_second=None)
     return replace(
-        situation.running(), record=bare, ranks=silent, checks=(PROGRAM,), series=Series(), eta_s=None,
+        fake_engine.running(), record=bare, ranks=silent, checks=(PROGRAM,), series=Series(), eta_s=None,
         learning_rate=None,
     )  # fmt: skip
 
 
 def failed_preflight() -> RunSnapshot:
-    ended = situation.record(
+    ended = fake_engine.record(
         state=RunState.FAILED, reason=Reason.PREFLIGHT_FAILED, cause="ports_free: port 40211 is held", iteration=None,
-        train_loss=None, val_loss=None, tokens_per_second=None, started_at=None, ended_at=situation.ago(3), attempts=0,
+        train_loss=None, val_loss=None, tokens_per_second=None, started_at=None, ended_at=fake_engine.ago(3),
+        attempts=0,
     )  # fmt: skip
-    waiting = situation.ranks("waiting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
+    waiting = fake_engine.ranks("waiting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
     return RunSnapshot(
-        record=ended, supervised=False, state_since=situation.ago(3), ranks=waiting,
-        checks=(*situation.CHECKS[:4], situation.FAILED_PORTS), taken_at=situation.NOW,
+        record=ended, supervised=False, state_since=fake_engine.ago(3), ranks=waiting,
+        checks=(*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS), taken_at=fake_engine.NOW,
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ async def test_at_80x24_the_plan_fits_with_the_one_key_that_goes_on(fake: FakeEn
 
 
 async def test_at_80x24_the_curve_of_a_run_that_has_succeeded_is_still_there(fake: FakeEngine) -> None:
-    ended = situation.succeeded()
+    ended = fake_engine.succeeded()
     fake.add(ended)
     async with opened(fake, size=SMALL, follow=ended.record.id) as console:
         await console.shows("60 iterations in")
@@ -82,13 +83,13 @@ async def test_a_program_of_ones_own_is_not_said_to_load_a_model_and_leaves_the_
 
 
 def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:
-    snapshot = situation.failed()
-    victim, culprit = (replace(rank, exit_code=code, signal=signal)
+    snapshot = fake_engine.failed()
+    victim, first_failure = (replace(rank, exit_code=code, signal=signal)
                        for rank, code, signal in zip(snapshot.ranks, (None, 1), (15, None), strict=True))  # fmt: skip
-    state = DeckState(now=situation.NOW, snapshot=replace(snapshot, ranks=(victim, culprit)))
+    state = DeckState(now=fake_engine.NOW, snapshot=replace(snapshot, ranks=(victim, first_failure)))
     assert rank_glyph(state, victim) == (STOPPED, "signal 15")
-    assert rank_glyph(state, culprit) == (FAIL, "exit 1")
-    killed = replace(culprit, exit_code=None, signal=9)
+    assert rank_glyph(state, first_failure) == (FAIL, "exit 1")
+    killed = replace(first_failure, exit_code=None, signal=9)
     assert rank_glyph(state, killed) == (FAIL, "signal 9")
 
 
@@ -103,7 +104,7 @@ async def test_a_failed_preflight_counts_its_failures_and_opens_at_the_first(fak
 
 
 async def test_what_is_typed_right_behind_the_search_key_is_text(fake: FakeEngine) -> None:
-    ended = situation.succeeded()
+    ended = fake_engine.succeeded()
     fake.add(ended)
     async with opened(fake, follow=ended.record.id) as console:
         await console.shows("60 iterations in")
@@ -128,7 +129,9 @@ async def test_without_a_configuration_the_nodes_say_so(fake: FakeEngine) -> Non
 
 
 def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
-    state = DeckState(now=situation.NOW, ready=True, config=situation.configuration(), snapshot=situation.running())
+    state = DeckState(
+        now=fake_engine.NOW, ready=True, config=fake_engine.configuration(), snapshot=fake_engine.running()
+    )
     widths = range(60, 100)
     drawn = [header(state, width).plain for width in widths]
     assert any("ETA" in line and "2 nodes" not in line for line in drawn)
@@ -137,7 +140,7 @@ def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
 
 async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_wrong(fake: FakeEngine) -> None:
     lines = tuple(Verification(name, name != "loss", "as planned") for name in ("backend", "loss", "replicas", "gpu"))
-    fake.add(running := replace(situation.running(), verification=lines))
+    fake.add(running := replace(fake_engine.running(), verification=lines))
     async with opened(fake, size=SMALL, follow=running.record.id) as console:
         await console.press("4")
         await console.shows("loss        as planned")
@@ -149,7 +152,7 @@ async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_
 
 async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: FakeEngine) -> None:
     more = [CheckResult(name=f"check_{number}", status=CheckStatus.PASS, summary="well") for number in range(9)]
-    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS, *more]
+    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS, *more]
     async with opened(fake, size=SMALL) as console:
         await console.press("2")
         await console.shows("not run yet")
@@ -165,7 +168,7 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
 
 
 async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
-    fake.results = [*situation.CHECKS[:4], situation.FAILED_PORTS]
+    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     details = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
     fake.refusal = NodesInUse("a calibration of job is going on there", **details)
     async with opened(fake, size=(120, 36)) as console:
@@ -203,9 +206,9 @@ async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: 
 
 async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -> None:
     lines = tuple(Verification(name, True, "as planned") for name in ("backend", "loss", "replicas", "a", "b", "c"))
-    record = situation.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped on request",
-                              ended_at=situation.ago(3))  # fmt: skip
-    fake.add(ended := replace(situation.running(), record=record, verification=lines))
+    record = fake_engine.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped on request",
+                              ended_at=fake_engine.ago(3))  # fmt: skip
+    fake.add(ended := replace(fake_engine.running(), record=record, verification=lines))
     async with opened(fake, size=(120, 36), follow=ended.record.id) as console:
         await console.press("4")
         await console.shows("aborted (user_abort)")
@@ -215,7 +218,7 @@ async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -
 
 @pytest.mark.parametrize(("epoch", "progress"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])
 async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, progress: str) -> None:
-    fake.add(streamed := replace(situation.running(), chunk=ChunkProgress(3, 20, epoch)))
+    fake.add(streamed := replace(fake_engine.running(), chunk=ChunkProgress(3, 20, epoch)))
     async with opened(fake, size=(120, 36), follow=streamed.record.id) as console:
         await console.shows(progress)
 
@@ -274,7 +277,7 @@ async def test_a_plan_that_cannot_be_made_leaves_the_console_as_it_is(
 async def test_the_nodes_are_planned_anew_when_they_were_looked_at_anew(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.shows("4 explains it")
-        fake.found = situation.facts(problem="no route to host")
+        fake.found = fake_engine.facts(problem="no route to host")
         await console.press("1", "r")
         await console.until(lambda: console.app.state.plan is not None and any(
             warning.name == "nodes" for warning in console.app.state.plan.warnings
@@ -287,9 +290,9 @@ async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_w
     norms = (1.81, 2.27)
     ranks = tuple(
         replace(rank, typical_s=(0.4, 0.5)[rank.rank], exchange_s=(0.112, 0.021)[rank.rank], grad_norm=norms[rank.rank])
-        for rank in situation.ranks()
+        for rank in fake_engine.ranks()
     )
-    fake.add(replace(situation.running(), ranks=ranks, grad_norm=1.94))
+    fake.add(replace(fake_engine.running(), ranks=ranks, grad_norm=1.94))
     async with opened(fake, size=(160, 40)) as console:
         for text in ("gradient 1.94", "skew 25%"):
             await console.shows(text)
@@ -299,13 +302,13 @@ async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_w
 
 
 async def test_what_is_not_known_of_gradients_and_ranks_is_no_figure(fake: FakeEngine) -> None:
-    fake.add(replace(situation.running(), ranks=situation.ranks(step_s=None)))
+    fake.add(replace(fake_engine.running(), ranks=fake_engine.ranks(step_s=None)))
     async with opened(fake, size=(160, 40)) as console:
         await console.shows("gradient –")
         assert "skew" not in console.screen
 
 
 async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: FakeEngine) -> None:
-    fake.add(situation.running())
+    fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
         await console.shows("peak 201 MB")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.models import NodeTelemetry
 from engine.run.verification import gpu_line
 from engine.snapshots import Alarm, RunSnapshot, Verification
-from tests.tui import fake_engine as situation
+from tests.tui import fake_engine
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import Glyphs
@@ -20,15 +20,15 @@ LINES = (
     Verification("loss", False, "finite and not falling: 2.000 to 2.100"),
     Verification("replicas", False, "NOT equal at iteration 40"),
 )
-ALARM = Alarm("REPLICAS_DIFFER", "the parameters of rank 1 are corrupted", situation.ago(12), 40, (1,))
+ALARM = Alarm("REPLICAS_DIFFER", "the parameters of rank 1 are corrupted", fake_engine.ago(12), 40, (1,))
 
 
 def watched(*found: Alarm) -> RunSnapshot:
-    return replace(situation.running(), alarms=found or (ALARM,), verification=LINES)
+    return replace(fake_engine.running(), alarms=found or (ALARM,), verification=LINES)
 
 
 def state(snapshot: RunSnapshot, **more: object) -> DeckState:
-    return replace(DeckState(), snapshot=snapshot, now=situation.NOW, **more)  # type: ignore[arg-type]
+    return replace(DeckState(), snapshot=snapshot, now=fake_engine.NOW, **more)  # type: ignore[arg-type]
 
 
 def text(lines: object) -> str:
@@ -52,7 +52,7 @@ def test_where_there_is_little_room_only_what_is_wrong_is_told() -> None:
 def test_gpu_use_comes_from_telemetry_while_somebody_looks() -> None:
     snapshot = watched()
     nodes = {rank.node for rank in snapshot.ranks}
-    seen = {node: NodeTelemetry(node=node, at=situation.NOW, gpu_use=0.93) for node in nodes}
+    seen = {node: NodeTelemetry(node=node, at=fake_engine.NOW, gpu_use=0.93) for node in nodes}
     assert "93%" in text(verification(state(snapshot, telemetry=seen), snapshot, 80, every=True))
     assert "not measured" in text(verification(state(snapshot), snapshot, 80, every=True))
 

@@ -31,8 +31,8 @@ async def test_the_machine_alone_is_wired_as_a_ring_on_loopback(home: Path, tmp_
     engine, two = Engine(home), config(tmp_path, "a", "b")
     found = await engine.nodes.probe(two)
     assert engine.nodes.topology(found).shape == "single"
-    wiring = engine.nodes.network_plan(two, found)
-    assert (wiring.backend, [host.ips for host in wiring.hosts]) == ("ring", [("127.0.0.1",)] * 2)
+    network = engine.nodes.network_plan(two, found)
+    assert (network.backend, [host.ips for host in network.hosts]) == ("ring", [("127.0.0.1",)] * 2)
     await engine.close()
 
 

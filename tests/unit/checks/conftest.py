@@ -63,7 +63,7 @@ def fleet_of(config: Config, *, own_agent: bool = False) -> contextlib.AbstractA
 
 
 async def run_check(
-    look: CheckFunction,
+    check: CheckFunction,
     config: Config,
     *,
     division: Division | None = None,
@@ -74,7 +74,7 @@ async def run_check(
     async with fleet_of(config, own_agent=own_agent) as fleet:
         context = CheckContext(config, fleet, division=division, calibration=calibration)
         try:
-            return await look(context)
+            return await check(context)
         finally:
             await context.close()
 

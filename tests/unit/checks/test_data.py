@@ -1,4 +1,4 @@
-"""data_matches reads JSONL as mlx-lm does; the commands that it prints really mend the files."""
+"""data_matches reads JSONL as mlx-lm does; the commands that it prints really fix the files."""
 
 from __future__ import annotations
 

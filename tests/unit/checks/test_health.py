@@ -25,7 +25,7 @@ QUIET = SystemLoad(processes=[], assertions=PREVENTED, caffeinate=True)
 
 
 def evaluated(
-    *facts: NodeFacts, loads: dict[str, LoadResult] | None = None, beats: dict[str, HeartbeatResult] | None = None
+    *facts: NodeFacts, loads: dict[str, LoadResult] | None = None, heartbeats: dict[str, HeartbeatResult] | None = None
 ) -> CheckResult:
     config = studio()
     names = [node.name for node in config.nodes]
@@ -33,7 +33,7 @@ def evaluated(
     return check.evaluate(
         config,
         dict(zip(names, facts or (mac("ultra"), mac("max")), strict=True)),
-        dict.fromkeys(names, (0.004, now)) | (beats or {}),
+        dict.fromkeys(names, (0.004, now)) | (heartbeats or {}),
         dict.fromkeys(names, QUIET) | (loads or {}),
     )
 
@@ -48,7 +48,7 @@ def test_macs_at_rest_pass_with_their_heartbeat_and_its_age() -> None:
 
 
 def test_a_node_without_a_heartbeat_fails_by_name() -> None:
-    result = evaluated(beats={"max": NodeUnreachable("does not answer", where="ana@max.local")})
+    result = evaluated(heartbeats={"max": NodeUnreachable("does not answer", where="ana@max.local")})
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
     assert "no heartbeat" in result.summary
 

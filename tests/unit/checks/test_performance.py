@@ -156,7 +156,7 @@ def test_the_shares_of_the_run_count_and_not_those_that_would_be_made_now() -> N
 
 
 async def test_the_context_of_a_run_has_the_calibration_of_all_its_nodes(config: Config) -> None:
-    """Of another set of nodes: no fingerprint of the configuration finds it."""
+    """It is of another set of nodes: no fingerprint of the configuration finds it."""
     taken = calibration({"node0": 1.0, "node1": 1.0, "gone": 1.0}, taken_at=datetime.now(TAKEN.tzinfo))
     parts = {"node0": 0.25, "node1": 0.25, "gone": 0.5}
     division = Division(source="calibrated", reason="r", parts=parts).without({"gone"})

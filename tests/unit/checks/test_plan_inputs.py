@@ -55,7 +55,7 @@ def seen(config: Config, *, ago: timedelta = timedelta(0)) -> dict[str, NodeFact
     }
 
 
-async def surveyed(
+async def collected(
     config: Config,
     fresh: dict[str, NodeFacts] | None = None,
     past: ClusterHistory = ClusterHistory(),  # noqa: B008
@@ -72,7 +72,7 @@ async def surveyed(
 
 
 async def test_the_models_configuration_and_the_examples_come_from_the_nodes(config: Config) -> None:
-    inputs = await surveyed(config)
+    inputs = await collected(config)
     assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_source
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node0")
     hostfile = inputs.launching.hostfile
@@ -94,20 +94,20 @@ async def test_an_invalid_config_json_is_reported_and_not_used(
     config: Config, model: Path, content: str, why: str
 ) -> None:
     (model / "config.json").write_text(content)
-    inputs = await surveyed(config)
+    inputs = await collected(config)
     assert inputs.model is None and why in inputs.model_source
 
 
 async def test_a_data_set_that_is_not_there_leaves_its_size_open(config: Config, data: Path) -> None:
     (data / "train.jsonl").unlink()
-    inputs = await surveyed(config)
+    inputs = await collected(config)
     assert inputs.examples is None and "train.jsonl" in inputs.examples_source
 
 
 async def test_a_node_that_is_away_is_as_it_was_last_seen(config: Config) -> None:
     away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
     before = seen(config, ago=timedelta(hours=3))
-    inputs = await surveyed(config, seen(config) | {"node1": away}, ClusterHistory(facts=tuple(before.values())))
+    inputs = await collected(config, seen(config) | {"node1": away}, ClusterHistory(facts=tuple(before.values())))
     assert inputs.problems == {"node1": "no route to host"}
     assert inputs.facts["node1"] == before["node1"]
 
@@ -115,7 +115,7 @@ async def test_a_node_that_is_away_is_as_it_was_last_seen(config: Config) -> Non
 async def test_what_another_host_was_is_not_taken_for_the_node(config: Config) -> None:
     away = NodeFacts(node="node1", host="127.0.0.1", probed_at=NOW, problem="no route to host")
     other = seen(config)["node1"].model_copy(update={"host": "elsewhere"})
-    inputs = await surveyed(config, seen(config) | {"node1": away}, ClusterHistory(facts=(other,)))
+    inputs = await collected(config, seen(config) | {"node1": away}, ClusterHistory(facts=(other,)))
     assert "node1" not in inputs.facts
 
 
@@ -129,7 +129,7 @@ async def test_a_node_that_has_finished_nothing_when_it_was_measured_is_left_out
         nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in speeds.items()),
         all_ranks=LinkMeasure(nodes=tuple(speeds)),
     )
-    inputs = await surveyed(config, past=ClusterHistory(calibrations=(taken,)))
+    inputs = await collected(config, past=ClusterHistory(calibrations=(taken,)))
     assert inputs.calibration == taken and inputs.left_out == ("node1",)
     assert [node.name for node in inputs.config.nodes] == ["node0"]
 
@@ -148,7 +148,7 @@ async def test_what_a_run_was_made_with_is_taken_and_not_what_would_be_found_now
     parts = {"node0": 0.5, "node1": 0.25, "gone": 0.25}
     known = {"source": "calibrated", "reason": "measured", "warnings": ("off counts as offline",)}
     division = Division.model_validate({**known, "parts": parts, "left_out": ("off",)}).without({"gone"})
-    inputs = await surveyed(config, division=division, calibration=taken)
+    inputs = await collected(config, division=division, calibration=taken)
     assert (inputs.calibration, inputs.left_out) == (taken, ("off",))
     plan = await asyncio.to_thread(make_plan, inputs)
     assert [node.share for node in plan.nodes] == pytest.approx([2 / 3, 1 / 3])
@@ -166,7 +166,7 @@ async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Con
     first, second = config.nodes
     slow = config.model_copy(update={"nodes": (first.model_copy(update={"data": str(hanging)}), second)})
     async with asyncio.timeout(20):
-        inputs = await surveyed(slow)
+        inputs = await collected(slow)
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node1")
 
 
@@ -186,7 +186,7 @@ async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
 
 async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> None:
     job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
-    inputs = await surveyed(config.model_copy(update={"job": job}))
+    inputs = await collected(config.model_copy(update={"job": job}))
     assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
     assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.mlx_launch_command or "")
     assert any("HF_TOKEN" in note for note in inputs.launching.launch_notes)
@@ -196,5 +196,5 @@ async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config,
     (tmp_path / "report.json").symlink_to("/etc/passwd")
     job = config.job.model_copy(update={"data_quality_report": str(tmp_path / "report.json")})
     placed = config.model_copy(update={"job": job, "file": tmp_path / "flightdeck.toml"})
-    inputs = await surveyed(placed)
+    inputs = await collected(placed)
     assert inputs.report is None and "outside of the allowed directories" in (inputs.report_problem or "")

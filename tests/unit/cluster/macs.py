@@ -26,7 +26,7 @@ class Macs:
     docks: set[End] = field(default_factory=set)
     strangers: set[End] = field(default_factory=set)
     devices: list[list[str]] = field(default_factory=list)
-    """Of each port, in the order of the receptacles; en3, en4, … where left out."""
+    """The device of each port, in the order of the receptacles; en3, en4, … where left out."""
     addresses: dict[str, str] = field(default_factory=dict)
     """ "mac0 en5" → "192.168.0.1/30"."""
     port_words: str = "Thunderbolt"

@@ -83,7 +83,7 @@ class Road(LocalTransport):
         return await super().open(argv)
 
 
-class Host:
+class LocalHost:
     """A kept rank and the link to its host."""
 
     def __init__(self, directory: Path, source: str) -> None:
@@ -113,10 +113,10 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> None
 
 
 @pytest_asyncio.fixture
-async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
+async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalHost]:
     monkeypatch.setattr(host_connection, "FIRST_RETRY_S", 0.05)
     monkeypatch.setattr(host_connection, "LAST_RETRY_S", 0.2)
-    host = Host(tmp_path, WORK)
+    host = LocalHost(tmp_path, WORK)
     host.link.start()
     yield host
     await host.link.close()
@@ -126,7 +126,7 @@ async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     host.kept.nothing_left()
 
 
-async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: Host) -> None:
+async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: LocalHost) -> None:
     assert not host.link.state.answered
     await until(lambda: host.link.observe(0).identity is not None)
     assert host.link.state.answering and host.link.facts is not None
@@ -142,7 +142,7 @@ async def test_it_sees_a_rank_start_and_end_with_its_exit_output(host: Host) -> 
 
 
 @pytest.mark.needs("linux")
-async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Host, tmp_path: Path) -> None:
+async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: LocalHost, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     gaps: list[Gap] = []
@@ -168,7 +168,7 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Hos
     assert host.road.opened >= 3
 
 
-async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host: Host) -> None:
+async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host: LocalHost) -> None:
     await until(lambda: host.link.observe(0).identity is not None)
     host.road.closed = True
     os.kill(await host.agent(), signal.SIGKILL)
@@ -184,7 +184,7 @@ async def test_a_command_that_reached_nobody_is_sent_when_the_host_is_back(host:
 
 
 async def test_an_agent_that_cannot_start_is_why_a_host_is_not_connected(tmp_path: Path) -> None:
-    host = Host(tmp_path, "print('done')")
+    host = LocalHost(tmp_path, "print('done')")
     host.kept.process.wait(20)
     node = THERE.model_copy(update={"python": "/bin/false"})
     link = HostConnection(node, host.road, AttemptOnHost(host.kept.files, host.kept.nonce, {0: "there"}))
@@ -194,7 +194,7 @@ async def test_an_agent_that_cannot_start_is_why_a_host_is_not_connected(tmp_pat
     await link.close()
 
 
-async def test_a_fault_of_ours_does_not_end_the_heartbeats(host: Host) -> None:
+async def test_a_fault_of_ours_does_not_end_the_heartbeats(host: LocalHost) -> None:
     await until(lambda: host.link.state.answered)
     host.road.faults = 2
     os.kill(await host.agent(), signal.SIGKILL)
@@ -274,7 +274,7 @@ async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tup
     agent.send(FileData("rank0.log", 0, False, b"x" * 1000))
     assert log.read_from(0, 10) == b""
     before = len(agent.of(Heartbeat))
-    await until(lambda: any(beat.answered > MAX_UNANSWERED_HEARTBEATS for beat in agent.of(Heartbeat)[before:]))
+    await until(lambda: any(each.answered > MAX_UNANSWERED_HEARTBEATS for each in agent.of(Heartbeat)[before:]))
     assert link.state.answering
 
 

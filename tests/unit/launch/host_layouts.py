@@ -1,4 +1,4 @@
-"""Places, wirings and ports for tests that need no staged worker and no facts."""
+"""Layouts, networks and ports for tests that need no staged worker and no facts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def local_layout(root: Path, ranks: int = 1, bundle: str = "/no/bundle") -> Host
 
 
 def configured_network(nodes: Sequence[NodeConfig], backend: str = "ring") -> NetworkPlan:
-    """The wiring that the configuration alone says, where it says all of it."""
+    """The network of a configuration that states all of it."""
     hosts = (LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=node.ips, rdma=node.rdma) for node in nodes)
     return NetworkPlan(backend=backend, hosts=tuple(hosts))
 

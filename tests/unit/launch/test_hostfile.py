@@ -31,7 +31,7 @@ DEVICES = st.from_regex(r"rdma_en[0-9]", fullmatch=True)
 
 
 @st.composite
-def wirings(draw: st.DrawFn, backend: str | None = None) -> NetworkPlan:
+def networks(draw: st.DrawFn, backend: str | None = None) -> NetworkPlan:
     """What mlx.launch takes: addresses for the ring, for jaccl a device towards each other rank."""
     backend = backend or draw(st.sampled_from(BACKENDS))
     size = draw(st.integers(1, 8))
@@ -72,7 +72,7 @@ def test_whatever_is_written_mlx_launch_reads_and_accepts(tmp_path: Path) -> Non
     for backend in BACKENDS:
 
         @settings(database=None, max_examples=settings().max_examples // 4)
-        @given(wirings(backend))
+        @given(networks(backend))
         def write(network: NetworkPlan) -> None:
             write_hostfile(tmp_path / f"{len(written)}.json", network)
             written.append(network)
@@ -85,13 +85,13 @@ def test_whatever_is_written_mlx_launch_reads_and_accepts(tmp_path: Path) -> Non
         assert json.loads(line) == [network.backend, [host.ssh for host in network.hosts], hosts]
 
 
-@given(wirings(), st.integers(1024, 60_000))
+@given(networks(), st.integers(1024, 60_000))
 def test_every_port_is_counted_once_and_without_a_gap(network: NetworkPlan, first: int) -> None:
     counted = [port for rank in range(len(network.hosts)) for port in ports_of(rank, network, first)]
     assert counted == list(range(first, first + port_count(network)))
 
 
-@given(wirings(), st.integers(1024, 60_000))
+@given(networks(), st.integers(1024, 60_000))
 def test_the_ring_listens_on_every_address_and_the_others_on_rank_0_alone(network: NetworkPlan, first: int) -> None:
     ports = [len(ports_of(rank, network, first)) for rank in range(len(network.hosts))]
     ring = [len(host.ips) for host in network.hosts]

@@ -75,7 +75,7 @@ def ultra_and_max() -> list[NodeFacts]:
 
 
 def inputs(nodes: list[NodeFacts], *, settings: Mapping[str, Any] | None = None, **more: Any) -> PlanInputs:
-    """Of a job on nodes that have these facts; `more` are fields of PlanInputs, or of the job (`job`)."""
+    """The inputs of a job on nodes that have these facts; `more` are fields of PlanInputs, or of the job (`job`)."""
     keys = dict(settings or {})
     job = {
         "name": "support",

@@ -145,30 +145,30 @@ def test_any_cabling_has_the_same_set_up_commands(macs: Macs) -> None:
 def test_a_mesh_has_the_same_rdma_rows(number: int, cables: int, tmp_path: Path) -> None:
     macs = addressed(shuffled(mesh(number, cables), number))
     facts = macs.facts()
-    wiring = plan_network(config(macs), facts, topology(facts))
-    assert (wiring.backend, wiring.warnings) == ("jaccl", ())
+    network = plan_network(config(macs), facts, topology(facts))
+    assert (network.backend, network.warnings) == ("jaccl", ())
     theirs = Upstream(macs).hostfile("jaccl", tmp_path)
-    assert json.loads(json.dumps([host.rdma for host in wiring.hosts])) == [host["rdma"] for host in theirs]
-    assert wiring.hosts[0].ips == tuple(theirs[0]["ips"])
+    assert json.loads(json.dumps([host.rdma for host in network.hosts])) == [host["rdma"] for host in theirs]
+    assert network.hosts[0].ips == tuple(theirs[0]["ips"])
 
 
 @pytest.mark.parametrize("number", [4, 5, 8, 11])
 def test_a_ring_has_the_same_rdma_rows(number: int, tmp_path: Path) -> None:
     macs = addressed(shuffled(ring(number), number))
     facts = macs.facts()
-    wiring = plan_network(config(macs), facts, topology(facts))
-    assert (wiring.backend, wiring.warnings) == ("jaccl-ring", ())
+    network = plan_network(config(macs), facts, topology(facts))
+    assert (network.backend, network.warnings) == ("jaccl-ring", ())
     theirs = Upstream(macs).hostfile("jaccl-ring", tmp_path)
-    assert [list(host.rdma or ()) for host in wiring.hosts] == [host["rdma"] for host in theirs]
+    assert [list(host.rdma or ()) for host in network.hosts] == [host["rdma"] for host in theirs]
 
 
 @pytest.mark.parametrize("macs", [mesh(2), mesh(2, 3), mesh(3), ring(4), ring(7)], ids=lambda macs: str(macs.ports))
 def test_tcp_over_the_cables_has_the_same_addresses(macs: Macs, tmp_path: Path) -> None:
     macs = addressed(macs)
     facts = macs.facts()
-    wiring = plan_network(config(macs, "ring"), facts, topology(facts))
+    network = plan_network(config(macs, "ring"), facts, topology(facts))
     theirs = Upstream(macs).hostfile("ring", tmp_path)
-    assert [list(host.ips) for host in wiring.hosts] == [host["ips"] for host in theirs]
+    assert [list(host.ips) for host in network.hosts] == [host["ips"] for host in theirs]
 
 
 @SOME
@@ -176,11 +176,11 @@ def test_tcp_over_the_cables_has_the_same_addresses(macs: Macs, tmp_path: Path) 
 def test_a_ring_in_another_order_than_the_nodes_is_named_in_mlx_order(order: list[int]) -> None:
     macs = addressed(ring(len(order), list(order)))
     facts = macs.facts()
-    wiring = plan_network(config(macs), facts, topology(facts))
+    network = plan_network(config(macs), facts, topology(facts))
     whole = Upstream(macs).whole_ring
     assert whole is not None
     if whole in (list(range(len(order))), [0, *reversed(range(1, len(order)))]):
-        assert wiring.backend == "jaccl-ring"
+        assert network.backend == "jaccl-ring"
     else:
-        assert wiring.backend == "ring"
-        assert any(f"in the order {', '.join(macs.names[at] for at in whole)}" in text for text in wiring.warnings)
+        assert network.backend == "ring"
+        assert any(f"in the order {', '.join(macs.names[at] for at in whole)}" in text for text in network.warnings)

@@ -82,10 +82,10 @@ def test_an_obstacle_to_rdma_is_a_warning_unless_rdma_is_configured(changes: dic
     assert obstacle in refused(macs, facts)
     assert obstacle in refused(macs, facts, "jaccl-ring")
     if "problem" not in changes:
-        wiring = macs_wired(macs, facts)
-        assert wiring.backend == "ring"
-        assert any(obstacle in text for text in wiring.warnings)
-        assert all(host.rdma is None and host.ips for host in wiring.hosts)
+        network = macs_wired(macs, facts)
+        assert network.backend == "ring"
+        assert any(obstacle in text for text in network.warnings)
+        assert all(host.rdma is None and host.ips for host in network.hosts)
 
 
 def test_every_node_with_an_obstacle_is_named() -> None:
@@ -113,8 +113,8 @@ def test_the_port_next_to_ethernet_is_passed_over_for_another_cable() -> None:
     macs = mesh(2, 2)
     macs.devices = [["en2", "en3"], ["en5", "en6"]]
     addressed(macs)
-    wiring = macs_wired(macs)
-    assert (wiring.backend, wiring.hosts[0].rdma, wiring.hosts[1].rdma) == (
+    network = macs_wired(macs)
+    assert (network.backend, network.hosts[0].rdma, network.hosts[1].rdma) == (
         "jaccl",
         (None, "rdma_en3"),
         ("rdma_en6", None),
@@ -128,8 +128,8 @@ def test_configured_rows_and_addresses_are_used_unchanged() -> None:
     rows = [(None, "rdma_en8"), ("rdma_en9", None)]
     nodes = [node(f"mac{k}", ips=[f"172.16.0.{k + 1}"], rdma=row) for k, row in enumerate(rows)]
     macs = Macs([1, 1], [])
-    wiring = wired(config(*nodes, backend="jaccl"), *macs.facts())
-    assert [(host.ips, host.rdma) for host in wiring.hosts] == [
+    network = wired(config(*nodes, backend="jaccl"), *macs.facts())
+    assert [(host.ips, host.rdma) for host in network.hosts] == [
         (("172.16.0.1",), rows[0]),
         (("172.16.0.2",), rows[1]),
     ]
@@ -147,23 +147,23 @@ def test_ranks_of_one_machine_share_its_address_and_have_no_rdma() -> None:
     three = [facts[0], facts[0].model_copy(update={"node": "again"}), facts[1]]
     found = topology(three)
     assert (found.nodes, found.shape) == (("mac0", "mac1"), "mesh")
-    wiring = plan_network(config(*nodes), three, found)
-    assert wiring.backend == "ring"
-    assert [host.ips for host in wiring.hosts] == [("192.168.0.1",), ("192.168.0.1",), ("192.168.0.2",)]
-    assert any("mac0, again" in text or "again, mac0" in text for text in wiring.warnings)
+    network = plan_network(config(*nodes), three, found)
+    assert network.backend == "ring"
+    assert [host.ips for host in network.hosts] == [("192.168.0.1",), ("192.168.0.1",), ("192.168.0.2",)]
+    assert any("mac0, again" in text or "again, mac0" in text for text in network.warnings)
 
 
 def test_one_machine_is_loopback_without_facts() -> None:
-    wiring = plan_network(
+    network = plan_network(
         config(node("a", "127.0.0.1"), node("b", "127.0.0.1", ["127.0.0.2"])), (), Topology(nodes=("a",))
     )
-    assert (wiring.backend, [host.ips for host in wiring.hosts]) == ("ring", [("127.0.0.1",), ("127.0.0.2",)])
+    assert (network.backend, [host.ips for host in network.hosts]) == ("ring", [("127.0.0.1",), ("127.0.0.2",)])
 
 
 def test_given_addresses_need_no_facts() -> None:
     nodes = [node("a", "u@a:2222", ["10.0.0.1"]), node("b", ips=["10.0.0.2"])]
-    wiring = plan_network(config(*nodes, backend="ring"), (), Topology(nodes=("a", "b")))
-    assert [(host.ssh, host.ips) for host in wiring.hosts] == [
+    network = plan_network(config(*nodes, backend="ring"), (), Topology(nodes=("a", "b")))
+    assert [(host.ssh, host.ips) for host in network.hosts] == [
         ("ssh://u@a:2222", ("10.0.0.1",)),
         ("b.local", ("10.0.0.2",)),
     ]
@@ -171,14 +171,14 @@ def test_given_addresses_need_no_facts() -> None:
 
 def test_the_network_that_all_share_is_taken_and_docker_is_not() -> None:
     docker = "docker0 172.17.0.1/16"
-    wiring = wired(
+    network = wired(
         config(node("a"), node("b")),
         linux("a", docker, "eth0 10.0.0.1/24", "eth1 10.9.0.1/24"),
         linux("b", docker, "eth7 10.0.0.2/24"),
     )
-    assert [host.ips for host in wiring.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
-    assert any("all nodes share the network 10.0.0.0/24 (a eth0, b eth7)" in text for text in wiring.reasons)
-    assert wiring.warnings == ()
+    assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
+    assert any("all nodes share the network 10.0.0.0/24 (a eth0, b eth7)" in text for text in network.reasons)
+    assert network.warnings == ()
 
 
 def test_the_network_by_which_ssh_goes_is_preferred_then_one_without_a_radio() -> None:
@@ -186,31 +186,31 @@ def test_the_network_by_which_ssh_goes_is_preferred_then_one_without_a_radio() -
     a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
     assert wired(config(node("a"), node("b")), a, b).hosts[1].ips == ("10.0.0.2",)
     by_ssh = [fact.model_copy(update={"host": f"10.1.0.{k}"}) for k, fact in ((1, a), (2, b))]
-    wiring = wired(config(node("a", "10.1.0.1"), node("b", "u@10.1.0.2")), by_ssh[0], by_ssh[1])
-    assert wiring.hosts[1].ips == ("10.1.0.2",)
-    assert wiring.warnings == ("10.1.0.0/24 is Wi-Fi, which is slow for training",)
+    network = wired(config(node("a", "10.1.0.1"), node("b", "u@10.1.0.2")), by_ssh[0], by_ssh[1])
+    assert network.hosts[1].ips == ("10.1.0.2",)
+    assert network.warnings == ("10.1.0.0/24 is Wi-Fi, which is slow for training",)
 
 
 def test_equally_good_networks_are_named_in_the_reason() -> None:
     two = ("eth0 10.0.0.{}/24", "eth1 10.1.0.{}/24")
     a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
-    wiring = wired(config(node("a"), node("b")), a, b)
-    assert wiring.hosts[0].ips == ("10.0.0.1",)
-    assert any("10.1.0.0/24 would work as well" in text for text in wiring.reasons)
+    network = wired(config(node("a"), node("b")), a, b)
+    assert network.hosts[0].ips == ("10.0.0.1",)
+    assert any("10.1.0.0/24 would work as well" in text for text in network.reasons)
 
 
 def test_an_address_that_only_one_node_gives_decides_the_others() -> None:
     two = ("eth0 10.0.0.{}/24", "eth1 10.1.0.{}/24")
     a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
-    wiring = wired(config(node("a", ips=["10.1.0.1"]), node("b")), a, b)
-    assert [host.ips for host in wiring.hosts] == [("10.1.0.1",), ("10.1.0.2",)]
+    network = wired(config(node("a", ips=["10.1.0.1"]), node("b")), a, b)
+    assert [host.ips for host in network.hosts] == [("10.1.0.1",), ("10.1.0.2",)]
 
 
 def test_loopback_does_for_one_machine_alone() -> None:
     a = linux("a", "eth0 10.0.0.1/24", ssh="127.0.0.1")
-    wiring = wired(config(node("a", "127.0.0.1", ["127.0.0.1"]), node("b")), a, linux("b", "eth0 10.0.0.2/24"))
-    assert [host.ips for host in wiring.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
-    assert wiring.warnings == ("a: the other nodes cannot reach 127.0.0.1",)
+    network = wired(config(node("a", "127.0.0.1", ["127.0.0.1"]), node("b")), a, linux("b", "eth0 10.0.0.2/24"))
+    assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
+    assert network.warnings == ("a: the other nodes cannot reach 127.0.0.1",)
 
 
 def test_no_shared_network_names_each_nodes_networks() -> None:
@@ -231,8 +231,8 @@ def test_a_node_that_did_not_answer_is_named_unless_its_address_is_given() -> No
     a, b = linux("a", "eth0 10.0.0.1/24"), linux("b", problem="no answer on port 22")
     with pytest.raises(LaunchError, match="b: no address is known: b: no answer on port 22"):
         wired(config(node("a"), node("b")), a, b)
-    wiring = wired(config(node("a"), node("b", ips=["10.0.0.9"])), a, b)
-    assert [host.ips for host in wiring.hosts] == [("10.0.0.1",), ("10.0.0.9",)]
+    network = wired(config(node("a"), node("b", ips=["10.0.0.9"])), a, b)
+    assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.9",)]
 
 
 def test_a_ring_has_as_many_addresses_on_every_node() -> None:
@@ -251,28 +251,28 @@ def test_a_thunderbolt_bridge_is_better_than_ethernet_for_tcp() -> None:
         bridge = Interface(name="bridge0", ipv4=(f"192.168.7.{number + 1}/24",), active=True)
         rest = [port for port in bridged if port.name != "bridge0"]
         facts.append(fact.model_copy(update={"interfaces": (*rest, bridge)}))
-    wiring = macs_wired(macs, facts)
-    assert [host.ips for host in wiring.hosts] == [("192.168.7.1",), ("192.168.7.2",)]
-    assert any("the Thunderbolt network 192.168.7.0/24" in text for text in wiring.reasons)
+    network = macs_wired(macs, facts)
+    assert [host.ips for host in network.hosts] == [("192.168.7.1",), ("192.168.7.2",)]
+    assert any("the Thunderbolt network 192.168.7.0/24" in text for text in network.reasons)
 
 
 def test_cables_without_addresses_are_not_used_with_a_warning() -> None:
     macs = mesh(2)
-    wiring = macs_wired(macs, macs.facts(rdma_enabled=False))
-    assert [host.ips for host in wiring.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
-    assert any("the Thunderbolt cables are not used" in text for text in wiring.warnings)
+    network = macs_wired(macs, macs.facts(rdma_enabled=False))
+    assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
+    assert any("the Thunderbolt cables are not used" in text for text in network.warnings)
 
 
 def test_cuda_is_nccl_and_says_whether_there_is_infiniband() -> None:
     cuda: dict[str, Any] = {"gpu": "gpu", "backends": ("ring", "nccl")}
     active = (RdmaDevice(name="mlx5_0", port_state="PORT_ACTIVE"),)
     a, b = linux("a", "ib0 10.0.0.1/24", **cuda, rdma_devices=active), linux("b", "ib0 10.0.0.2/24", **cuda)
-    wiring = wired(config(node("a"), node("b")), a, b)
-    assert (wiring.backend, wiring.hosts[0].ips) == ("nccl", ("10.0.0.1",))
-    assert "TCP, not InfiniBand: no active device on b" in wiring.reasons
+    network = wired(config(node("a"), node("b")), a, b)
+    assert (network.backend, network.hosts[0].ips) == ("nccl", ("10.0.0.1",))
+    assert "TCP, not InfiniBand: no active device on b" in network.reasons
     both = wired(config(node("a"), node("b")), a, b.model_copy(update={"rdma_devices": active}))
     assert "InfiniBand: a mlx5_0, b mlx5_0" in both.reasons
-    assert (wiring.infiniband, both.infiniband) == (False, True)
+    assert (network.infiniband, both.infiniband) == (False, True)
 
 
 def test_set_up_commands_leave_networks_alone_that_are_there_and_what_is_set_up() -> None:
@@ -314,9 +314,9 @@ def test_cables_that_are_not_known_are_not_missing(why: Late | Failed | Unparsab
 def test_cables_that_are_not_known_do_not_block_another_backend() -> None:
     macs = addressed(mesh(2))
     facts = changed(macs.facts(), 1, thunderbolt=(), unknown={"thunderbolt": LATE})
-    wiring = macs_wired(macs, facts)
-    assert wiring.backend == "ring"
-    assert any("mac1: its Thunderbolt cables are not known" in text for text in wiring.warnings)
+    network = macs_wired(macs, facts)
+    assert network.backend == "ring"
+    assert any("mac1: its Thunderbolt cables are not known" in text for text in network.warnings)
 
 
 def test_a_rank_order_with_given_devices_needs_no_cables() -> None:

@@ -71,13 +71,13 @@ def refusal(plan: TrainingPlan, name: str) -> str:
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
-def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
-    plan = make_plan(situation)
-    batch, ranks, job = plan.batch_configuration, plan.strategy.world_size, situation.config.job.mlx_lm
-    assert plan.strategy.total_gpus == ranks == len(situation.config.nodes)
+def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
+    plan = make_plan(drawn)
+    batch, ranks, job = plan.batch_configuration, plan.strategy.world_size, drawn.config.job.mlx_lm
+    assert plan.strategy.total_gpus == ranks == len(drawn.config.nodes)
     assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
     assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
-    if situation.strategy == "pipeline":
+    if drawn.strategy == "pipeline":
         assert batch.micro_batch is None, "every stage sees all of it"
         assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= job["batch_size"]
         assert ("strategy" in names(plan, "refusals")) == (ranks == 1)
@@ -92,15 +92,15 @@ def test_the_arithmetic_is_closed(situation: PlanInputs) -> None:
     if isinstance(chunks := plan.coordinator_chunking, ChunkingSection):
         cut = chunk_plan(chunks.dataset_size, chunks.chunk_size)
         covered = [cut.bounds(chunk) for chunk in range(cut.num_chunks)]
-        assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == situation.examples
+        assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == drawn.examples
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
-def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situation: PlanInputs) -> None:
-    plan = make_plan(replace(situation, strategy="pipeline"))
+def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(drawn: PlanInputs) -> None:
+    plan = make_plan(replace(drawn, strategy="pipeline"))
     if plan.strategy.layer_split is None:
-        assert situation.model is None or "layer_split" in names(plan, "refusals")
+        assert drawn.model is None or "layer_split" in names(plan, "refusals")
         return
     assert isinstance(plan.memory, MemorySection)
     ranges = [tuple(map(int, part.split("-"))) for part in plan.strategy.layer_split.split(",")]
@@ -111,8 +111,8 @@ def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(situa
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
-def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(situation: PlanInputs) -> None:
-    plan = make_plan(situation)
+def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(drawn: PlanInputs) -> None:
+    plan = make_plan(drawn)
     document = plan.document()
     assert TrainingPlan.model_validate(document) == plan
     unknown = {reason.key for reason in plan.reasons if reason.source is Source.UNKNOWN}
@@ -568,16 +568,16 @@ def test_mlx_reads_the_hostfiles_as_intended(tmp_path: Path) -> None:
     @settings(max_examples=25, database=None)
     @given(nodes)
     def write(facts: list[NodeFacts]) -> None:
-        wiring = inputs(facts).network
-        assert wiring is not None
+        network = inputs(facts).network
+        assert network is not None
         path = tmp_path / f"{len(meant)}.json"
-        write_hostfile(path, wiring)
-        meant.append((path, wiring))
+        write_hostfile(path, network)
+        meant.append((path, network))
 
     write()
     # One process for all: MLX takes longer to import than to read them.
     argv = [sys.executable, "-c", _ASK_MLX, *(str(path) for path, _ in meant)]
     read = subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout.splitlines()
-    for output, (_, wiring) in zip(read, meant, strict=True):
-        hosts = [[host.ssh, host.ips, host.rdma or ()] for host in wiring.hosts]
+    for output, (_, network) in zip(read, meant, strict=True):
+        hosts = [[host.ssh, host.ips, host.rdma or ()] for host in network.hosts]
         assert json.loads(output) == json.loads(json.dumps(hosts))

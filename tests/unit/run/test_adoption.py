@@ -106,12 +106,12 @@ async def test_a_kill_that_fails_here_is_named_and_stops_none_elsewhere(
         NodeConfig(name="head", python="python", workdir="/"),
         NodeConfig(name="ana", ssh="ana.local", python="python", workdir="/"),
     ]
-    places = [HostLayout(node.ssh, (rank,), "/", "/", "/bundle", "/python") for rank, node in enumerate(nodes)]
+    layouts = [HostLayout(node.ssh, (rank,), "/", "/", "/bundle", "/python") for rank, node in enumerate(nodes)]
     there = Told()
 
     class OneHost:
         def to(self, node: NodeConfig) -> Told:
             return there
 
-    assert await kill_everywhere(cast(TransportProvider, OneHost()), nodes, places, "0badcafe") == ("head",)
+    assert await kill_everywhere(cast(TransportProvider, OneHost()), nodes, layouts, "0badcafe") == ("head",)
     assert there.argv == [("/python", "/bundle/engine/node/processes.py", "0badcafe")]

@@ -129,12 +129,12 @@ def test_paths_are_absolute_on_the_node_of_their_rank(tmp_path: Path) -> None:
     job = TRAINING.model_copy(update={"mlx_lm": {"adapter_path": "out/a", "resume_adapter_file": "~/last"}})
     remote = {"ssh": "ana@h", "python": "~/py", "workdir": "~/work", "model": "~/m", "data": "/d"}
     of = plan(job, **remote)
-    places = [
+    layouts = [
         HostLayout("127.0.0.1", (0,), "/home/head", str(tmp_path), "/b", "/py"),
         HostLayout("ana@h", (1,), "/Users/ana", "/Users/ana/.flightdeck", "/b", "/Users/ana/py"),
     ]
     of = of.model_copy(update={"config": of.config.model_copy(update={"file": Path("/conf/flightdeck.toml")})})
-    made = planned_attempt(RunDir(tmp_path), of, places, 1, "nonce")
+    made = planned_attempt(RunDir(tmp_path), of, layouts, 1, "nonce")
     left, right = attempt_spec(of, made, {}).ranks
     assert (right.python, right.workdir, right.model, right.data) == (
         *("/Users/ana/py", "/Users/ana/work", "/Users/ana/m", "/d"),

@@ -28,7 +28,7 @@ NOBODY = 2**22 + 7
 """A pid above Linux's highest: a signal to it reaches nobody."""
 
 
-class Host(FileHost):
+class FakeHost(FileHost):
     """A host whose processes and silence the test sets."""
 
     def __init__(self, files: NodeFiles, ranks: Sequence[int], left: Sequence[Process]) -> None:
@@ -58,7 +58,7 @@ class Ending:
         first_failure: int | None = None,
     ) -> None:
         self.files = NodeFiles(directory)
-        self.hosts = [Host(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
+        self.hosts = [FakeHost(self.files, [rank], left if rank == 0 else ()) for rank in (0, 1)]
         self.ranks = Ranks(HostConnections(self.hosts), ["n0", "n1"])
         self.progress = AttemptProgress()
         self.stages: list[StopStage] = []

@@ -111,7 +111,7 @@ def test_an_early_0_is_blamed_when_others_lost_their_peer() -> None:
     assert (verdict.rank, verdict.exit_code, verdict.reason) == (1, 0, Reason.RANK_FAILED)
 
 
-def test_a_command_that_came_home_is_not_blamed_for_the_launchers_end() -> None:
+def test_a_command_that_succeeded_is_not_blamed_for_the_launchers_end() -> None:
     ranks = (rank(0, 0), rank(1, sig=15, stopped_by="end"))
     verdict = verdict_on(evidence(*ranks, trainer=False, trigger=Trigger.LAUNCHER_GONE))
     assert (verdict.reason, verdict.rank) == (Reason.LAUNCH_FAILED, None)

@@ -78,8 +78,8 @@ def test_before_the_start_every_worker_needs_a_gpu() -> None:
 
 
 def test_while_it_runs_every_worker_needs_a_heartbeat_that_is_not_too_old() -> None:
-    beats = [{"last_heartbeat": beat} for beat in (1000.0, 940.0, 939.0, 0, None)]
-    report = run_health_checks(cluster(*beats), mode="runtime", now=1000.0)
+    heartbeats = [{"last_heartbeat": heartbeat} for heartbeat in (1000.0, 940.0, 939.0, 0, None)]
+    report = run_health_checks(cluster(*heartbeats), mode="runtime", now=1000.0)
     assert report.healthy_workers == ("w0", "w1")
     assert [issue.split(":")[0] for issue in report.issues] == ["worker w2", "worker w3", "worker w4"]
     assert "dead" in report.issues[1] and "not known" in report.issues[2]

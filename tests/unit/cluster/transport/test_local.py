@@ -23,7 +23,7 @@ from tests.machine import WATCHED
 
 @pytest.fixture
 def nonce() -> str:
-    """Of this test alone: another run of the same test may be under way on this machine."""
+    """Used by this test alone: another run of the same test may be under way on this machine."""
     return uuid.uuid4().hex
 
 

@@ -1,4 +1,4 @@
-"""Whether mlx-lm can be imported: by an import, or by the proof that one would read the same files as the last."""
+"""That mlx-lm can be imported is shown by an import or by proof that one would read the same files as the last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.unit.node.keeper_runner import stage_bundle
 
 
-class Node:
+class FakeNode:
     """A home with a node root, and an mlx-lm of two files that counts its imports."""
 
     def __init__(self, folder: Path) -> None:
@@ -46,17 +46,17 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> FakeNode:
+    return FakeNode(tmp_path)
 
 
-def test_the_second_time_unchanged_files_prove_what_the_first_has_found(node: Node) -> None:
+def test_the_second_time_unchanged_files_prove_what_the_first_has_found(node: FakeNode) -> None:
     first, second = node.asked(), node.asked()
     assert first == {"mlx_lm": "0.32.2"}
     assert (second["mlx_lm"], second["proved"] > 0, node.imports) == ("0.32.2", True, 1)
 
 
-def test_whatever_changes_is_imported_anew(node: Node) -> None:
+def test_whatever_changes_is_imported_anew(node: FakeNode) -> None:
     node.asked()
     (node.package / "part.py").write_text("x = 1\n")
     assert ("proved" in node.asked(), node.imports) == (False, 2)
@@ -66,14 +66,14 @@ def test_whatever_changes_is_imported_anew(node: Node) -> None:
     assert ("proved" in node.asked(), node.imports) == (True, 3)
 
 
-def test_a_file_that_is_gone_is_told_and_proves_nothing(node: Node) -> None:
+def test_a_file_that_is_gone_is_told_and_proves_nothing(node: FakeNode) -> None:
     node.asked()
     (node.package / "part.py").unlink()
     for _ in range(2):
         assert "No module named 'mlx_lm.part'" in node.asked()["mlx_lm_error"]
 
 
-def test_a_proof_that_makes_no_sense_is_none(node: Node) -> None:
+def test_a_proof_that_makes_no_sense_is_none(node: FakeNode) -> None:
     node.asked()
     (proof,) = (node.home / ".flightdeck" / "imports").iterdir()
     for nonsense in ("", "[]", "{}", '{"surroundings": {}, "files": [], "mlx_lm": "9.9"}', "\0"):
@@ -81,7 +81,7 @@ def test_a_proof_that_makes_no_sense_is_none(node: Node) -> None:
         assert node.asked() == {"mlx_lm": "0.32.2"}
 
 
-def test_without_a_node_root_nothing_is_written_into_a_home(node: Node) -> None:
+def test_without_a_node_root_nothing_is_written_into_a_home(node: FakeNode) -> None:
     (node.home / ".flightdeck").rmdir()
     assert [node.asked(), node.asked()] == [{"mlx_lm": "0.32.2"}] * 2
     assert (list(node.home.iterdir()), node.imports) == ([], 2)

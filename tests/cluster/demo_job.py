@@ -1,4 +1,4 @@
-"""What there is to fly on a test cluster: the demo's model and data on every node, and a flightdeck.toml for it."""
+"""The demo's job on a test cluster: its model and data on every node, and a flightdeck.toml for it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.config.load import load_config
 from tests.cluster.cluster import Cluster
-from tests.cluster.flight import write_toml
+from tests.cluster.demo_job import write_toml
 
 
 def test_the_printed_configuration_names_every_node(cluster: Cluster) -> None:
