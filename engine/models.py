@@ -149,6 +149,10 @@ class CheckStatus(StrEnum):
     SKIP = "skip"
 
 
+OVERRIDDEN = "overridden"
+"""The summary of a check that was skipped by name."""
+
+
 class PreRdmaSync(FrozenModel):
     """Result of the sync script, and of the comparison after it."""
 

@@ -44,7 +44,7 @@ from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, text_widt
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
-from tui.state import ENDED, DeckState, StateStore
+from tui.state import DeckState, StateStore
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine
@@ -215,7 +215,7 @@ class FlightDeckApp(App[None]):
 
     def _show_first(self, message: RunsRead) -> None:
         """Show the newest active run, else the plan; the welcome where there is neither."""
-        active = next((run for run in message.runs if run.state not in ENDED), None)
+        active = next((run for run in message.runs if not run.state.ended), None)
         if active is not None:
             self.open_run(active.id)
         elif self.state.config is None:
@@ -463,7 +463,7 @@ class FlightDeckApp(App[None]):
 
     def do_quit(self) -> None:
         """Leave the console; runs go on, and a line on the terminal names them."""
-        running = [run.id for run in self.state.runs or () if run.state not in ENDED]
+        running = [run.id for run in self.state.runs or () if not run.state.ended]
         if self.state.active and self.state.snapshot is not None and self.state.snapshot.record.id not in running:
             running.insert(0, self.state.snapshot.record.id)
         text = f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
 """The dashboard and the full views, in the order of their number keys (0 has none)."""
 
-ENDED: Final = frozenset({"succeeded", "failed", "aborted", "lost"})
-
 FACTS_LIMIT_S: Final = 300.0
 """A node's facts are shown stale when they are older than this."""
 TELEMETRY_LIMIT_S: Final = 15.0
@@ -87,14 +85,14 @@ class DeckState:
     @property
     def active(self) -> bool:
         """The shown run has not ended."""
-        return self.snapshot is not None and self.snapshot.record.state not in ENDED
+        return self.snapshot is not None and not self.snapshot.record.state.ended
 
     @property
     def running(self) -> RunRecord | None:
         """A run that has not ended, the shown one first."""
         if self.snapshot is not None and self.active:
             return self.snapshot.record
-        return next((run for run in self.runs or () if run.state not in ENDED and not self._shown(run)), None)
+        return next((run for run in self.runs or () if not run.state.ended and not self._shown(run)), None)
 
     def _shown(self, run: RunRecord) -> bool:
         return self.snapshot is not None and run.id == self.snapshot.record.id

@@ -33,7 +33,15 @@ from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import cluster_history, collect_plan_inputs, with_example_count
 from engine.config.models import Strategy
 from engine.errors import FlightDeckError, InputError
-from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync, WorkerConsistency
+from engine.models import (
+    OVERRIDDEN,
+    CheckResult,
+    CheckStatus,
+    NodeFacts,
+    PreflightReport,
+    PreRdmaSync,
+    WorkerConsistency,
+)
 from engine.plan.context import PlanInputs
 from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
@@ -60,9 +68,6 @@ CHECKS: dict[str, Check] = {
         health.CHECK,
     )
 }
-
-OVERRIDDEN = "overridden"
-"""The summary of a check that was skipped by name."""
 
 OnResult = Callable[[CheckResult], None]
 Audit = Callable[[str, str, dict[str, object]], object]

@@ -97,7 +97,7 @@ class TreeDifference:
     @property
     def blocking(self) -> tuple[str, ...]:
         """Extra files and links where the reference has a folder, which a copy would replace."""
-        folders = {path[:end] for path in self.missing for end, sign in enumerate(path) if sign == "/"}
+        folders = {path[:end] for path in self.missing for end, character in enumerate(path) if character == "/"}
         return tuple(path for path in self.extra if path in folders)
 
     def describe(self, node: str, reference: str) -> str:

@@ -23,6 +23,7 @@ from engine.cluster.transport.base import Channel, Completed, Transport, expande
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
+from engine.protocol.exit_codes import ShellExit
 from engine.protocol.messages import (
     VERSION,
     CancelRequest,
@@ -54,7 +55,6 @@ _ANSWER_S = 10.0
 _LINE_LIMIT = 1 << 17
 """For what a login shell prints before the bootstrap's first line, and that line."""
 _OUTPUT_LIMIT = 1 << 25
-_CANNOT_RUN, _COMMAND_NOT_FOUND = 126, 127
 _NO_FILE = 1
 """tail's exit code for a file that it cannot open."""
 THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable, workdir="/")
@@ -503,7 +503,7 @@ class _Start:
         report = await self._bootstrap_line()
         home = report.get("home")
         if not isinstance(home, str) or path_fault(home) or not home.startswith("/") or ".." in home.split("/"):
-            why = f"it is said to be {safe_repr(home)}"
+            why = f"it is reported as {safe_repr(home)}"
             raise LaunchError(f"the home on {self._node.name} cannot be used", where=self._node.ssh, why=why)
         agent_home = AgentHome(home)
         if report.get("missing"):
@@ -544,9 +544,9 @@ class _Start:
     async def _ended(self) -> LaunchError:
         code = await self._channel.close()
         output = plain(self._channel.exit_output, 200)
-        if code == _COMMAND_NOT_FOUND:
+        if code == ShellExit.NOT_FOUND:
             return _cannot_run(self._node, output, InterpreterMissing)
-        if code == _CANNOT_RUN:
+        if code == ShellExit.CANNOT_RUN:
             return _cannot_run(self._node, output)
         why = f"it ended with {code}" + (f": {output}" if output else "")
         return LaunchError(f"{self._node.python} gave no answer", where=self._node.name, why=why)

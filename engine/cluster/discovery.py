@@ -242,7 +242,7 @@ try() {{
     # Apple's stub opens a window that offers the developer tools where they are missing.
     /usr/bin/*) [ "$(uname -s)" != Darwin ] || xcode-select -p >/dev/null 2>&1 || return 0 ;;
   esac
-  if told=$("$1" -c "$ask" </dev/null 2>/dev/null); then say python "$1"; say versions "$told"; exit 0; fi
+  if versions=$("$1" -c "$ask" </dev/null 2>/dev/null); then say python "$1"; say versions "$versions"; exit 0; fi
   say without "$1"
 }}
 for python in "$@" {" ".join(f'"$HOME"/{place}/bin/python' for place in _PLACES)} {" ".join(_SYSTEM)}; do

@@ -146,7 +146,7 @@ def environment_fault(name: str, value: object) -> str | None:
     """Description of an accepted variable; None if this one can be set."""
     if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
         return "a variable name; names that begin with MLX_ or FLIGHTDECK_ are reserved"
-    if isinstance(value, str) and ("\0" in value or any("\ud800" <= sign <= "\udfff" for sign in value)):
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
         return "a string of valid characters without NUL"
     return None
 

@@ -128,12 +128,12 @@ class Launcher:
         self._begin = self._offset = offset
         self._torn = b""
 
-    def alive(self, *, thorough: bool = True) -> bool:
-        """With `thorough` False a launcher that an earlier supervisor started may be mistaken for a later process with
-        its pid: telling them apart takes a process on macOS."""
+    def alive(self, *, check_pids: bool = True) -> bool:
+        """With `check_pids` False a launcher that an earlier supervisor started may be mistaken for a later process
+        with its pid: telling them apart takes a process on macOS."""
         if self.process is not None:
             return self.process.poll() is None
-        if not thorough:
+        if not check_pids:
             return processes.exists(self.pid)
         return processes.alive(self.pid, self.start)
 

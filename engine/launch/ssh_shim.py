@@ -21,6 +21,7 @@ from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.protocol.attempt import write_atomic
+from engine.protocol.exit_codes import ShellExit
 
 NODE_ROOT_ENV = "FLIGHTDECK_NODE_ROOT"
 """This machine's root as a node; that of other machines is ~/.flightdeck."""
@@ -52,7 +53,7 @@ exit "$code"
 """
 _PREPARE = """{kept}=${{TMPDIR-}}
 TMPDIR={attempt}/tmp
-mkdir -p "$TMPDIR" || exit 125
+mkdir -p "$TMPDIR" || exit {not_prepared}
 export {kept} TMPDIR
 """
 
@@ -69,8 +70,11 @@ def ssh_log_path(directory: Path, rank: int) -> Path:
 
 def write_shim(directory: Path, config: Path, run_id: str, attempt: int) -> Path:
     """Write the shim for one attempt; returns the folder to put first on PATH. Raises LaunchError, OSError."""
+    prepare = _PREPARE.format(
+        kept=KEPT_TMPDIR_ENV, attempt=_attempt_path(run_id, attempt), not_prepared=ShellExit.NOT_PREPARED
+    )
     text = _SHIM.format(
-        prepare=shlex.quote(_PREPARE.format(kept=KEPT_TMPDIR_ENV, attempt=_attempt_path(run_id, attempt)).rstrip("\n")),
+        prepare=shlex.quote(prepare.rstrip("\n")),
         ssh=shlex.quote(openssh_client()),
         config=shlex.quote(str(config)),
         log=shlex.quote(str(directory / "ssh.rank")),

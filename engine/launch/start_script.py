@@ -17,13 +17,12 @@ from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
 from engine.launch.ssh_shim import KEPT_TMPDIR_ENV, NODE_ROOT_ENV
 from engine.protocol.attempt import AttemptSpec, NodeFiles
+from engine.protocol.exit_codes import ShellExit
 from engine.security.sanitise import last_line, plain
 
 START_LIMIT_S = 45.0
 """Until a keeper has started its program; below the supervisor's own patience with ranks that do not come."""
 _LOG_BYTES = 65_536
-_NO_SUCH_RANK = 126
-_NO_FILE = 125
 
 
 def start_script(
@@ -79,7 +78,7 @@ def ranks_script(
         f'elif [ -n "${{{KEPT_TMPDIR_ENV}+x}}" ]; then unset TMPDIR; fi',
         f"unset {KEPT_TMPDIR_ENV} {NODE_ROOT_ENV}",
     ]
-    lines.append(f"cd {shlex.quote(str(bundle))} || exit {_NO_SUCH_RANK}")
+    lines.append(f"cd {shlex.quote(str(bundle))} || exit {ShellExit.CANNOT_RUN}")
     if world_size == 1:
         # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
         lines.append("unset MLX_HOSTFILE")
@@ -90,7 +89,7 @@ def ranks_script(
         lines.append(f"{rank}) exec </dev/null {program.output}; {check}exec {shlex.join(program.argv)} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
-    lines.append(f"exit {_NO_SUCH_RANK}")
+    lines.append(f"exit {ShellExit.CANNOT_RUN}")
     return "\n".join(lines) + "\n"
 
 
@@ -100,7 +99,8 @@ def _check(backend: str) -> str:
     if name is None:
         return ""
     message = f"{name} names no file: it could not be written, perhaps because the disk is full"
-    return f'if [ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]; then echo "{message}" >&2; exit {_NO_FILE}; fi; '
+    missing = f'[ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]'
+    return f'if {missing}; then echo "{message}" >&2; exit {ShellExit.NOT_PREPARED}; fi; '
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StartFailure:
     rank: int
     message: str
     """The last line of output about it; "" when there is none."""
-    code: int = 255
+    code: int = ShellExit.SSH_FAILED
     """Its start.sh's exit code, negative for a signal; ssh's own where that is not known."""
 
 

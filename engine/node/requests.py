@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from engine.node import probes
 from engine.node.daemon import GroupReaper
+from engine.protocol.exit_codes import ShellExit
 from engine.protocol.messages import (
     CancelRequest,
     CommandRequest,
@@ -194,7 +195,7 @@ class Requests:
         try:
             self._children[request] = start()
         except OSError as error:
-            code = 127 if isinstance(error, FileNotFoundError) else 126
+            code = ShellExit.NOT_FOUND if isinstance(error, FileNotFoundError) else ShellExit.CANNOT_RUN
             self._send(RequestEnded(request, code, f"it cannot be started: {error.strerror or error}"))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.protocol.attempt import NodeFiles
 
+UPDATE_FIELD = b'"update": '
+"""As EventWriter writes it. Of the `step` events only that of an update's last micro-batch has it."""
 _PHASE_TAIL_BYTES = 65_536
 _SAVES = ("checkpoint", "emergency_checkpoint")
 

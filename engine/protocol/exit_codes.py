@@ -1,4 +1,4 @@
-"""The exit codes of our own programs."""
+"""The exit codes of our own programs, and those that stand for one that did not run."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ class TrainerExit(IntEnum):
     """This rank's parameters differ from the other ranks'."""
 
 
+class ShellExit(IntEnum):
+    """A shell, ssh or one of our shell scripts, in place of the program that it was to run."""
+
+    NOT_PREPARED = 125
+    """Our script lacks what it needs first: its folder, MLX's file, or an output that can be written."""
+    CANNOT_RUN = 126
+    """The program cannot be run, or start.sh has none for the rank."""
+    NOT_FOUND = 127
+    SSH_FAILED = 255
+    """ssh's own; all others are the command's."""
+
+
 class TrainerError(RuntimeError):
     """An end of the trainer that has an exit code of its own."""
 
@@ -44,5 +56,5 @@ class KeeperExit(IntEnum):
 
     STARTUP_UNKNOWN = 125
     """A detached keeper ended before it reported that its rank had started."""
-    CANNOT_START = 127
+    CANNOT_START = ShellExit.NOT_FOUND
     """As a shell reports a missing program."""

@@ -175,7 +175,7 @@ class AttemptMonitor:
         if check_pids:
             self._pids_checked_at = now
         # Liveness is read before the last read of a log.
-        launcher_alive = self._launcher is not None and self._launcher.alive(thorough=check_pids)
+        launcher_alive = self._launcher is not None and self._launcher.alive(check_pids=check_pids)
         lost = self._health.poll()
         changed = self._ranks.poll() + self._poll_launcher() + self._ranks.lose(lost)
         self._mirror.pump()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from engine.config.models import ConsistencyConfig
+from engine.protocol.events import UPDATE_FIELD
 from engine.run.events import AlarmRaised
 from engine.run.json_lines import parse_json_line
 from engine.security.sanitise import plain
@@ -29,7 +30,6 @@ ALARM_LIMIT: Final = 50
 """Per attempt: a run that is inconsistent throughout must not fill its journal."""
 SILENT_S: Final = 10.0
 """Without a new update of a rank: longer than a slow or briefly lost link holds events back."""
-_UPDATE: Final = b'"update": '
 _RECENT: Final = 64
 """Updates remembered per rank: as far as the ranks' mirrors may be apart."""
 
@@ -65,7 +65,7 @@ class ConsistencyWatch:
 
     def step(self, rank: int, line: bytes) -> None:
         """A `step` event as it came; parsed only when it is checked."""
-        if rank in self._lines and _UPDATE in line:
+        if rank in self._lines and UPDATE_FIELD in line:
             self._lines[rank].append(line)
 
     def checkpoint(self, event: Mapping[str, Any]) -> None:

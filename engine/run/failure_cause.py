@@ -118,7 +118,7 @@ class Finding:
     survived: bool = False
     """Too much was printed after it for it to belong to the exit output."""
     final: bool = True
-    """Said in the exception that ended the program, or after it; of a program that ended without one, everything is."""
+    """Printed in the exception that ended the program, or after it; without an exception, everything is."""
 
     @property
     def order(self) -> tuple[int, bool, bool, bool, int]:

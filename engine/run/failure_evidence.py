@@ -15,7 +15,7 @@ from engine.launch.ssh_shim import ssh_log_path
 from engine.node.processes import oom_kill_count
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
-from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.exit_codes import ShellExit, TrainerExit
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.events import Hang
@@ -25,8 +25,6 @@ from engine.run.signatures import BY_ID
 from engine.security.redact import redact, redact_document
 
 _FINAL_LINES = 15
-_SSH_FAILED = 255
-"""ssh's own exit code; all others are the command's."""
 _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 
 
@@ -74,7 +72,7 @@ class RankEvidence:
     @property
     def ssh_failed(self) -> bool:
         """Its start over ssh failed in ssh itself."""
-        return self.remote and self.launcher_code == _SSH_FAILED
+        return self.remote and self.launcher_code == ShellExit.SSH_FAILED
 
     @property
     def error_type(self) -> str | None:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.config.models import RecoveryConfig
+from engine.protocol.events import UPDATE_FIELD
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -32,8 +33,6 @@ STEPS_KEPT = 512
 """The newest step durations that count."""
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
 _MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
-_UPDATE = b'"update":'
-"""Only in the line of an update's last micro-batch. All of an update's lines come at its end, in one burst."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
@@ -115,7 +114,8 @@ class AttemptProgress:
         return steps[(99 * len(steps) - 1) // 100] if steps else None
 
     def _ends_an_update(self, line: bytes) -> bool:
-        if _UPDATE not in line:
+        # All lines of an update come at its end, in one burst.
+        if UPDATE_FIELD not in line:
             return not self._reports_updates
         if not self._reports_updates:
             # What came before the first update's end were micro-batches.

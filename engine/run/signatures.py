@@ -30,7 +30,7 @@ class Provenance(StrEnum):
     SOURCE = "source"
     """Read in the source of the program that prints it."""
     REPORTED = "reported"
-    """Told by others in an issue or a pull request; not seen here."""
+    """Reported by others in an issue or a pull request; not seen here."""
     ASSUMED = "assumed"
     """Taken from the text itself."""
 

@@ -15,6 +15,7 @@ from enum import Enum
 
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
+from engine.protocol.exit_codes import ShellExit
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
@@ -229,7 +230,7 @@ def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
         output = _last_line(rank.launcher_output) or "ssh reported nothing"
         return Reason.LAUNCH_FAILED, f"{rank.node} could not be reached: {output}"
     output = output or _last_line(rank.launcher_output)
-    if rank.launcher_code == 127:
+    if rank.launcher_code == ShellExit.NOT_FOUND:
         return Reason.LAUNCH_FAILED, f"the interpreter {rank.python} is missing on {rank.node}"
     detail = f": {output}" if output else ""
     return Reason.LAUNCH_FAILED, f"{rank.python} did not start the rank (exit code {rank.launcher_code}){detail}"

@@ -26,7 +26,7 @@ def safe_repr(value: object, limit: int = 80) -> str:
     except (ValueError, RecursionError):
         # An integer of more digits than Python prints, or a nesting deeper than it walks.
         text = f"<{type(value).__name__}>"
-    printable = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"
 
 

@@ -51,7 +51,7 @@ def path_fault(text: object) -> str | None:
     """The form that a path violates, as "a path …"; None when it violates none."""
     if not isinstance(text, str) or not text:
         return "a path as text"
-    if any(not sign.isprintable() for sign in text):
+    if any(not character.isprintable() for character in text):
         return "a path without control characters"
     if len(text.encode()) > MAX_PATH_LENGTH:
         return f"a path of at most {MAX_PATH_LENGTH} bytes"

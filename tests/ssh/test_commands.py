@@ -113,7 +113,7 @@ async def test_a_program_that_never_stops_talking_is_ended(
 ) -> None:
     monkeypatch.setattr("engine.cluster.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
     sshd = bench.sshd()
-    with pytest.raises(NodeUnreachable, match="env says more than 1,048,576 bytes"):
+    with pytest.raises(NodeUnreachable, match="env printed more than 1,048,576 bytes"):
         await bench.to(sshd).run(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "yes"], timeout_s=60)
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from engine.api import Engine
 from engine.errors import LaunchError, plural
-from engine.models import CheckResult, CheckStatus, RunRecord, RunState
+from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, rate, recovery_summary
@@ -17,8 +17,6 @@ POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0
 """Without a supervisor for longer, a run is given another one."""
 MAX_SUPERVISOR_RESTARTS = 3
-OVERRIDDEN = "overridden"
-"""A check's summary when --skip has left it out."""
 
 
 def until_ended(snapshot: RunSnapshot) -> bool:

@@ -35,7 +35,7 @@ def own_known_hosts(home: Path) -> Path:
 
 
 def _config_files() -> list[Path]:
-    """The ssh_config files that count, the first word on a thing wins."""
+    """The ssh_config files that count, the first value of an option wins."""
     given = os.environ.get(CONFIG_VARIABLE)
     return [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
 
@@ -136,7 +136,7 @@ def _settings(path: Path) -> list[tuple[str, list[str]]]:
 def _section(words: list[str], hosts: dict[str, SshHost]) -> list[SshHost]:
     section = []
     for alias in words:
-        if any(sign in alias for sign in "*?!@") or len(hosts) >= _HOST_LIMIT:
+        if any(character in alias for character in "*?!@") or len(hosts) >= _HOST_LIMIT:
             continue
         with contextlib.suppress(InputError):
             SshTarget.parse(alias)
@@ -166,7 +166,7 @@ _ESCAPED = r"\\\\\g<0>"
 
 
 def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> None:
-    """Write the ssh_config for `ssh -F`. The first word on a thing wins in ssh_config: ours, then the user's.
+    """Write the ssh_config for `ssh -F`. The first value of an option wins in ssh_config: ours, then the user's.
 
     `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
     besides. Raises InputError for paths that no ssh_config can hold, OSError.
@@ -175,7 +175,7 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     own = str(own_known_hosts(home)).replace("%", "%%")
     known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
     lines = [
-        "# Written by Flight Deck: its own words first, then the user's configuration.",
+        "# Written by Flight Deck: its own options first, then the user's configuration.",
         "Match all",
         f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
         f"    ServerAliveInterval {KEEPALIVE_S}",

@@ -126,7 +126,7 @@ class Stream:
         self.lines.extend(line.decode(errors="replace") for line in whole)
 
     def settle(self, cpu_s: float) -> None:
-        """Told its CPU time so far: start it anew with twice the interval when that was too much."""
+        """Takes its CPU time so far; starts it anew with twice the interval when that was too much."""
         ran = time.monotonic() - self.began
         if self.process is not None and ran > 20 and cpu_s / ran > self.share and self.interval < 60:
             self.stop()

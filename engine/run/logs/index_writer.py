@@ -76,7 +76,7 @@ class SourceIndex:
         """Arrival of the last line, centiseconds."""
         self.line_begins = True
         """The next byte begins a line, also when the one before it was no newline (a new attempt)."""
-        self._mend(log.stat().st_size if log.exists() else 0)
+        self._repair(log.stat().st_size if log.exists() else 0)
 
     def feed(self, data: bytes, at: int) -> bytes:
         """Enter the lines that begin in `data`, the log's next bytes, arrived at `at` centiseconds. Their records."""
@@ -107,7 +107,7 @@ class SourceIndex:
                 limit -= len(data)
         return bytes(added)
 
-    def _mend(self, log_size: int) -> None:
+    def _repair(self, log_size: int) -> None:
         """Keep the records that can be true: of this source, in order, inside the log."""
         records = self.file.records()
         if records.size:

@@ -268,7 +268,7 @@ class Mirror:
         self._indices[source] = SourceIndex(source, run_dir.log(source), run_dir.index(source), self._began_at)
 
     def _prepare(self) -> None:
-        """Mend all indices that are there, enter the lines that they lack, and make the merged one agree."""
+        """Repair all indices that are there, enter the lines that they lack, and make the merged one agree."""
         sources = self._run_dir.sources()
         for source in sources:
             if source not in self._indices:

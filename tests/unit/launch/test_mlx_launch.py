@@ -189,7 +189,7 @@ def test_a_later_process_with_its_pid_is_not_it(tmp_path: Path, monkeypatch: pyt
         other.signal_group(signal.SIGKILL)
         assert sent == []
         own = watch(tmp_path / "log", sleeper.pid, processes.start_time(sleeper.pid) or "")
-        assert own.alive() and own.alive(thorough=False)
+        assert own.alive() and own.alive(check_pids=False)
         own.signal_group(signal.SIGKILL)
         assert sent == [sleeper.pid]
     finally:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.events import EventWriter, last_phase
+from engine.protocol.events import UPDATE_FIELD, EventWriter, last_phase
 
 
 def test_events_carry_rank_time_and_sequence(tmp_path: Path) -> None:
@@ -26,6 +26,14 @@ def test_events_carry_rank_time_and_sequence(tmp_path: Path) -> None:
         ("end", 3, 1, 2),
     ]
     assert events[0]["t"] <= events[1]["t"] and events[0]["loss"] == 1.5
+
+
+def test_the_line_of_an_update_is_found_by_its_field(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path, 0, 1)
+    writer.write("step", iteration=1)
+    writer.write("step", iteration=2, update=1)
+    assert [UPDATE_FIELD in line for line in path.read_bytes().splitlines()] == [False, True]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_made_name_keeps_what_can_be_kept() -> None:
 @given(
     st.recursive(st.none() | st.text() | st.integers(), lambda kids: st.lists(kids) | st.dictionaries(st.text(), kids))
 )
-def test_any_value_is_shown_in_80_printable_signs(value: object) -> None:
+def test_any_value_is_shown_in_80_printable_characters(value: object) -> None:
     text = safe_repr(value)
     assert len(text) <= 80
     assert text.isprintable()

@@ -60,7 +60,7 @@ def test_forms_are_refused_in_one_printable_line(tmp_path: Path, path: str) -> N
     assert "sync script" in str(refused.value)
 
 
-def test_spaces_ampersands_and_quotes_are_plain_signs(tmp_path: Path) -> None:
+def test_spaces_ampersands_and_quotes_are_plain_characters(tmp_path: Path) -> None:
     assert validate_path(tmp_path / "R&D it's" / "my model", "model", roots=[tmp_path]).name == "my model"
 
 

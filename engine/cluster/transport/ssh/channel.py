@@ -21,13 +21,14 @@ from engine.cluster.transport.base import Completed, for_any_shell, quoted
 from engine.cluster.transport.ssh.connection import OpenConnection
 from engine.cluster.transport.ssh.errors import REASON_LIMIT, SSH_ERRORS, connection_lost, unreachable_error
 from engine.errors import NodeUnreachable
+from engine.protocol.exit_codes import ShellExit
 from engine.security.sanitise import plain
 
-_BEGIN = """cd || exit 125
+_BEGIN = f"""cd || exit {ShellExit.NOT_PREPARED}
 case $1 in -*) false ;; *) command -v "$1" >/dev/null 2>&1 ;; esac ||
-    { printf '\\n%s none\\n' "$flightdeck_mark"; exit 127; }
+    {{ printf '\\n%s none\\n' "$flightdeck_mark"; exit {ShellExit.NOT_FOUND}; }}
 printf '\\n%s\\n' "$flightdeck_mark" >&2
-printf '\\n%s %s\\n' "$flightdeck_mark" $$ || exit 125
+printf '\\n%s %s\\n' "$flightdeck_mark" $$ || exit {ShellExit.NOT_PREPARED}
 unset flightdeck_mark
 exec "$@"
 """
@@ -111,7 +112,7 @@ class SshChannel:
                 blocks.append(block)
                 size += len(block)
                 if size > _STDOUT_LIMIT:
-                    why = f"{self._command.program} says more than {_STDOUT_LIMIT:,} bytes"
+                    why = f"{self._command.program} printed more than {_STDOUT_LIMIT:,} bytes"
                     raise NodeUnreachable("no answer can be read", where=self._where, why=why, todo="run it there")
             await self._process.wait_closed()
             await self._listening
@@ -167,7 +168,7 @@ class SshChannel:
                 await self._kill_group(self._group)
                 await self._closes_within(_DIES_S)
             else:
-                # A login shell that hangs in its start-up files has told no group; sshd knows it (OpenSSH 7.9).
+                # A login shell that hangs in its start-up files has reported no group; sshd knows it (OpenSSH 7.9).
                 with contextlib.suppress(*SSH_ERRORS):
                     self._process.kill()
         finally:

@@ -20,7 +20,7 @@ SSH_ERRORS = (asyncssh.Error, OSError, ValueError)
 CONNECTION_DROPS = (ConnectionResetError, BrokenPipeError, asyncssh.ConnectionLost)
 """How an sshd looks that has too many connections before their login (MaxStartups)."""
 REASON_LIMIT = 200
-"""Characters that the other side is let say of why: whoever answers there says it before it has shown who it is."""
+"""Longest reason quoted from a server that is not authenticated yet."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 

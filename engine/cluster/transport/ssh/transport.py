@@ -210,7 +210,7 @@ class SshTransport:
     def _background_done(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled():
-            # Whoever still waits for it is told; nobody need.
+            # Retrieved, since asyncio reports an exception that nobody awaits; who awaits it has it, too.
             task.exception()
 
     async def _end_soon(self, ending: Coroutine[Any, Any, None]) -> None:
