@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
-from textual.events import Event, InputEvent
 from textual.worker import Worker
 
 from engine.errors import plural
@@ -130,11 +129,6 @@ class FlightDeckApp(App[None]):
     def _terminate(self, number: int) -> None:
         """Leave in order, so that the terminal is restored; the exit code is a shell's for the signal."""
         self.exit(return_code=128 + number)
-
-    async def on_event(self, event: Event) -> None:
-        if isinstance(event, InputEvent):
-            self._gc.key_pressed()
-        await super().on_event(event)
 
     async def on_unmount(self) -> None:
         self._gc.stop()

@@ -1,5 +1,6 @@
-"""Schedules full garbage collections for moments when no key is pressed: with 64 nodes connected one holds the loop for
-up to 90 ms, and the interpreter would run one every second.
+"""Spreads out the full garbage collections: with 64 nodes connected one holds the loop for up to 90 ms, and the
+interpreter would run one every second. Each line that is drawn leaves a cycle behind (in Textual's `Strip.divide`), so
+that without them the console would grow by 20 MB a minute under a flood of output.
 """
 
 from __future__ import annotations
@@ -8,46 +9,41 @@ import gc
 from time import monotonic
 from typing import Final
 
-QUIET_S: Final = 2.0
-"""Without a key press before a full collection."""
-EVERY_S: Final = 30.0
-"""Between two full collections."""
-AT_LATEST_S: Final = 300.0
-"""A full collection runs even between key presses."""
+SHARE: Final = 0.002
+"""Of the time, for full collections."""
+EVERY_S: Final = 5.0
+"""Between two full collections, at least."""
+_YOUNG: Final = 10_000
+"""Objects between two small collections: a drawn line lives for a tenth of a second, and what outlives the small
+collections waits for a full one."""
 _NEVER: Final = 1_000_000
 """Collections of the middle generation before the interpreter does a full one by itself."""
 
 
 class GcScheduler:
-    """Takes the full collections over from the interpreter; the small ones stay its own."""
+    """Takes the full collections over from the interpreter, and lets it do the small ones less often."""
 
     def __init__(self) -> None:
-        self._typed_at = monotonic()
-        self._collected_at: float | None = None
+        self._due_at = float("inf")
         self._theirs = gc.get_threshold()
 
     def start(self) -> None:
         """Leave what has been imported by now out of all later collections."""
         gc.collect()
         gc.freeze()
-        gc.set_threshold(*self._theirs[:2], _NEVER)
-        self._collected_at = monotonic()
-
-    def key_pressed(self) -> None:
-        self._typed_at = monotonic()
+        gc.set_threshold(_YOUNG, self._theirs[1], _NEVER)
+        self._due_at = monotonic() + EVERY_S
 
     def tick(self) -> None:
-        """Collect when it is due and no key was pressed lately."""
-        if self._collected_at is None:
-            return
-        now = monotonic()
-        since = now - self._collected_at
-        if (since > EVERY_S and now - self._typed_at > QUIET_S) or since > AT_LATEST_S:
+        """Collect when it is due."""
+        begun = monotonic()
+        if begun >= self._due_at:
             gc.collect()
-            self._collected_at = now
+            ended = monotonic()
+            self._due_at = ended + max(EVERY_S, (ended - begun) / SHARE)
 
     def stop(self) -> None:
-        """Give the full collections back to the interpreter."""
+        """Give the collections back to the interpreter."""
         gc.set_threshold(*self._theirs)
         gc.unfreeze()
-        self._collected_at = None
+        self._due_at = float("inf")
