@@ -119,16 +119,9 @@ class FlightDeckApp(App[None]):
     def on_mount(self) -> None:
         self.set_interval(TICK_S, self._tick)
         self.call_after_refresh(self._start_reading)
-        if not self.is_headless:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                asyncio.get_running_loop().add_signal_handler(number, self._terminate, number)
 
     def _start_reading(self) -> None:
         self.set_timer(0.02, self.poller.start)
-
-    def _terminate(self, number: int) -> None:
-        """Leave in order, so that the terminal is restored; the exit code is a shell's for the signal."""
-        self.exit(return_code=128 + number)
 
     async def on_unmount(self) -> None:
         self._gc.stop()
@@ -509,5 +502,22 @@ def run_console(
     `start` is launched at once; else the newest active run is shown.
     """
     app = FlightDeckApp(engine, config, start=start, slow_link=slow_link)
-    app.run()
+    asyncio.run(_run_until_signal(app))
     return app.return_code or 0
+
+
+async def _run_until_signal(app: FlightDeckApp) -> None:
+    """A signal leaves in order, so that the terminal is restored, from before the app takes it; the exit code is a
+    shell's for the signal."""
+    loop = asyncio.get_running_loop()
+
+    def leave(number: int) -> None:
+        # An app that is to exit mounts nothing any more, and a screen without its widgets would crash.
+        if app.screen_stack and app.screen.is_mounted:
+            app.exit(return_code=128 + number)
+        else:
+            loop.call_later(0.01, leave, number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, leave, number)
+    await app.run_async()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,7 +163,7 @@ class EvidenceCollector:
         ranks."""
         launcher, found = self._origin.launcher, [self.rank_evidence(rank) for rank in ranks]
         return FailureEvidence(
-            ranks=[self._with_port(rank) for rank in found] if over else found,
+            ranks=self._with_ports(found) if over else found,
             trigger=trigger,
             trainer=self._trainer,
             launcher_tail=self._quotable(launcher.tail()) if launcher is not None else "",
@@ -193,22 +193,21 @@ class EvidenceCollector:
         now = connection.facts.memory_kills if connection.facts is not None else None
         return before is not None and now is not None and now > before
 
-    def _with_port(self, rank: RankEvidence) -> RankEvidence:
-        if rank.bind_error is None:
-            return rank
-        ports = ports_of(rank.rank, self._context.attempt.network, self._context.attempt.starting_port)
-        held = self._port_holders(self._connection(rank.rank), ports)
-        if held is None:
-            return rank
-        if not held:
-            return replace(rank, port=f"port {ports[0]} was in use; it is free again")
-        port, who = next(iter(held.items()))
-        return replace(rank, port=f"port {port} is in use by {who}")
-
-    def _port_holders(self, connection: HostConnection, ports: Sequence[int]) -> dict[int, str] | None:
-        """None when the host does not answer in time."""
-        connection.request_port_holders(ports)
+    def _with_ports(self, ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
+        """The same with `port`, where the host answers in time: each host is asked once, all at the same time."""
+        attempt, to = self._context.attempt, self._connection
+        failed = [each.rank for each in ranks if each.bind_error is not None]
+        ports = {rank: ports_of(rank, attempt.network, attempt.starting_port) for rank in failed}
+        asked = {to(rank) for rank in failed}
+        for connection in asked:
+            connection.request_port_holders([port for rank in connection.ranks for port in ports.get(rank, ())])
         deadline = time.monotonic() + _ANSWER_LIMIT_S
-        while (held := connection.port_holders) is None and time.monotonic() < deadline:
+        while any(connection.port_holders is None for connection in asked) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return held
+        found = {rank: _port(ports[rank], held) for rank in failed if (held := to(rank).port_holders) is not None}
+        return [replace(each, port=found.get(each.rank)) for each in ranks]
+
+
+def _port(ports: range, holders: Mapping[int, str]) -> str | None:
+    held = next((f"port {port} is in use by {holders[port]}" for port in ports if port in holders), None)
+    return held or (f"port {ports[0]} was in use; it is free again" if ports else None)

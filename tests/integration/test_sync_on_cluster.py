@@ -220,22 +220,27 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fi
     assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
 
 
-async def test_a_place_that_cannot_be_written_is_fixed_by_the_fix(
+async def test_a_place_that_cannot_be_written_or_entered_is_fixed_by_the_fix(
     isolated_cluster: Cluster, project: Config, fleet: Fleet
 ) -> None:
     for node in isolated_cluster.nodes:
         furnish(node)
         shell(node, 'mkdir -p "$HOME/my project"')
-    first, second = isolated_cluster.nodes[:2]
+    first, second, third, fourth = isolated_cluster.nodes[:4]
     shell(first, 'mkdir -p "$HOME/saved/adapters" && chmod 555 "$HOME/saved/adapters"')
     shell(second, 'mkdir -p "$HOME/saved" && ln -s "$HOME/saved/disk" "$HOME/saved/adapters"')
+    shell(third, 'mkdir -p "$HOME/saved/adapters" && chmod 600 "$HOME/saved"')
+    shell(fourth, 'mkdir -p "$HOME/disk/new" "$HOME/saved" && ln -s "$HOME/disk/new" "$HOME/saved/adapters"')
+    shell(fourth, 'chmod 0 "$HOME/disk"')
     settings = {**project.job.mlx_lm, "adapter_path": "~/saved/adapters"}
     config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
     result = await run_check_on(checkpoint.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (0, first.name)), result
     assert "cannot be written: Permission denied" in result.evidence[first.name]
     assert "which is not there" in result.evidence[second.name]
-    assert set(result.fixes) == {first.name, second.name}
+    assert "/saved cannot be entered: Permission denied" in result.evidence[third.name]
+    assert "/disk cannot be entered: Permission denied" in result.evidence[fourth.name]
+    assert set(result.fixes) == {first.name, second.name, third.name, fourth.name}
     await paste(isolated_cluster, result.fix_command)
     assert (await run_check_on(checkpoint.run, config, fleet)).status is CheckStatus.PASS
 

@@ -25,6 +25,7 @@ FlightDeckApp._tick = broken
 )
 CONFIG: Final = '[[node]]\nname = "local-0"\n\n[job]\ncommand = ["true"]\n'
 SHOW_CURSOR: Final = b"\x1b[?25h"
+ENTER_ALTERNATE_SCREEN: Final = b"\x1b[?1049h"
 LEAVE_ALTERNATE_SCREEN: Final = b"\x1b[?1049l"
 
 
@@ -46,11 +47,23 @@ def assert_restored(terminal: Terminal) -> None:
         assert sequence in terminal.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+SIGNALS: Final = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+
+
+@SIGNALS
 def test_a_signal_restores_the_terminal_and_is_the_exit_code(config: Path, home: Path, number: signal.Signals) -> None:
     with console(CONSOLE, home, "-c", str(config)) as terminal:
         terminal.read_until(b"commands")
         assert not terminal.cooked
+        terminal.signal(number)
+        assert terminal.wait() == 128 + number
+        assert_restored(terminal)
+
+
+@SIGNALS
+def test_a_signal_in_the_first_moment_does_the_same(config: Path, home: Path, number: signal.Signals) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(ENTER_ALTERNATE_SCREEN)
         terminal.signal(number)
         assert terminal.wait() == 128 + number
         assert_restored(terminal)

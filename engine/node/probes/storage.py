@@ -103,17 +103,18 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     if not any(resolved.is_relative_to(root) for root in roots):
         through = f" (through a symlink to {resolved})" if resolved != directory else ""
         return {"fault": f"{directory} lies outside of the allowed directories{through}"}
+    place = nearest(resolved)
+    entered = os.access(place, os.X_OK)
     # A link to a disk that is not there, say: what makes folders makes none in its place.
-    for path in (directory, *directory.parents):
+    for path in (directory, *directory.parents) if entered else ():
         if path.is_symlink() and not path.exists():
             return {"fault": f"{path} leads to {path.resolve()}, which is not there", "make": str(path.resolve())}
-    place = nearest(directory)
     if not place.is_dir():
         return {"fault": f"{place} is a file"}
     try:
         write(place)
     except OSError as error:
-        fault = f"{place} cannot be written: {error.strerror}"
+        fault = f"{place} cannot be {'written' if entered else 'entered'}: {error.strerror}"
         if error.errno in (errno.EACCES, errno.EPERM):
             key = "permit" if place.stat().st_uid == os.getuid() else "own"
             return {"fault": fault, key: str(place)}

@@ -1,14 +1,20 @@
-"""A rank's last output is evidence, whatever characters are in it."""
+"""A rank's last output is evidence, whatever characters are in it; so is who holds a port that it could not bind."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+import pytest
 
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
+from engine.run import failure_evidence
 from engine.run.attempt import AttemptOrigin
+from engine.run.decide import Trigger
 from engine.run.events import Attempt
 from engine.run.failure_evidence import EvidenceCollector
 from engine.run.journal import RunRecorder
@@ -19,10 +25,40 @@ from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network
 from tests.unit.run.file_host import FileHost
 
+BIND_ERROR = "RuntimeError: [ring] Couldn't bind socket (error: 98)"
 
-def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
-    node = NodeConfig(name="left", python="/python", workdir="/")
-    config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="test"))
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class PortHost(FileHost):
+    """`holders` is its answer about ports; with None it does not answer."""
+
+    def __init__(self, files: NodeFiles, ranks: Sequence[int], holders: dict[int, str] | None) -> None:
+        super().__init__(files, ranks, [f"node{rank}" for rank in ranks])
+        self.holders = holders
+        self.asked: list[list[int]] = []
+
+    def request_port_holders(self, ports: Sequence[int]) -> None:
+        self.asked.append(list(ports))
+        self.port_holders = None if self.holders is None else {p: self.holders[p] for p in ports if p in self.holders}
+
+
+@contextlib.contextmanager
+def collector(directory: Path, hosts: Sequence[FileHost], ranks: int = 1) -> Iterator[EvidenceCollector]:
+    nodes = tuple(
+        NodeConfig(name=f"node{rank}", python="/python", ips=("127.0.0.1",), workdir="/") for rank in range(ranks)
+    )
+    config = Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(name="test"))
     plan = RunPlan(config=config, run_id="r", created_at=datetime.now(UTC))
     attempt = Attempt(
         number=1,
@@ -33,13 +69,34 @@ def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: P
         layouts=(),
         network=configured_network(config.nodes),
     )
+    connections = HostConnections(hosts)
+    with contextlib.closing(RunRecorder(directory / "journal.jsonl", plan, print)) as recorder:
+        context = AttemptContext(RunDir(directory), plan, attempt, connections, recorder)
+        yield EvidenceCollector(context, NodeHealth(connections, print, None), AttemptOrigin())
+
+
+def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
     files = NodeFiles(tmp_path)
-    connections = HostConnections([FileHost(files, (0,), ("left",))])
-    recorder = RunRecorder(tmp_path / "journal.jsonl", plan, print)
-    context = AttemptContext(RunDir(tmp_path), plan, attempt, connections, recorder)
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
-    health = NodeHealth(connections, print, None)
-    evidence = EvidenceCollector(context, health, AttemptOrigin()).rank_evidence(Rank(0, "left"))
-    recorder.close()
-    assert evidence.failure is not None and evidence.failure["message"] == message
+    with collector(tmp_path, [FileHost(files, (0,), ("node0",))]) as evidence:
+        failure = evidence.rank_evidence(Rank(0, "node0")).failure
+    assert failure is not None and failure["message"] == message
+
+
+def test_ranks_that_cannot_bind_share_one_wait_and_each_host_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(failure_evidence, "time", clock)
+    files = NodeFiles(tmp_path)
+    for rank in range(6):
+        files.log(rank).write_text("all is well" if rank == 2 else BIND_ERROR)
+    shared = PortHost(files, (0, 1, 2), {20_001: "nginx"})
+    silent = [PortHost(files, (rank,), None) for rank in (3, 4, 5)]
+    with collector(tmp_path, [shared, *silent], ranks=6) as evidence:
+        found = evidence.collect([Rank(rank, f"node{rank}") for rank in range(6)], Trigger.ENDED)
+    free, held = "port 20000 was in use; it is free again", "port 20001 is in use by nginx"
+    assert [rank.port for rank in found.ranks] == [free, held, None, None, None, None]
+    assert [host.asked for host in (shared, *silent)] == [[[20_000, 20_001]], [[20_003]], [[20_004]], [[20_005]]]
+    assert clock.now == pytest.approx(failure_evidence._ANSWER_LIMIT_S, abs=0.1)
