@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from engine.checks.runner import CHECKS
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig, RecoveryConfig
 from engine.errors import StateError
-from engine.models import RunRecord, RunState
+from engine.models import Reason, RunRecord, RunState
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import Identity, NodeFiles, read_identity
@@ -33,6 +33,8 @@ from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
 E = TypeVar("E", bound=Event)
 
 SHORT_GRACES = RecoveryConfig(stop_grace_s=1.0, save_grace_s=5.0, term_grace_s=0.5)
+ABORT_LIMIT_S = 60.0
+"""Its own KILL is due after 3.6 s; the rest is for a busy machine. How fast it is: `python -m tests.bench.abort`."""
 
 RING = """
 import os, sys, time
@@ -211,6 +213,14 @@ class Run:
             if log.exists():
                 texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
         return "\n".join(texts)
+
+
+def aborted(run: Run, *, now: bool = False) -> None:
+    """Abort; the run must then be aborted in time."""
+    took = run.abort(now=now)
+    record = run.record
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
+    assert took < ABORT_LIMIT_S, f"{took:.1f} s\n{run.troubles()}"
 
 
 def plan_run(
