@@ -183,10 +183,25 @@ class Run:
                 whole = b"".join(path.read_bytes() for path in there if path.exists())
                 assert (here.read_bytes() if here.exists() else b"") == whole, f"{here.name}\n{self.troubles()}"
 
-    def wait(self, condition: Callable[[], bool], within_s: float = 180.0, every_s: float = 0.01) -> None:
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        within_s: float = 180.0,
+        *,
+        every_s: float = 0.01,
+        after_end: bool = False,
+    ) -> None:
+        """`after_end`: the condition may become true when the run has ended; else its end is the end of waiting."""
         deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {within_s} s\n{self.troubles()}"
+        tail, history = JournalTail(self.dir.journal), None
+        while True:
+            # Before the condition, which may become true with the end.
+            history = fold(tail.events(), history)
+            if condition():
+                return
+            state = history.record.state
+            assert after_end or not state.ended, f"the run has ended: {state}\n{self.troubles()}"
+            assert time.monotonic() < deadline, f"not within {within_s} s, but {state}\n{self.troubles()}"
             time.sleep(every_s)
 
     def clear_away(self) -> None:

@@ -53,7 +53,7 @@ def test_in_the_middle_of_preflights_all_sum(home: Path, tmp_path: Path) -> None
     report = PreflightReport.model_validate_json(run.dir.preflight.read_bytes())
     assert CheckStatus.RUNNING not in {report.overall_status, *(check.status for check in report.checks)}
     # Only the supervisor's own last moments may still be there.
-    run.wait(lambda: mentioning(home) == [], within_s=30.0, every_s=0.1)
+    run.wait(lambda: mentioning(home) == [], within_s=30.0, every_s=0.1, after_end=True)
 
 
 def test_twice_and_after_the_end(home: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
     bea = nodes["bea"]
     bea.cut()
     assert run.await_condition("bea", "unreachable") <= 25.0
-    run.wait(lambda: run.left_on(bea) == [], within_s=15.0)
+    run.wait(lambda: run.left_on(bea) == [], within_s=15.0, after_end=True)
     run.wait(lambda: run.record.state.ended)
     record = run.record
     assert (record.state, record.reason, record.rank, record.host) == (
@@ -57,7 +57,7 @@ def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
     assert record.unconfirmed == ["bea"]
     assert [run.left_on(node) for node in run.nodes if node is not bea] == [[], [], []]
     bea.flush_rules()
-    run.wait(lambda: run.record.unconfirmed == [])
+    run.wait(lambda: run.record.unconfirmed == [], after_end=True)
     run.mirrors_are_equal()
     assert b'"stopped_by": "lease"' in run.files_of(1).exit(1).read_bytes()
 
@@ -92,10 +92,10 @@ def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes
     kill_and_await(run.supervisor)
     assert adopt_orphans(home) == [run.dir.id], "there is still something to do"
     dov.flush_rules()
-    run.wait(lambda: run.record.unconfirmed == [], within_s=60.0)
+    run.wait(lambda: run.record.unconfirmed == [], within_s=60.0, after_end=True)
     assert run.left() == []
     run.mirrors_are_equal()
-    run.wait(lambda: adopt_orphans(home) == [])
+    run.wait(lambda: adopt_orphans(home) == [], after_end=True)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_node_without_power_is_lost_and_confirmed_when_it_is_back(nodes: Clust
     record = run.record
     assert (record.reason, record.rank, record.host, record.unconfirmed) == (Reason.NODE_LOST, 0, "ana", ["ana"])
     nodes["ana"].power_on()
-    run.wait(lambda: run.record.unconfirmed == [])
+    run.wait(lambda: run.record.unconfirmed == [], after_end=True)
 
 
 @pytest.mark.slow
@@ -165,5 +165,5 @@ def test_a_node_that_goes_away_in_the_middle_of_its_logs_sends_the_rest_later(no
     assert any("not complete" in words and "rank3.log" in words for words in run.notes), run.notes
     dov.flush_rules()
     dov.full_speed()
-    run.wait(lambda: "the logs of dov are complete" in run.notes)
+    run.wait(lambda: "the logs of dov are complete" in run.notes, after_end=True)
     run.mirrors_are_equal()

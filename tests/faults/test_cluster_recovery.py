@@ -99,7 +99,7 @@ def test_three_go_on_when_a_node_is_gone_for_good(nodes: Cluster, home: Path, un
     assert sorted(found) == list(range(1, ITERATIONS + 1))
     assert max(abs(found[step] - undisturbed[step]) for step in found) < 1e-4
     nodes["bea"].power_on()
-    run.wait(lambda: run.record.unconfirmed == [], 60.0)
+    run.wait(lambda: run.record.unconfirmed == [], 60.0, after_end=True)
 
 
 @pytest.mark.slow
