@@ -19,23 +19,13 @@ from engine.run.supervisor_process import request_abort
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, SHORT_GRACES, aborted, ring, start_run
 
 
-def at_a_random_moment(home: Path, workdir: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 50)))])
+def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     moment = random.Random(seed)
-    run = start_run(home, workdir, script=ring(), recovery=RecoveryConfig(), skip=() if seed % 2 else None)
+    run = start_run(home, tmp_path, script=ring(), recovery=RecoveryConfig(), skip=() if seed % 2 else None)
     # The moment is what is under test: from before the preflight to well into the training.
     time.sleep(moment.uniform(0.0, 3.0))
     aborted(run, now=seed % 3 == 0)
-
-
-@pytest.mark.parametrize("seed", [1])
-def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
-    at_a_random_moment(home, tmp_path, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *range(2, 50)])
-def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
-    at_a_random_moment(home, tmp_path, seed)
 
 
 def mentioning(path: Path) -> list[str]:

@@ -64,15 +64,8 @@ def whole_and_exact(run: ClusterRun, undisturbed: dict[int, float]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_killed_at_a_random_step(nodes: Cluster, home: Path, undisturbed: dict[int, float]) -> None:
-    whole_and_exact(killed_at_random(nodes, home, 0), undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 10))
-def test_a_rank_killed_at_many_random_steps(
-    nodes: Cluster, home: Path, undisturbed: dict[int, float], seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_killed_at_a_random_step(nodes: Cluster, home: Path, undisturbed: dict[int, float], seed: int) -> None:
     whole_and_exact(killed_at_random(nodes, home, seed), undisturbed)
 
 

@@ -32,8 +32,8 @@ from engine.trainer.single_node_bench import (
     measure,
     synthetic_model,
 )
-from tests.training.test_update import make_job, train
-from tests.training.tiny import Tiny
+from tests.training.test_update import train
+from tests.training.tiny import Tiny, make_job
 
 
 def alone(job: Job) -> tuple[SingleNodeTrainer, Any]:

@@ -406,10 +406,7 @@ def test_its_end_is_the_end_of_what_it_has_started(head: Head) -> None:
     head.send(CommandRequest(1, ["/bin/sh", "-c", "echo $$; sleep 600"]), ProbeRequest(2, "telemetry", ["1"]))
     pid = int(head.receive(RequestOutput).data)
     assert head.close() == 0
-    deadline = time.monotonic() + 10
-    while processes.start_time(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: processes.start_time(pid) is None, within_s=10)
 
 
 def suspended_listener(head: Head) -> int:
