@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -59,6 +60,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def nonce() -> str:
+    """Used by this test alone: another run of the same test may be under way on this machine."""
+    return uuid.uuid4().hex
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""How tests that go on at the same time share this machine: a few need it to themselves."""
+"""This machine, as tests that go on at the same time share it: what is free, what is nobody's, and who has it alone."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,18 @@ left behind that nobody watches."""
 
 NONCE = f"nonce-of-a-test-{os.getpid()}"
 """The nonce of what a test starts without a run. Each process of pytest has its own: others end what carries theirs."""
+
+
+NOBODY = 2**22 + 7
+"""A pid above Linux's highest: a signal to it reaches nobody."""
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A port of loopback on which nobody listens."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @contextmanager

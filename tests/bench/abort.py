@@ -37,8 +37,7 @@ def training(cluster: Cluster, home: Path) -> ClusterRun:
 
 def deaf(cluster: Cluster, home: Path) -> ClusterRun:
     run = start_on(cluster, home, ring_config(cluster, script=DEAF + DOUBLE_FORK + ring(), recovery=RecoveryConfig()))
-    for rank in range(NODES):
-        run.await_output("step", rank)
+    run.everybody_steps()
     return run
 
 

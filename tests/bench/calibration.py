@@ -192,7 +192,9 @@ def figures(rounds: list[Round]) -> list[Figure]:
     def median(of: Callable[[Round], float]) -> float:
         return statistics.median(map(of, rounds))
 
-    output = ", ".join(_said([done.calibration.nodes[rank] for done in rounds]) for rank in (FAST_CORE, SLOW_CORE))
+    output = ", ".join(
+        _speed_text([done.calibration.nodes[rank] for done in rounds]) for rank in (FAST_CORE, SLOW_CORE)
+    )
     fast, slow, both, equal = (median(attrgetter(name)) for name in ("fast", "slow", "both", "equal"))
     share, truth = median(lambda done: done.share), slow / (fast + slow)
     predicted, speed_up = median(lambda done: done.speed_up), both / fast
@@ -215,7 +217,7 @@ def figures(rounds: list[Round]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _said(measures: list[NodeMeasure]) -> str:
+def _speed_text(measures: list[NodeMeasure]) -> str:
     speed = statistics.median(measure.examples_per_s or 0.0 for measure in measures)
     return f"{speed:.1f} ±{statistics.median(measure.spread or 0.0 for measure in measures):.0%}"
 

@@ -83,7 +83,7 @@ class Counted:
         return self.tokens / self.seconds
 
 
-class Place:
+class Workspace:
     """Where models, data and runs lie."""
 
     def __init__(self, root: Path, epochs: int) -> None:
@@ -202,24 +202,24 @@ def _pinned(directory: Path, core: int) -> Path:
     return path
 
 
-def compared(place: Place, case: Case, rounds: int) -> Figure:
+def compared(workspace: Workspace, case: Case, rounds: int) -> Figure:
     """Ours and stock in turns."""
     ours, stocks = [], []
     for _ in range(rounds):
-        ours.append(place.ours(case, (1.0,) * case.ranks))
-        stocks.append(place.stock(case))
+        ours.append(workspace.ours(case, (1.0,) * case.ranks))
+        stocks.append(workspace.stock(case))
     return _figure(case.name, ours, stocks, LIMIT)
 
 
-def unequal(place: Place, case: Case, rounds: int) -> Iterator[Figure]:
+def unequal(workspace: Workspace, case: Case, rounds: int) -> Iterator[Figure]:
     """The same with the second rank slowed, and our shares in proportion."""
     lone = Case(1, case.kind, case.precision)
     with spinning(1, SPINNERS, 0):
-        alone = [place.ours(lone, (1.0,), [core]).speed for core in (0, 1)]
+        alone = [workspace.ours(lone, (1.0,), [core]).speed for core in (0, 1)]
         ours, stocks = [], []
         for _ in range(rounds):
-            ours.append(place.ours(case, (alone[0], alone[1])))
-            stocks.append(place.stock(case))
+            ours.append(workspace.ours(case, (alone[0], alone[1])))
+            stocks.append(workspace.stock(case))
     yield Figure("the slowed core beside the other, alone", f"{alone[1] / alone[0]:.0%}")
     yield _figure(f"{case.name}, one slowed", ours, stocks, UNEQUAL_LIMIT)
 
@@ -233,11 +233,11 @@ def _figure(name: str, ours: list[Counted], stocks: list[Counted], limit: float)
 
 
 def figures(root: Path, cases: list[Case], rounds: int, epochs: int, *, slowed: bool) -> Iterator[Figure]:
-    place = Place(root, epochs)
+    workspace = Workspace(root, epochs)
     for case in cases:
-        yield compared(place, case, rounds)
+        yield compared(workspace, case, rounds)
     if slowed:
-        yield from unequal(place, Case(2, "lora", "float32"), rounds)
+        yield from unequal(workspace, Case(2, "lora", "float32"), rounds)
 
 
 def main() -> int:

@@ -26,9 +26,9 @@ from tests.cluster.machine import until
 from tests.cluster.node import NOISE, Node
 from tests.cluster.registry import Record, Registry
 from tests.cluster.specs import NodeSpec
+from tests.machine import LOOPBACK, free_port
 from tests.needs import require
 
-LOOPBACK = "127.0.0.1"
 TAG = "FLIGHTDECK_TEST_NODE"
 """Environment variable of every process of a node: the node's folder."""
 POSSIBLE = ("power", "noise", "frozen", "sshd")
@@ -80,12 +80,6 @@ def end_tagged(folder: Path) -> None:
         return not running
 
     until(nothing_runs, f"the end of what runs in {folder}", str)
-
-
-def free_port() -> int:
-    """A port of loopback on which nobody listens."""
-    with socket.create_server((LOOPBACK, 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class HomeOnly(Disk):

@@ -12,11 +12,12 @@ from textual.app import App, ComposeResult
 from textual.content import Content
 
 from engine.checks import connectivity
+from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
 from engine.checks.runner import run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.models import CheckStatus
+from engine.models import CheckResult, CheckStatus
 from engine.run.signatures import SIGNATURES, Citation, Provenance, Signature
 from tests.docs.generate import ROOT
 from tui.state import DeckState
@@ -26,10 +27,13 @@ from tui.widgets.text import Text
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
+def section(heading: str) -> str:
+    return TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
 def code(heading: str) -> str:
     """The first block of code below a heading."""
-    section = TEXT.split(f"## {heading}\n")[1]
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", section, re.MULTILINE)
+    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", section(heading), re.MULTILINE)
     return textwrap.dedent(next(block for block in blocks if block.strip())).strip("\n")
 
 
@@ -40,7 +44,8 @@ def executed(source: str, **names: object) -> dict[str, Any]:
 
 
 async def test_the_check_runs(tmp_path: Path) -> None:
-    check = executed(code("Add a check"))["CHECK"]
+    names = {"Check": Check, "Findings": Findings, "CheckContext": CheckContext, "CheckResult": CheckResult}
+    check = executed(code("Add a check"), **names)["CHECK"]
     node = NodeConfig(name="here", python="/usr/bin/python3", workdir=str(tmp_path))
     config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="job", command=("true",)))
     async with Fleet(config.nodes, tmp_path) as fleet:
@@ -75,6 +80,9 @@ async def test_the_screen_is_drawn() -> None:
         assert str(pane.query_one(Text).render()) == "nothing there"
 
 
-@pytest.mark.parametrize("section", ["Add a check", "Add a failure signature", "Add a screen"])
-def test_ten_lines_are_enough(section: str) -> None:
-    assert len([line for line in code(section).splitlines() if line.strip()]) <= 12
+@pytest.mark.parametrize("heading", ["Add a check", "Add a failure signature", "Add a screen"])
+def test_ten_lines_are_enough(heading: str) -> None:
+    """Of prose and code together."""
+    lines = [line for line in section(heading).splitlines() if line.strip()]
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= 120

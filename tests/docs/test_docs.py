@@ -138,6 +138,11 @@ def test_every_file_named_is_there(document: Path) -> None:
             assert (ROOT / code).exists(), code
 
 
+@pytest.mark.parametrize("name", [".ci/run", ".pre-commit-config.yaml"])
+def test_what_a_command_of_the_documents_reads_is_there(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_former_words_are_gone(document: Path) -> None:
     assert FORMER_WORDS.findall(document.read_text(encoding="utf-8")) == []

@@ -69,6 +69,11 @@ class ClusterRun(Run):
         log = self.dir.log(rank)
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
+    def everybody_steps(self) -> None:
+        """Awaits a step of the ring on every rank."""
+        for rank in range(len(self.nodes)):
+            self.await_output("step", rank)
+
     def await_more_output(self, rank: int) -> None:
         before = self.steps(rank)
         self.wait(lambda: self.steps(rank) > before)

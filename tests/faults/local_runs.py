@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from engine.checks.runner import CHECKS
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig, RecoveryConfig
 from engine.errors import StateError
-from engine.models import RunRecord, RunState
+from engine.models import Reason, RunRecord, RunState
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import Identity, NodeFiles, read_identity
@@ -33,6 +33,8 @@ from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
 E = TypeVar("E", bound=Event)
 
 SHORT_GRACES = RecoveryConfig(stop_grace_s=1.0, save_grace_s=5.0, term_grace_s=0.5)
+ABORT_LIMIT_S = 60.0
+"""Its own KILL is due after 3.6 s; the rest is for a busy machine. How fast it is: `python -m tests.bench.abort`."""
 
 RING = """
 import os, sys, time
@@ -181,10 +183,25 @@ class Run:
                 whole = b"".join(path.read_bytes() for path in there if path.exists())
                 assert (here.read_bytes() if here.exists() else b"") == whole, f"{here.name}\n{self.troubles()}"
 
-    def wait(self, condition: Callable[[], bool], within_s: float = 180.0, every_s: float = 0.01) -> None:
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        within_s: float = 180.0,
+        *,
+        every_s: float = 0.01,
+        after_end: bool = False,
+    ) -> None:
+        """`after_end`: the condition may become true when the run has ended; else its end is the end of waiting."""
         deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {within_s} s\n{self.troubles()}"
+        tail, history = JournalTail(self.dir.journal), None
+        while True:
+            # Before the condition, which may become true with the end.
+            history = fold(tail.events(), history)
+            if condition():
+                return
+            state = history.record.state
+            assert after_end or not state.ended, f"the run has ended: {state}\n{self.troubles()}"
+            assert time.monotonic() < deadline, f"not within {within_s} s, but {state}\n{self.troubles()}"
             time.sleep(every_s)
 
     def clear_away(self) -> None:
@@ -211,6 +228,14 @@ class Run:
             if log.exists():
                 texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
         return "\n".join(texts)
+
+
+def aborted(run: Run, *, now: bool = False) -> None:
+    """Abort; the run must then be aborted in time."""
+    took = run.abort(now=now)
+    record = run.record
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
+    assert took < ABORT_LIMIT_S, f"{took:.1f} s\n{run.troubles()}"
 
 
 def plan_run(

@@ -14,7 +14,6 @@ from engine.run.supervisor_process import adopt_orphans, request_abort
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ring_config, start_on
 from tests.faults.local_runs import SHORT_GRACES, kill_and_await, ring
-from tests.faults.test_cluster_run import everybody_steps
 
 SHORT_LEASE = SHORT_GRACES.model_copy(update={"lease_s": 8.0})
 
@@ -26,7 +25,7 @@ def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
     nodes: Cluster, home: Path, seconds: float, names: tuple[str, ...]
 ) -> None:
     run = start_on(nodes, home, ring_config(nodes, names=names))
-    everybody_steps(run)
+    run.everybody_steps()
     nodes["cyd"].cut()
     time.sleep(seconds)
     nodes["cyd"].flush_rules()
@@ -41,11 +40,11 @@ def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
-    everybody_steps(run)
+    run.everybody_steps()
     bea = nodes["bea"]
     bea.cut()
     assert run.await_condition("bea", "unreachable") <= 25.0
-    run.wait(lambda: run.left_on(bea) == [], within_s=15.0)
+    run.wait(lambda: run.left_on(bea) == [], within_s=15.0, after_end=True)
     run.wait(lambda: run.record.state.ended)
     record = run.record
     assert (record.state, record.reason, record.rank, record.host) == (
@@ -57,7 +56,7 @@ def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
     assert record.unconfirmed == ["bea"]
     assert [run.left_on(node) for node in run.nodes if node is not bea] == [[], [], []]
     bea.flush_rules()
-    run.wait(lambda: run.record.unconfirmed == [])
+    run.wait(lambda: run.record.unconfirmed == [], after_end=True)
     run.mirrors_are_equal()
     assert b'"stopped_by": "lease"' in run.files_of(1).exit(1).read_bytes()
 
@@ -66,7 +65,7 @@ def test_a_node_that_is_cut_off_for_good(nodes: Cluster, home: Path) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_connections_that_are_reset_cost_nothing(nodes: Cluster, home: Path, again: bool) -> None:
     run = start_on(nodes, home, ring_config(nodes))
-    everybody_steps(run)
+    run.everybody_steps()
     for _ in range(3):
         for node in nodes.nodes:
             node.reset_ssh()
@@ -82,7 +81,7 @@ def test_connections_that_are_reset_cost_nothing(nodes: Cluster, home: Path, aga
 @pytest.mark.slow
 def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes, recovery=RecoveryConfig()))
-    everybody_steps(run)
+    run.everybody_steps()
     dov = nodes["dov"]
     dov.cut()
     request_abort(run.dir, by="test")
@@ -92,29 +91,29 @@ def test_an_abort_without_one_of_the_nodes_is_proved_on_the_others_at_once(nodes
     kill_and_await(run.supervisor)
     assert adopt_orphans(home) == [run.dir.id], "there is still something to do"
     dov.flush_rules()
-    run.wait(lambda: run.record.unconfirmed == [], within_s=60.0)
+    run.wait(lambda: run.record.unconfirmed == [], within_s=60.0, after_end=True)
     assert run.left() == []
     run.mirrors_are_equal()
-    run.wait(lambda: adopt_orphans(home) == [])
+    run.wait(lambda: adopt_orphans(home) == [], after_end=True)
 
 
 @pytest.mark.slow
 def test_a_node_without_power_is_lost_and_confirmed_when_it_is_back(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes, recovery=SHORT_LEASE))
-    everybody_steps(run)
+    run.everybody_steps()
     nodes["ana"].power_off()
     assert run.await_condition("ana", "unreachable") <= 25.0
     run.wait(lambda: run.record.state.ended)
     record = run.record
     assert (record.reason, record.rank, record.host, record.unconfirmed) == (Reason.NODE_LOST, 0, "ana", ["ana"])
     nodes["ana"].power_on()
-    run.wait(lambda: run.record.unconfirmed == [])
+    run.wait(lambda: run.record.unconfirmed == [], after_end=True)
 
 
 @pytest.mark.slow
 def test_a_node_that_was_restarted_is_named_at_once(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes))
-    everybody_steps(run)
+    run.everybody_steps()
     nodes["ana"].power_off()
     nodes["ana"].power_on()
     record = run.ended()
@@ -125,7 +124,7 @@ def test_a_node_that_was_restarted_is_named_at_once(nodes: Cluster, home: Path) 
 @pytest.mark.slow
 def test_a_supervisor_killed_while_a_node_is_away(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes))
-    everybody_steps(run)
+    run.everybody_steps()
     nodes["bea"].cut()
     kill_and_await(run.supervisor)
     adopt_orphans(home)
@@ -141,7 +140,7 @@ def test_a_supervisor_killed_while_a_node_is_away(nodes: Cluster, home: Path) ->
 @pytest.mark.slow
 def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes))
-    everybody_steps(run)
+    run.everybody_steps()
     nodes["dov"].stop_sshd()
     nodes["dov"].reset_ssh()
     run.await_condition("dov", "unreachable", within_s=25.0)
@@ -154,7 +153,7 @@ def test_sshd_away_for_a_while_is_no_dead_rank(nodes: Cluster, home: Path) -> No
 @pytest.mark.slow
 def test_a_node_that_goes_away_in_the_middle_of_its_logs_sends_the_rest_later(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes, script=f"{ring('pass')}\nprint('last words ' * 200_000)\n"))
-    everybody_steps(run)
+    run.everybody_steps()
     dov = nodes["dov"]
     dov.slow_link("1mbit")
     run.finish()
@@ -165,5 +164,5 @@ def test_a_node_that_goes_away_in_the_middle_of_its_logs_sends_the_rest_later(no
     assert any("not complete" in words and "rank3.log" in words for words in run.notes), run.notes
     dov.flush_rules()
     dov.full_speed()
-    run.wait(lambda: "the logs of dov are complete" in run.notes)
+    run.wait(lambda: "the logs of dov are complete" in run.notes, after_end=True)
     run.mirrors_are_equal()

@@ -14,25 +14,16 @@ from engine.models import Reason, RunState
 from engine.run.events import RankLaunched
 from engine.run.supervisor_process import adopt_orphans
 from tests.cluster.cluster import Cluster
-from tests.faults.cluster_runs import ClusterRun, demo_on, ring_config, start_on
-from tests.faults.local_runs import DEAF, DOUBLE_FORK, kill_and_await, ring, start_config
+from tests.faults.cluster_runs import demo_on, ring_config, start_on
+from tests.faults.local_runs import DEAF, DOUBLE_FORK, aborted, kill_and_await, ring, start_config
 
 pytestmark = pytest.mark.busy
-
-LIMIT_S = 60.0
-"""Its own KILL is due after 3.6 s; the rest is for a busy machine. How fast it is: `python -m tests.bench.abort`."""
-DEFAULTS = RecoveryConfig()
-
-
-def everybody_steps(run: ClusterRun) -> None:
-    for rank in range(len(run.nodes)):
-        run.await_output("step", rank)
 
 
 @pytest.mark.parametrize("launcher", ["mlx.launch", pytest.param("direct", marks=pytest.mark.slow)])
 def test_four_ranks_succeed(nodes: Cluster, home: Path, launcher: str) -> None:
     run = start_on(nodes, home, ring_config(nodes, launcher=launcher))
-    everybody_steps(run)
+    run.everybody_steps()
     run.finish()
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
@@ -58,18 +49,16 @@ def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(node
 
 
 def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None:
-    run = start_on(nodes, home, ring_config(nodes, script=DEAF + DOUBLE_FORK + ring(), recovery=DEFAULTS))
-    everybody_steps(run)
+    run = start_on(nodes, home, ring_config(nodes, script=DEAF + DOUBLE_FORK + ring(), recovery=RecoveryConfig()))
+    run.everybody_steps()
     assert all(len(run.left_on(node)) >= 4 for node in run.nodes)
-    assert run.abort() < LIMIT_S
-    record = run.record
-    assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
+    aborted(run)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_node(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes))
-    everybody_steps(run)
+    run.everybody_steps()
     run.kill(2, run.identity(2).trainer_pid)
     record = run.ended()
     named = (record.state, record.reason, record.rank, record.host, record.signal)

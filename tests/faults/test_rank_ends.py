@@ -36,6 +36,12 @@ def test_ranks_that_exit_with_0_have_succeeded(home: Path, tmp_path: Path) -> No
     assert run.dir.log(LAUNCHER_SOURCE).stat().st_size < 1000, "what the ranks print does not come through mlx.launch"
 
 
+def test_to_wait_for_what_does_not_come_ends_with_the_run(home: Path, tmp_path: Path) -> None:
+    run = start_run(home, tmp_path, script="raise SystemExit(3)")
+    with pytest.raises(AssertionError, match=r"the run has ended: failed\n(?s:.*)code.*3"):
+        run.await_output("step")
+
+
 @pytest.mark.slow
 def test_a_rank_that_raises_is_quoted(home: Path, tmp_path: Path) -> None:
     run = start_run(home, tmp_path, script=ring("if rank == 1 and step == 8: raise ValueError('no such word: raven')"))

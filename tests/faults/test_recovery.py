@@ -266,7 +266,7 @@ async def test_a_run_that_was_aborted_is_taken_up_where_it_was(
     run = start_config(home, demo)
     await_iteration(run, 4)
     run.abort()
-    run.wait(lambda: not supervisor_alive(run.dir))
+    run.wait(lambda: not supervisor_alive(run.dir), after_end=True)
     record = await Engine(home).launches.resume(run.dir.id)
     assert not record.state.ended
     record = run.ended()
@@ -285,7 +285,7 @@ async def test_a_supervisor_killed_after_a_run_was_taken_up_does_not_remember_th
     run = start_config(home, demo)
     await_iteration(run, 3)
     run.abort()
-    run.wait(lambda: not supervisor_alive(run.dir))
+    run.wait(lambda: not supervisor_alive(run.dir), after_end=True)
     await Engine(home).launches.resume(run.dir.id)
     run.wait(lambda: has_stepped(run, 2))
     kill_and_await(run.supervisor)

@@ -53,7 +53,7 @@ def test_after_two_faults_nothing_is_left_and_the_cause_is_recorded(home: Path, 
     supervise(run, faults=2)
     assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert run.record.cause == "the supervisor failed: RuntimeError: boom"
-    run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=30)
+    run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=30, after_end=True)
 
 
 def test_a_journal_that_takes_nothing_more_keeps_nobody_alive(home: Path, tmp_path: Path) -> None:
@@ -68,4 +68,4 @@ def test_a_journal_that_takes_nothing_more_keeps_nobody_alive(home: Path, tmp_pa
     argv = [sys.executable, "-c", broken, str(run.dir.path), "2"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert "RuntimeError: boom" in done.stderr
-    run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=30)
+    run.wait(lambda: processes.with_nonce(run.nonce) == [], within_s=30, after_end=True)

@@ -168,10 +168,11 @@ def test_a_plan_that_cannot_be_read_is_a_launch_error(home: Path, tmp_path: Path
         supervisor_process.start_supervisor(run.dir)
 
 
-def killed_at_a_random_moment(home: Path, workdir: Path, seed: int) -> Run:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))])
+def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     """Whenever the supervisor dies: what was launched is adopted and finished by the next, what was not is reported."""
     moment = random.Random(seed)
-    run = start_run(home, workdir, script=ring())
+    run = start_run(home, tmp_path, script=ring())
     time.sleep(moment.uniform(0.0, 3.0))
     kill_and_await(run.supervisor)
     adopt_orphans(home)
@@ -180,15 +181,3 @@ def killed_at_a_random_moment(home: Path, workdir: Path, seed: int) -> Run:
     launched = bool([*run.events_of(LauncherStarted), *run.events_of(RankLaunched)])
     expected = (RunState.SUCCEEDED, Reason.COMPLETED) if launched else (RunState.FAILED, Reason.SUPERVISOR_LOST)
     assert (record.state, record.reason) == expected, run.troubles()
-    return run
-
-
-@pytest.mark.parametrize("seed", range(1))
-def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
-    killed_at_a_random_moment(home, tmp_path, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 50))
-def test_at_many_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
-    killed_at_a_random_moment(home, tmp_path, seed)

@@ -65,9 +65,8 @@ def furnish(node: Node) -> None:
         node.write(f"~/data/{name}.jsonl", LINES)
 
 
-def runs_of(node: Node) -> str:
-    """The folders of runs there; other tests have left theirs."""
-    return node.run(["/bin/sh", "-c", "ls ~/.flightdeck/runs"]).stdout
+def is_idle(node: Node) -> bool:
+    return not [process for process in node.processes() if "engine." in process.command]
 
 
 def unheard(event: str, status: str, context: dict[str, object]) -> None:

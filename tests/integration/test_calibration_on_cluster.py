@@ -19,7 +19,7 @@ from engine.measurements import Calibration, CalibrationProgress
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 from tests.faults.cluster_runs import demo_on
-from tests.integration.checks import assert_nothing_left
+from tests.integration.checks import assert_nothing_left, is_idle
 from tests.unit.run.run_maker import MadeRun
 from tests.waiting import wait_until
 
@@ -89,10 +89,6 @@ def workers(node: Node) -> list[str]:
 
 def is_measuring(node: Node) -> bool:
     return bool(workers(node))
-
-
-def is_idle(node: Node) -> bool:
-    return not [process for process in node.processes() if "engine." in process.command]
 
 
 async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, config: Config, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The console on real nodes over ssh: a key accepted, a fix run there, telemetry heard, a shell that is theirs."""
+"""The console on real nodes over ssh: a key accepted, a fix run there, telemetry received, a shell that is theirs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_person_accepts_a_key_fixes_a_node_and_sees_it_live(
         known = (home / "known_hosts").read_text()
         assert cluster["bea"].ip in known and cluster["ana"].ip not in known
         async with asyncio.timeout(PATIENCE_S):
-            while (heard := app.state.telemetry.get("bea")) is None or heard.memory_used_bytes is None:
+            while (telemetry := app.state.telemetry.get("bea")) is None or telemetry.memory_used_bytes is None:
                 await pilot.pause(0.05)
 
         fix = "echo fixed > ~/fixed; cat ~/fixed; id -un"

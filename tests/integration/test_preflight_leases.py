@@ -15,7 +15,7 @@ from engine.config.models import PreflightConfig, select_nodes
 from engine.node.processes import with_any_nonce
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
-from tests.integration.checks import assert_nothing_left, config_of
+from tests.integration.checks import assert_nothing_left, config_of, is_idle
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.busy
@@ -66,10 +66,6 @@ async def test_a_head_that_is_killed_leaves_nothing_anywhere(
         wait_until(partial(is_idle, node), within_s=50)
         assert_nothing_left(node)
     wait_until(lambda: not launchers(tmp_path), within_s=50)
-
-
-def is_idle(node: Node) -> bool:
-    return not [process for process in node.processes() if "engine." in process.command]
 
 
 def launchers(home: Path) -> list[int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import getpass
 import os
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import asyncssh
@@ -19,9 +16,9 @@ from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.transport import SshTransport
 from engine.node.processes import Process, with_variables
 from engine.security.identifiers import SshTarget
+from tests.machine import LOOPBACK, free_port
 
 SSHD = "/usr/sbin/sshd"
-LOOPBACK = "127.0.0.1"
 TAG = "FLIGHTDECK_TEST_SSHD"
 
 
@@ -194,11 +191,6 @@ class SshBench:
             sshd.stop()
 
 
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def public(key: asyncssh.SSHKey) -> str:
     """As a line of known_hosts has it."""
     return " ".join(key.export_public_key().decode().split()[:2])
@@ -208,13 +200,6 @@ def write_key(file: Path, key: asyncssh.SSHKey) -> None:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     key.write_private_key(file)
-
-
-async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Returns when it holds."""
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def _children(pid: int, name: str = "") -> list[int]:

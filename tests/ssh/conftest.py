@@ -17,18 +17,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         require("sshd", "ps")
 
 
+def set_time_to_leave(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for module in ("ssh.channel", "local"):
+        monkeypatch.setattr(f"engine.cluster.transport.{module}._LEAVES_S", seconds)
+
+
 @pytest.fixture(autouse=True)
 def time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that leaves by itself may need long for it on a busy machine."""
-    for module in ("ssh.channel", "local"):
-        monkeypatch.setattr(f"engine.cluster.transport.{module}._LEAVES_S", 30.0)
+    set_time_to_leave(monkeypatch, 30.0)
 
 
 @pytest.fixture
 def killed_soon(time_to_leave: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For programs that never leave by themselves."""
-    for module in ("ssh.channel", "local"):
-        monkeypatch.setattr(f"engine.cluster.transport.{module}._LEAVES_S", 0.2)
+    set_time_to_leave(monkeypatch, 0.2)
 
 
 @pytest_asyncio.fixture

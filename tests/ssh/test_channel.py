@@ -14,7 +14,8 @@ import pytest
 from engine.cluster.transport.base import Channel, Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import NodeUnreachable
-from tests.ssh.bench import SshBench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd
+from tests.waiting import until
 
 MEGABYTES = 24
 STREAM = [sys.executable, "-c", f"import sys\nfor n in range({MEGABYTES}): sys.stdout.buffer.write(bytes([n]) * 2**20)"]

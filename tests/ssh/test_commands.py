@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import uuid
 
 import pytest
 
 from engine.errors import InputError, NodeUnreachable
-from tests.ssh.bench import SshBench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd
+from tests.waiting import until
 
 HOSTILE = [
     "$(id)",
@@ -31,11 +31,6 @@ HOSTILE = [
     "#",
 ]
 LEAVES_CHILDREN = "sleep 600 & (sleep 600; :) & sleep 600; :"
-
-
-@pytest.fixture
-def nonce() -> str:
-    return uuid.uuid4().hex
 
 
 def marked(nonce: str, script: str) -> list[str]:

@@ -12,7 +12,8 @@ from engine.api import Engine
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError
-from tests.ssh.bench import SshBench, Sshd, until
+from tests.ssh.bench import SshBench, Sshd
+from tests.waiting import until
 
 
 @pytest.fixture

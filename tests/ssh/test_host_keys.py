@@ -13,7 +13,8 @@ import pytest
 from engine.api import Engine
 from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
 from engine.models import HostKeyOffer
-from tests.ssh.bench import LOOPBACK, SshBench, Sshd, public
+from tests.machine import LOOPBACK
+from tests.ssh.bench import SshBench, Sshd, public
 
 
 def offer(error: HostKeyUnknown) -> HostKeyOffer:

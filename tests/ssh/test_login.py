@@ -22,7 +22,9 @@ from engine.cluster.transport.ssh import ConnectionLimiter, connection
 from engine.cluster.transport.ssh.transport import SshTransport
 from engine.errors import HostKeyUnknown, InputError, LoginRefused, NodeUnreachable
 from engine.security.identifiers import SshTarget
-from tests.ssh.bench import LOOPBACK, SshBench, Sshd, public, until
+from tests.machine import LOOPBACK
+from tests.ssh.bench import SshBench, Sshd, public
+from tests.waiting import until
 
 FREE = "1"
 """A port of loopback on which nobody listens."""

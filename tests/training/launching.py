@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import mlx.core as mx
+import numpy as np
+
 from engine.launch import mlx_launch
 from engine.launch.ssh_shim import temporary_files
 from engine.launch.start_script import start_script
@@ -68,6 +71,12 @@ class Launched:
     @property
     def adapters(self) -> Path:
         return self.files.directory.parents[1] / "adapters"
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The saved adapters."""
+        found = mx.load(str(self.adapters / "adapters.safetensors"))
+        assert isinstance(found, dict)
+        return {name: np.asarray(value) for name, value in found.items()}
 
     def events(self, rank: int = 0, kind: str | None = None) -> list[dict[str, Any]]:
         path = self.files.events(rank)

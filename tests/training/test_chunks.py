@@ -25,7 +25,7 @@ from engine.trainer.data import Batch, DataLoader, InMemoryExamples, Split, Stre
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter
 from tests.training.launching import launch
-from tests.training.tiny import Tiny, sentence, write_rows
+from tests.training.tiny import Tiny, make_job, sentence, write_rows
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.busy
@@ -44,9 +44,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-def make_job(tiny: Tiny, data: Path, home: Path, **keys: Any) -> Job:
-    raw = tiny.job(**{"data": str(data), "chunk_size": CHUNK, **keys})
-    return Job.from_spec(raw, model=None, data=None, workdir=home, home=home)
+def chunked_job(tiny: Tiny, data: Path, home: Path, **keys: Any) -> Job:
+    return make_job(tiny, home, **{"data": str(data), "chunk_size": CHUNK, **keys})
 
 
 def load(job: Job, name: str = "train") -> Split:
@@ -92,15 +91,15 @@ def test_only_a_large_split_is_streamed(tiny: Tiny, tmp_path: Path) -> None:
         ({"chunk_size": 62}, InMemoryExamples),
         ({"chunk_size": 61, "chunking": False}, InMemoryExamples),
     ):
-        assert type(load(make_job(tiny, tiny.text, tmp_path, **keys))) is kind
-    assert len(load(make_job(tiny, tmp_path, tmp_path))) == 0
+        assert type(load(chunked_job(tiny, tiny.text, tmp_path, **keys))) is kind
+    assert len(load(chunked_job(tiny, tmp_path, tmp_path))) == 0
 
 
 @pytest.mark.parametrize(("form", "masked"), [("text", False), ("chat", True), ("completions", True)])
 def test_streamed_examples_are_those_in_memory(tiny: Tiny, tmp_path: Path, *, form: str, masked: bool) -> None:
     keys = {"mask_prompt": masked, "max_seq_length": 40}
-    streamed = load(make_job(tiny, getattr(tiny, form), tmp_path, chunk_size=10, **keys))
-    held = load(make_job(tiny, getattr(tiny, form), tmp_path, chunking=False, **keys))
+    streamed = load(chunked_job(tiny, getattr(tiny, form), tmp_path, chunk_size=10, **keys))
+    held = load(chunked_job(tiny, getattr(tiny, form), tmp_path, chunking=False, **keys))
     assert (len(streamed), streamed.checksum) == (len(held), held.checksum)
     assert (streamed.plan.num_chunks, held.plan.enabled) == (7, False)
     for indices in ([0], [60, 3, 17], list(range(61))):
@@ -109,16 +108,16 @@ def test_streamed_examples_are_those_in_memory(tiny: Tiny, tmp_path: Path, *, fo
 
 def test_an_example_of_another_form_is_named(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
-    streamed = load(make_job(tiny, tmp_path, tmp_path, chunk_size=2))
+    streamed = load(chunked_job(tiny, tmp_path, tmp_path, chunk_size=2))
     with pytest.raises(JobError, match=r"train\.jsonl: example 2 does not have the format of the first one"):
         streamed.batch([1])
     write_rows(tmp_path / "train.jsonl", [{"words": "tower"}])
     with pytest.raises(JobError, match=r"train\.jsonl: Unsupported data format"):
-        load(make_job(tiny, tmp_path, tmp_path, chunk_size=1))
+        load(chunked_job(tiny, tmp_path, tmp_path, chunk_size=1))
 
 
 def test_shares_of_a_streamed_batch_are_the_whole_batch(tiny: Tiny, large: Path, tmp_path: Path) -> None:
-    job = make_job(tiny, large, tmp_path)
+    job = chunked_job(tiny, large, tmp_path)
     whole, shares = feed(job), [feed(job, (5, 2, 1), rank) for rank in range(3)]
     for position in (0, 22, 23, PER_EPOCH - 1, PER_EPOCH, 3 * PER_EPOCH + 7):
         rows = [row[:end].tolist() for row, (_, end) in _rows(whole.batch(position))]
@@ -160,7 +159,7 @@ def test_a_killed_stream_resumes_at_the_exact_example(
     tiny: Tiny, large: Path, tmp_path: Path, goals: tuple[int, ...]
 ) -> None:
     """`kill -9` in the middle of a chunk, of a chunk's first batches, and of the second epoch."""
-    job = make_job(tiny, large, tmp_path)
+    job = chunked_job(tiny, large, tmp_path)
     undisturbed = feed(job)
     raw = tiny.job(data=str(large), chunk_size=CHUNK)
     output = tmp_path / "digests"
@@ -179,7 +178,7 @@ def test_a_killed_stream_resumes_at_the_exact_example(
 
 
 def test_memory_is_freed_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path) -> None:
-    job = make_job(tiny, large, tmp_path)
+    job = chunked_job(tiny, large, tmp_path)
     stream, sampler = feed(job), load(job).sampler(BATCH, job.seed)
     last = next(position for position in itertools.count() if sampler.chunk_end(position))
 
@@ -205,7 +204,7 @@ def test_memory_is_freed_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path) 
 
 
 def test_a_streamed_validation_is_the_same_every_time(tiny: Tiny, large: Path, tmp_path: Path) -> None:
-    valid = load(make_job(tiny, large, tmp_path), "valid")
+    valid = load(chunked_job(tiny, large, tmp_path), "valid")
     assert isinstance(valid, StreamedExamples)
     for limit, examples in ((-1, 200), (3, 24), (100, 200)):
         batches = [list(valid.fixed_batches(BATCH, 1, limit)) for _ in range(2)]

@@ -27,12 +27,8 @@ from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter,
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
-from tests.training.tiny import Tiny, write_weights
+from tests.training.tiny import Tiny, make_job, write_weights
 from tests.training.together import together
-
-
-def job_of(tiny: Tiny, home: Path, **keys: Any) -> Job:
-    return Job.from_spec(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +40,7 @@ def as_on_the_cpu() -> Any:
 
 
 def test_a_pipeline_of_one_rank_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    job = job_of(tiny, tmp_path, strategy="pipeline")
+    job = make_job(tiny, tmp_path, strategy="pipeline")
     model, tokenizer = load_model(job)
     loader = DataLoader(
         load_split(job, "train", tokenizer, lambda _: None), job, [1.0], 0, Reporter(EventWriter(None, 0, 1))
@@ -56,7 +52,7 @@ def test_a_pipeline_of_one_rank_is_refused(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Path) -> None:
     """A section runs forward twice: the loss along the gradient must rise by its norm, with the same seed."""
     lora = {"rank": 4, "scale": 4.0, "dropout": 0.4}
-    job = job_of(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
+    job = make_job(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
     model, tokenizer = load_model(job)
     train = load_split(job, "train", tokenizer, lambda _: None)
     reporter = Reporter(EventWriter(None, 0, 1))
@@ -166,7 +162,7 @@ def parts_of(job: Job, division: list[list[int]]) -> list[Part]:
 
 
 def test_a_partitioned_state_is_restored_by_any_number_of_ranks(tiny: Tiny, tmp_path: Path) -> None:
-    job = job_of(tiny, tmp_path, optimizer="adamw")
+    job = make_job(tiny, tmp_path, optimizer="adamw")
     before: list[State] = [part.state() for part in parts_of(job, [[0, 1], [1, 2, 3]])]
     assert mx.array_equal(before[0]["weights"]["p1"], before[1]["weights"]["p1"]).item(), (
         "a parameter that both hold stays the same"
@@ -182,7 +178,7 @@ def test_a_partitioned_state_is_restored_by_any_number_of_ranks(tiny: Tiny, tmp_
 
 
 def test_an_incomplete_set_of_parts_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    job = job_of(tiny, tmp_path)
+    job = make_job(tiny, tmp_path)
     left, right = (part.state() for part in parts_of(job, [[0, 1], [2, 3]]))
     (alone,) = parts_of(job, [[0, 1, 2, 3]])
     untouched = alone.state()
@@ -230,7 +226,7 @@ def test_mlx_reads_what_is_written_tensor_by_tensor(tmp_path: Path) -> None:
 def test_other_weights_have_another_file_checksum(tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny.model, other)
-    same = files_checksum(job_of(tiny, tmp_path, model=str(other)))
-    assert same == files_checksum(job_of(tiny, tmp_path))
+    same = files_checksum(make_job(tiny, tmp_path, model=str(other)))
+    assert same == files_checksum(make_job(tiny, tmp_path))
     write_weights(other, json.loads((other / "config.json").read_text()), seed=99)
-    assert files_checksum(job_of(tiny, tmp_path, model=str(other))) != same
+    assert files_checksum(make_job(tiny, tmp_path, model=str(other))) != same

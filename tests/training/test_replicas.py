@@ -43,12 +43,6 @@ def checks(run: Launched, rank: int = 0) -> list[tuple[int, bool]]:
     return [(event["iteration"], event["agreed"]) for event in run.events(rank, "replica_check")]
 
 
-def saved(run: Launched) -> dict[str, np.ndarray]:
-    found = mx.load(str(run.adapters / "adapters.safetensors"))
-    assert isinstance(found, dict)
-    return {name: np.asarray(value) for name, value in found.items()}
-
-
 @pytest.mark.slow
 def test_replica_checks_do_not_change_the_training(tiny: Tiny, tmp_path: Path) -> None:
     compared = run_training(tiny, tmp_path / "with", 2, None, every=5, iters=12, save_every=8).succeeded()
@@ -58,7 +52,7 @@ def test_replica_checks_do_not_change_the_training(tiny: Tiny, tmp_path: Path) -
         assert checks(compared, rank) == [(0, True), (5, True), (8, True), (10, True), (12, True)]
     assert checks(plain) == []
     assert compared.losses() == plain.losses()
-    assert all(np.array_equal(value, saved(plain)[name]) for name, value in saved(compared).items())
+    assert all(np.array_equal(value, plain.weights()[name]) for name, value in compared.weights().items())
 
 
 def test_the_corrupted_rank_of_three_is_named_and_all_stop(tiny: Tiny, tmp_path: Path) -> None:
@@ -89,7 +83,7 @@ def test_what_is_kept_is_what_an_undisturbed_training_has(tiny: Tiny, tmp_path: 
     run.ended()
     # Nothing corrupted was written over the state of the iteration when the ranks last agreed.
     clean = run_training(tiny, tmp_path / "clean", 3, None, iters=6, save_every=3).succeeded()
-    assert all(np.array_equal(value, saved(clean)[name]) for name, value in saved(run).items())
+    assert all(np.array_equal(value, clean.weights()[name]) for name, value in run.weights().items())
 
 
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -102,7 +96,7 @@ def test_frozen_parameters_identify_the_corrupted_one_of_two_ranks(tiny: Tiny, t
     # Adapters are small: they were kept as they were when all agreed, and are what is saved, by whichever rank.
     clean = run_training(tiny, tmp_path / "clean", 2, None, iters=5, **LORA).succeeded()
     assert run.events(0, "checkpoint")[-1]["iteration"] == 5
-    assert all(np.array_equal(value, saved(clean)[name]) for name, value in saved(run).items())
+    assert all(np.array_equal(value, clean.weights()[name]) for name, value in run.weights().items())
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -56,14 +55,8 @@ def run_training(
     return launch(home, what, shares=tuple(shares), spec_fields=settings, attempt=attempt)
 
 
-def weights(run: Launched) -> dict[str, np.ndarray]:
-    found = mx.load(str(run.adapters / "adapters.safetensors"))
-    assert isinstance(found, dict)
-    return {name: np.asarray(value) for name, value in found.items()}
-
-
 def same_weights(one: Launched, other: Launched) -> bool:
-    mine, theirs = weights(one), weights(other)
+    mine, theirs = one.weights(), other.weights()
     return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 

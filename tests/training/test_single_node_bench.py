@@ -32,8 +32,8 @@ from engine.trainer.single_node_bench import (
     measure,
     synthetic_model,
 )
-from tests.training.test_update import make_job, train
-from tests.training.tiny import Tiny
+from tests.training.test_update import train
+from tests.training.tiny import Tiny, make_job
 
 
 def alone(job: Job) -> tuple[SingleNodeTrainer, Any]:
@@ -206,10 +206,10 @@ def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
 
 
 def test_the_limit_is_of_each_step_and_not_of_all_together() -> None:
-    now, looked = [0.0], threading.Semaphore(0)
+    now, polled = [0.0], threading.Semaphore(0)
 
     def clock() -> float:
-        looked.release()
+        polled.release()
         return now[0]
 
     late: list[bool] = []
@@ -224,7 +224,7 @@ def test_the_limit_is_of_each_step_and_not_of_all_together() -> None:
         now[0] += 50.0
         watch.step_done()
     for _ in range(6):
-        looked.acquire()
+        polled.acquire()
     assert late == [], "150 s in steps of 50 s"
     now[0] += 61.0
     assert reported.wait(30)

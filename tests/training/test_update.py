@@ -35,7 +35,7 @@ from engine.trainer.reporting import Reporter
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.weights import scalar
-from tests.training.tiny import Tiny, write_rows
+from tests.training.tiny import Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until
 
@@ -56,10 +56,6 @@ class Trained:
 
     def weights(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.model.trainable_parameters()))
-
-
-def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
-    return Job.from_spec(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
 
 def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
+from engine.protocol.job import Job
 from tests.demo_copies import made_demo
 
 WORDS = ("tower", "raven", "climb", "descend", "turn", "left", "hold", "land", "level", "runway", "report", "over")
@@ -42,6 +43,10 @@ class Tiny:
             "max_seq_length": 128,
             **keys,
         }
+
+
+def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
+    return Job.from_spec(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
 
 def write_split(directory: Path, rows: Callable[[random.Random], dict[str, Any]], counts: dict[str, int]) -> None:

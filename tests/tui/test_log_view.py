@@ -6,7 +6,6 @@ import asyncio
 import sys
 import time
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from textual.selection import Selection
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.terminal import Terminal
 from tests.unit.run.logs.run_logs import RunLogs
+from tests.waiting import until
 from tui.widgets.log_view import LogView
 from tui.widgets.log_window import LogState
 from tui.widgets.logs_pane import FilterBar
@@ -69,13 +69,6 @@ def numbered(start: int, stop: int, name: str = "line") -> str:
 def offsets(view: LogView, y: int) -> list[tuple[str, tuple[int, int]]]:
     """Where in the log the pieces of a row say that they are, for a selection by mouse."""
     return [pair for piece in view.render_line(y) if piece.style for pair in piece.style.meta.items()]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.01)
 
 
 async def test_it_follows_what_arrives_and_says_so(logs: RunLogs) -> None:

@@ -44,13 +44,13 @@ def on(config: Config, *hosts: str) -> Config:
     return config.model_copy(update={"nodes": nodes})
 
 
-def scene_of(config: Config, ways: dict[str, Way]) -> CheckContext:
+def context_of(config: Config, ways: dict[str, Way]) -> CheckContext:
     return CheckContext(config, FakeFleet(**ways))
 
 
 async def test_all_who_ask_share_one_answer(config: Config) -> None:
     way = Way()
-    context = scene_of(on(config, "mac"), {"mac": way})
+    context = context_of(on(config, "mac"), {"mac": way})
     first, second = await asyncio.gather(context.interpreters(), context.interpreters())
     assert first is second
     assert (first["node0"].python is not None, way.asked) == (True, 1)
@@ -59,7 +59,7 @@ async def test_all_who_ask_share_one_answer(config: Config) -> None:
 async def test_who_gives_up_spoils_it_for_nobody(config: Config) -> None:
     way = Way()
     way.may.clear()
-    context = scene_of(on(config, "mac"), {"mac": way})
+    context = context_of(on(config, "mac"), {"mac": way})
     impatient, patient = (asyncio.create_task(context.interpreters()) for _ in range(2))
     while not way.asked:
         await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_who_gives_up_spoils_it_for_nobody(config: Config) -> None:
 
 async def test_a_failure_is_remembered_and_told_again(config: Config) -> None:
     way = Way(lost=True)
-    context = scene_of(on(config, "mac"), {"mac": way})
+    context = context_of(on(config, "mac"), {"mac": way})
     for _ in range(2):
         with pytest.raises(NodeUnreachable, match="does not answer"):
             await context.layouts()
@@ -84,7 +84,7 @@ async def test_a_host_that_cannot_be_prepared_is_the_only_one_without_a_place(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    context = scene_of(on(config, "good", "lost", "good"), {"good": Way(), "lost": Way(lost=True)})
+    context = context_of(on(config, "good", "lost", "good"), {"good": Way(), "lost": Way(lost=True)})
     good, lost, again = context.config.nodes
     assert (await context.layout_of(good)).ranks == (0, 2)
     assert await context.layout_of(again) == await context.layout_of(good)
@@ -97,7 +97,7 @@ async def test_a_host_that_cannot_be_prepared_is_the_only_one_without_a_place(
 async def test_closing_ends_what_is_still_being_found_out(config: Config) -> None:
     way = Way()
     way.may.clear()
-    context = scene_of(on(config, "mac"), {"mac": way})
+    context = context_of(on(config, "mac"), {"mac": way})
     asking = asyncio.create_task(context.interpreters())
     while not way.asked:
         await asyncio.sleep(0)
@@ -121,6 +121,6 @@ async def test_an_outcome_without_a_value_is_an_error_in_one_line(
         return outcome
 
     monkeypatch.setattr(AgentClient, "probe", probe)
-    context = scene_of(on(config, "mac"), {"mac": Way()})
+    context = context_of(on(config, "mac"), {"mac": Way()})
     with pytest.raises(LaunchError, match=message):
         await context.probe(context.config.nodes[0], "addresses", result_type=AddressProblems, timeout_s=5)

@@ -10,12 +10,10 @@ from engine.checks import hostfile as check
 from engine.checks import ports
 from engine.checks.context import CheckContext
 from engine.checks.runner import run_checks
-from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config
 from engine.models import CheckStatus
 from engine.plan.network import LaunchHost, NetworkPlan
-from engine.security.paths import state_home
-from tests.unit.checks.conftest import run_check
+from tests.unit.checks.conftest import fleet_of, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -59,10 +57,11 @@ def test_each_rank_connects_to_whom_mlx_has_it_connect_to(backend: str, ranks: i
 
 async def test_a_backend_that_is_impossible_is_reported_once(config: Config) -> None:
     demanded = config.model_copy(update={"cluster": ClusterConfig(backend="jaccl")})
-    context = CheckContext(demanded, Fleet(demanded.nodes, state_home()))
     checks = {each.name: replace(each, needs=()) for each in (check.CHECK, ports.CHECK)}
-    report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
-    await context.close()
+    async with fleet_of(demanded) as fleet:
+        context = CheckContext(demanded, fleet)
+        report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+        await context.close()
     valid, free = report.checks
     assert (valid.status, "jaccl is not possible" in valid.summary) == (CheckStatus.FAIL, True)
     assert (free.status, free.summary) == (

@@ -13,12 +13,10 @@ from engine.checks.context import CheckContext
 from engine.checks.local_process import LAST_LINES, LocalProgram, last_lines
 from engine.checks.runner import run_checks
 from engine.checks.sync import TreeDifference
-from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
-from engine.security.paths import state_home
-from tests.unit.checks.conftest import run_check, run_fix
+from tests.unit.checks.conftest import fleet_of, run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -233,7 +231,7 @@ async def test_the_running_check_shows_the_last_line_without_escapes(
         if message in ("one", "two"):
             (tmp_path / message).touch()
 
-    async with Fleet(two.nodes, state_home()) as fleet:
+    async with fleet_of(two) as fleet:
         context = CheckContext(two, fleet)
         context.progress = show
         await sync.run(context)
@@ -244,7 +242,7 @@ async def test_the_running_check_shows_the_last_line_without_escapes(
 async def test_switched_off_it_is_a_skip_that_the_audit_log_tells_of(two: Config) -> None:
     audited: list[tuple[str, str, dict[str, object]]] = []
     remote = two.model_copy(update={"nodes": (two.nodes[0], two.nodes[1].model_copy(update={"ssh": "mac"}))})
-    async with Fleet((), state_home()) as fleet:
+    async with fleet_of(remote) as fleet:
         report = await run_checks(
             CheckContext(with_preflight(remote, sync=False), fleet),
             on_result=lambda _: None,

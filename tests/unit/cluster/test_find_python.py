@@ -14,11 +14,11 @@ from engine.cluster import discovery
 from engine.cluster.discovery import FoundPython, parse_find_python
 from engine.cluster.transport.base import Completed
 
-Place = Callable[[str, str], None]
+PutInterpreter = Callable[[str, str], None]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> PutInterpreter:
     """Puts an interpreter below the home."""
 
     def put(path: str, body: str) -> None:
@@ -50,7 +50,7 @@ def ask(home: Path, *first: str, before: str = "") -> FoundPython:
     return parse_find_python(Completed(done.returncode, done.stdout, done.stderr))
 
 
-def test_the_first_that_has_both_is_taken_and_named_from_the_home(tmp_path: Path, place: Place) -> None:
+def test_the_first_that_has_both_is_taken_and_named_from_the_home(tmp_path: Path, place: PutInterpreter) -> None:
     place("mlx/.venv/bin/python", HAS_NONE)
     place("venvs/my env/bin/python", HAS_MLX)
     place("on-path/python3", HAS_MLX)
@@ -59,7 +59,7 @@ def test_the_first_that_has_both_is_taken_and_named_from_the_home(tmp_path: Path
     assert found.hostname
 
 
-def test_one_on_the_path_will_do(tmp_path: Path, place: Place) -> None:
+def test_one_on_the_path_will_do(tmp_path: Path, place: PutInterpreter) -> None:
     place("on-path/python3", HAS_MLX)
     assert ask(tmp_path).python == "~/on-path/python3"
 
@@ -68,7 +68,7 @@ def test_the_interpreter_that_runs_us_has_mlx(tmp_path: Path) -> None:
     assert ask(tmp_path, sys.executable).python == sys.executable
 
 
-def test_a_host_without_says_what_was_there(tmp_path: Path, place: Place) -> None:
+def test_a_host_without_says_what_was_there(tmp_path: Path, place: PutInterpreter) -> None:
     place("mlx/.venv/bin/python", HAS_NONE)
     place("on-path/python3", HAS_NONE)
     place("on-path/python", HAS_NONE)

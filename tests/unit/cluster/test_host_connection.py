@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from engine.run.logs.mirror import Gap, Mirror
 from engine.store.layout import RunDir
 from tests.unit.cluster.fake_agent import FakeChannel, hello
 from tests.unit.node.keeper_runner import RunningKeeper, start_keeper
+from tests.waiting import until
 
 
 def test_what_comes_twice_is_taken_once_and_what_is_behind_it_is_not_lost() -> None:
@@ -103,13 +104,6 @@ class LocalHost:
                         return pid
             await asyncio.sleep(0.005)
         raise AssertionError("no agent")
-
-
-async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture

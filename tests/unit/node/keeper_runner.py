@@ -25,6 +25,9 @@ from engine.protocol.attempt import (
 from tests.bundles import link_files
 from tests.waiting import wait_until
 
+WAIT = "import time; print('up'); time.sleep(60)"
+"""The source of a program."""
+
 
 def stage_bundle(to: Path, trainer: str | None = None) -> Path:
     """The worker as a node holds it; `trainer` is the source of another program in the trainer's place."""

@@ -102,6 +102,12 @@ class Head:
             self.receive(FileData)
         return self.data[name]
 
+    def list_processes(self, number: int, *, kill: bool = False) -> ProcessList:
+        self.send(ListProcesses(number, kill=kill))
+        listed = self.receive(ProcessList)
+        assert listed.number == number
+        return listed
+
     def close(self) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
@@ -143,8 +149,7 @@ def identity_of(process: subprocess.Popen[bytes], nonce: str) -> Identity:
 def test_it_leaves_when_its_stdin_ends_and_has_no_nonce(head: Head) -> None:
     hello = head.watch(0)
     assert hello.boot_id == processes.boot_id()
-    head.send(ListProcesses(1, kill=False))
-    assert head.receive(ProcessList).processes == [], "neither is it found itself"
+    assert head.list_processes(1).processes == [], "neither is it found itself"
     assert head.close() == 0
 
 
@@ -198,15 +203,12 @@ def test_what_is_left_is_listed_and_killed_and_nothing_starts_any_more(
 ) -> None:
     head.files.directory.mkdir()
     head.watch(0)
-    head.send(ListProcesses(1, kill=False))
-    assert [pid for pid, _ in head.receive(ProcessList).processes] == [sleeper.pid]
+    assert [pid for pid, _ in head.list_processes(1).processes] == [sleeper.pid]
     assert sleeper.poll() is None and not head.files.fenced.exists()
-    head.send(ListProcesses(2, kill=True))
-    assert head.receive(ProcessList).processes != []
+    assert head.list_processes(2, kill=True).processes != []
     sleeper.wait(20)
     assert head.files.fenced.exists()
-    head.send(ListProcesses(3, kill=True))
-    assert head.receive(ProcessList).processes == []
+    assert head.list_processes(3, kill=True).processes == []
 
 
 def test_a_file_comes_as_far_as_was_requested_and_byte_for_byte(head: Head) -> None:
@@ -256,8 +258,7 @@ def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
     os.mkfifo(head.files.control(0))
     fifo = os.open(head.files.control(0), os.O_RDWR)
     head.watch(0)
-    head.send(ListProcesses(0, kill=False))
-    head.receive(ProcessList)
+    head.list_processes(0)
     head.send(ReadFile("rank0.log", 1000, 0))
     time.sleep(0.5)
     for number in range(1, 4):
@@ -275,8 +276,7 @@ def test_only_the_ranks_output_can_be_read(head: Head, name: str) -> None:
     head.send(ReadFile(name, 1000, 0), ListProcesses(1, kill=False))
     assert head.receive(ProcessList).sizes == {}
     # Files are read after the messages have been served: only in a second round would their data have come.
-    head.send(ListProcesses(2, kill=False))
-    assert head.receive(ProcessList).number == 2
+    head.list_processes(2)
     assert head.data == {}
 
 
@@ -381,8 +381,7 @@ def test_a_probe_that_hangs_holds_up_nothing_else(head: Head) -> None:
     started = time.monotonic()
     # In two rounds: the first may be served in one go with the probe's start.
     for number in (1, 2):
-        head.send(ListProcesses(number, kill=False))
-        assert head.receive(ProcessList).number == number
+        head.list_processes(number)
     assert time.monotonic() - started < 5
     head.send(CancelRequest(1))
     assert head.receive(RequestEnded).exit_code == -9
@@ -397,8 +396,7 @@ def test_a_command_that_has_closed_its_output_and_goes_on_holds_up_nothing_else(
     head.send(CommandRequest(1, ["/bin/sh", "-c", script, "sh", str(closed), str(pipe)]))
     wait_until(closed.exists)
     for number in (1, 2):
-        head.send(ListProcesses(number, kill=False))
-        assert head.receive(ProcessList).number == number
+        head.list_processes(number)
     os.write(goes_on, b"\n")
     assert head.receive(RequestEnded).exit_code == 7
     os.close(goes_on)
@@ -408,10 +406,7 @@ def test_its_end_is_the_end_of_what_it_has_started(head: Head) -> None:
     head.send(CommandRequest(1, ["/bin/sh", "-c", "echo $$; sleep 600"]), ProbeRequest(2, "telemetry", ["1"]))
     pid = int(head.receive(RequestOutput).data)
     assert head.close() == 0
-    deadline = time.monotonic() + 10
-    while processes.start_time(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: processes.start_time(pid) is None, within_s=10)
 
 
 def suspended_listener(head: Head) -> int:

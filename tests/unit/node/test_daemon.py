@@ -10,10 +10,8 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.protocol.attempt import read_exit
-from tests.unit.node.keeper_runner import RunningKeeper, start_keeper
+from tests.unit.node.keeper_runner import WAIT, RunningKeeper, start_keeper
 from tests.waiting import wait_until
-
-WAIT = "import time; print('up'); time.sleep(60)"
 
 
 def keep_detached(directory: Path, source: str, **fields: object) -> RunningKeeper:

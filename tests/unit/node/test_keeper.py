@@ -15,7 +15,7 @@ import pytest
 from engine.node import processes
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, HEARTBEAT
 from tests.needs import mounted_disk
-from tests.unit.node.keeper_runner import start_keeper
+from tests.unit.node.keeper_runner import WAIT, start_keeper
 from tests.waiting import wait_until
 
 QUICK = {"stop_grace_s": 0.8, "term_grace_s": 0.3, "save_grace_s": 20.0}
@@ -25,7 +25,6 @@ def python(source: str) -> list[str]:
     return [sys.executable, "-u", "-c", source]
 
 
-WAIT = "import time; print('up'); time.sleep(60)"
 DEAF = "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint('up'); time.sleep(60)"
 
 READS_STOP = """

@@ -348,12 +348,12 @@ async def test_the_plan_predicts_what_preflight_syncs_and_compares(
     plan = make_plan(replace(asked, config=config))
 
     async def passes(_: CheckContext) -> CheckResult:
-        return verdict("looked", CheckStatus.PASS, "")
+        return verdict("checked", CheckStatus.PASS, "")
 
     checks = {check.name: replace(check, run=passes, needs=(), after=()) for check in (sync.CHECK, consistency.CHECK)}
-    scene = CheckContext(config, Fleet(config.nodes, tmp_path))
-    report = await run_checks(scene, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
-    await scene.close()
+    context = CheckContext(config, Fleet(config.nodes, tmp_path))
+    report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
+    await context.close()
     found = [(part.enabled, part.reason) for part in (plan.pre_rdma_sync, plan.worker_consistency)]
     for (enabled, reason), result in zip(found, report.checks, strict=True):
         assert enabled == (result.status is CheckStatus.PASS), result

@@ -9,8 +9,6 @@ from engine.cluster.host_connection import (
     AttemptOnHost,
     ConnectionState,
     HostConnection,
-    LocalFile,
-    NodeFile,
     RankObservation,
 )
 from engine.cluster.transport.local import LocalTransport
@@ -53,6 +51,3 @@ class FileHost(HostConnection):
 
     def request_port_holders(self, ports: Sequence[int]) -> None:
         self.port_holders = {}
-
-    def file(self, name: str) -> NodeFile:
-        return LocalFile(self._attempt.files.directory / name)

@@ -23,10 +23,8 @@ from engine.run.events import LauncherStarted
 from engine.run.journal import RunRecorder
 from engine.run.ranks import HostConnections, any_rank_started
 from engine.run.shutdown import kill_everywhere
+from tests.machine import NOBODY
 from tests.unit.run.run_maker import MadeRun
-
-NOBODY = 2**22 + 7
-"""A pid above Linux's highest."""
 
 
 @dataclass

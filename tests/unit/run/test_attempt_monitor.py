@@ -25,8 +25,7 @@ from engine.run.ranks import AttemptContext, HostConnections
 from engine.run.signatures import BY_ID
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
-
-PATIENCE_S = 60.0
+from tests.waiting import until
 
 
 class MonitoredAttempt:
@@ -75,11 +74,6 @@ class MonitoredAttempt:
             event.stage.value for event in read_journal(self.directory.journal) if isinstance(event, StopStageReached)
         ]
 
-    async def until(self, seen: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not seen():
-                await asyncio.sleep(0.02)
-
     def run(self) -> Awaitable[Any]:
         return asyncio.create_task(self.monitor.run(lambda: self.abort))
 
@@ -99,7 +93,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., MonitoredAttempt]]:
 
 
 async def fail(attempt: MonitoredAttempt, error_type: str) -> None:
-    await attempt.until(lambda: bool(attempt.monitor.intake.progress.steps))
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
     attempt.report(1, event="failure", error_type=error_type, message="x", certain=True)
     attempt.exit(1, 1)
 
@@ -111,7 +105,7 @@ async def test_the_newest_state_is_saved_whether_a_restart_follows_or_not(
     attempt = made(restarts=restarts)
     run = attempt.run()
     await fail(attempt, "OSError")
-    await attempt.until(lambda: "emergency_checkpoint" in attempt.stages())
+    await until(lambda: "emergency_checkpoint" in attempt.stages())
     assert attempt.recorder.state is (RunState.RECOVERING if restarts else RunState.FINISHING)
     attempt.exit(0, 6)
     await run
@@ -123,7 +117,7 @@ async def test_a_state_that_is_not_sound_is_not_saved(made: Callable[..., Monito
     attempt = made(restarts=False)
     run = attempt.run()
     await fail(attempt, error_type)
-    await attempt.until(lambda: "term" in attempt.stages())
+    await until(lambda: "term" in attempt.stages())
     attempt.exit(0, 1)
     await run
     assert "emergency_checkpoint" not in attempt.stages()
@@ -137,16 +131,16 @@ async def test_an_abort_leaves_an_emergency_checkpoint_its_time_unless_it_is_to_
     run = attempt.run()
     await fail(attempt, "OSError")
     attempt.report(0, event="emergency_checkpoint", phase="begin", bytes=1)
-    await attempt.until(
+    await until(
         lambda: (
             attempt.monitor.intake.progress.checkpoint_phases == {0: "begin"}
             and "emergency_checkpoint" in attempt.stages()
         )
     )
     attempt.abort = RequestReceived(request="abort", now=now)
-    await attempt.until(lambda: "asked" in attempt.stages())
+    await until(lambda: "asked" in attempt.stages())
     if now:
-        await attempt.until(lambda: "term" in attempt.stages())
+        await until(lambda: "term" in attempt.stages())
     attempt.exit(0, 6)
     await run
     assert attempt.monitor.aborted_in_recovery
@@ -161,7 +155,7 @@ async def test_a_first_launch_that_fails_for_a_transient_cause_is_restarted(
     attempt.files.log(1).write_text(BY_ID[signature].example + "\n")
     attempt.exit(1, 1)
     run = attempt.run()
-    await attempt.until(lambda: "term" in attempt.stages())
+    await until(lambda: "term" in attempt.stages())
     attempt.exit(0, 1)
     await run
     [verdict] = attempt.verdicts

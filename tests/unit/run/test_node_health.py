@@ -23,10 +23,10 @@ class Away(FileHost):
     def __init__(self, *ranks: int) -> None:
         super().__init__(NodeFiles(Path("/none")), ranks, [f"n{rank}" for rank in ranks], ssh="away")
         self.facts = HostFacts("boot", 3, 0.0)
-        self.silent(0.0, heard=False)
+        self.silent(0.0, answered=False)
 
-    def silent(self, seconds: float, *, heard: bool = True, why: str | None = None) -> None:
-        self.shown = ConnectionState(silent_s=seconds, answered=heard, problem=why)
+    def silent(self, seconds: float, *, answered: bool = True, why: str | None = None) -> None:
+        self.shown = ConnectionState(silent_s=seconds, answered=answered, problem=why)
 
 
 class Watched:
@@ -68,9 +68,9 @@ def test_a_silence_of_this_machines_agent_is_remembered() -> None:
 
 def test_a_node_that_never_answered_is_not_connected_but_can_be_unreachable() -> None:
     watched = Watched()
-    watched.after(3.0, heard=False)
+    watched.after(3.0, answered=False)
     assert watched.events == []
-    watched.after(UNREACHABLE_S, heard=False, why="Connection refused")
+    watched.after(UNREACHABLE_S, answered=False, why="Connection refused")
     assert (watched.events[0].condition, watched.events[0].why) == ("unreachable", "Connection refused")
 
 

@@ -70,11 +70,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def checked(run_dir: RunDir, plan: RunPlan, home: Path) -> dict[str, Any]:
     """training_plan.json after the checks of a run."""
     async with Fleet(plan.config.nodes, home) as fleet:
-        scene = preflight_context(plan, fleet)
+        context = preflight_context(plan, fleet)
         try:
-            await run_preflight(run_dir, plan, scene)
+            await run_preflight(run_dir, plan, context)
         finally:
-            await scene.close()
+            await context.close()
     return training_plan(run_dir)
 
 
@@ -97,8 +97,8 @@ async def test_it_has_the_shares_of_the_run_and_names_the_checks_that_were_left_
 async def test_the_plan_has_the_result_of_the_comparison(run_dir: RunDir, plan: RunPlan, home: Path) -> None:
     before = (await checked(run_dir, plan, home))["worker_consistency"]
     assert (before["enabled"], before["agreement"], before["compared"]) == (False, None, [])
-    looked = plan.model_copy(update={"skip": tuple(name for name in CHECKS if name != "worker_consistency")})
-    part = (await checked(run_dir, looked, home))["worker_consistency"]
+    comparing = plan.model_copy(update={"skip": tuple(name for name in CHECKS if name != "worker_consistency")})
+    part = (await checked(run_dir, comparing, home))["worker_consistency"]
     assert (part["enabled"], part["agreement"], part["reference"]) == (True, 1.0, "head")
     assert part["workers"] == 3 and part["while_training"]["enabled"], "what was planned is still there"
 

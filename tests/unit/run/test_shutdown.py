@@ -21,11 +21,10 @@ from engine.run.shutdown import (
     Shutdown,
     StopPlan,
 )
+from tests.machine import NOBODY
 from tests.unit.run.file_host import FileHost
 
 GRACES = RecoveryConfig(stop_grace_s=2.5, save_grace_s=30.0, term_grace_s=0.8)
-NOBODY = 2**22 + 7
-"""A pid above Linux's highest: a signal to it reaches nobody."""
 
 
 class FakeHost(FileHost):

@@ -385,8 +385,8 @@ def cause(tmp_path: Path, failure: dict[str, Any] | None, log: str = HANDLED) ->
     logs = RunLogs(tmp_path, (0, LAUNCHER_SOURCE))
     logs.write(0, log)
     rank = RankEvidence(rank=0, node="left", python="python", started=True, tail=log, failure=failure)
-    heard = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
-    return with_cause(VERDICT, heard, logs.run_dir, {}, {}).cause
+    found = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
+    return with_cause(VERDICT, found, logs.run_dir, {}, {}).cause
 
 
 @pytest.mark.parametrize(

@@ -42,18 +42,13 @@ async def test_a_way_over_ssh_is_made_once(tmp_path: Path, monkeypatch: pytest.M
 
     def import_module(name: str) -> SimpleNamespace:
         imported.append(name)
-        return SimpleNamespace(SshTransport=Made)
+        return SimpleNamespace(SshTransport=lambda *_: object())
 
     monkeypatch.setattr(importlib, "import_module", import_module)
     way = cast(Any, Fleet((), tmp_path).reach("ana"))
     first, second = await asyncio.gather(way._ssh(), way._ssh())
     assert first is second is await way._ssh()
     assert len(imported) == 2, "one for each that came before it was made"
-
-
-class Made:
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
 
 
 def test_asyncssh_is_imported_when_a_host_that_needs_it_is_asked() -> None:

@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,6 @@ from engine.cluster.transport.base import Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.node.processes import with_nonce
 from tests.machine import WATCHED
-
-
-@pytest.fixture
-def nonce() -> str:
-    """Used by this test alone: another run of the same test may be under way on this machine."""
-    return uuid.uuid4().hex
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every scene looks as it did when a person last looked at it; `pytest --snapshot-update` after looking again."""
+"""Every screenshot looks as it did when a person last looked at it; `pytest --snapshot-update` after looking again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
-from tests.snapshot.scenes import OTHERS, PICTURED, TERMINALS, Scene
+from tests.snapshot.screenshots import OTHERS, PICTURED, TERMINALS, Screenshot
 
 SMALLEST, USUAL, WIDEST = TERMINALS
 SIZES = [SMALLEST, USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)]
@@ -17,23 +17,23 @@ Compare = Callable[..., bool]
 
 
 @pytest.mark.parametrize("size", [SMALLEST, *(pytest.param(size, marks=pytest.mark.slow) for size in (USUAL, WIDEST))])
-@pytest.mark.parametrize("scene", OTHERS, ids=lambda scene: scene.name)
-def test_scene(scene: Scene, size: str, snap_compare: Compare, tmp_path: Path) -> None:
-    app, reach = scene.open(tmp_path)
+@pytest.mark.parametrize("screenshot", OTHERS, ids=lambda screenshot: screenshot.name)
+def test_screenshot(screenshot: Screenshot, size: str, snap_compare: Compare, tmp_path: Path) -> None:
+    app, reach = screenshot.open(tmp_path)
     assert snap_compare(app, terminal_size=TERMINALS[size], run_before=reach)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scene", PICTURED, ids=lambda scene: scene.name)
-async def test_the_readmes_picture_is_what_the_console_draws(scene: Scene, size: str, tmp_path: Path) -> None:
-    drawn = await picture(scene, size, tmp_path)
-    stored = SCREENSHOTS / file_name(scene, size)
+@pytest.mark.parametrize("screenshot", PICTURED, ids=lambda screenshot: screenshot.name)
+async def test_the_readmes_picture_is_what_the_console_draws(screenshot: Screenshot, size: str, tmp_path: Path) -> None:
+    drawn = await picture(screenshot, size, tmp_path)
+    stored = SCREENSHOTS / file_name(screenshot, size)
     assert stored.exists(), "run: uv run python -m tests.snapshot.make_screenshots"
     assert stored.read_text() == drawn, "stale; look, then run: uv run python -m tests.snapshot.make_screenshots"
 
 
 def test_no_picture_is_left_over() -> None:
-    expected = {file_name(scene, size) for scene in PICTURED for size in TERMINALS}
+    expected = {file_name(screenshot, size) for screenshot in PICTURED for size in TERMINALS}
     assert {path.name for path in SCREENSHOTS.glob("*.svg")} == expected
 
 

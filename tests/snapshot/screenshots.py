@@ -1,4 +1,4 @@
-"""The scenes: which runs there are, which keys were pressed, what must be on the screen before the picture is taken."""
+"""The screenshots: the runs, the keys that were pressed, and what must be on the screen before each is taken."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def _probed(state: DeckState) -> bool:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One picture."""
-
+class Screenshot:
     name: str
     runs: Runs
     shows: str
@@ -107,7 +105,7 @@ class Scene:
     """A cluster of Macs in place of the demo's local ranks."""
 
     def open(self, home: Path) -> tuple[FlightDeckApp, Callable[[Pilot[None]], Awaitable[None]]]:
-        """The app, and what brings it to the scene."""
+        """The app, and what brings it to what the screenshot shows."""
         engine = FakeEngine(home).add(*self.runs())
         config = fake_engine.configuration() if self.configured else None
         if self.calibrated:
@@ -133,30 +131,30 @@ class Scene:
 
 
 PICTURED: Final = (
-    Scene("dashboard-idle", ended, "ready to launch"),
-    Scene("dashboard-running", everything, "step 41/60"),
-    Scene("dashboard-failed", ended, "first cause", follow="demo-0314-134500"),
-    Scene("nodes", everything, "machine", ("1",)),
-    Scene("nodes-macs", ended, "142 W", ("1",), studio=macs.facts),
-    Scene("node", ended, "nodes · ultra", ("1", "enter"), studio=macs.facts),
-    Scene("preflight", everything, "python 3.11.9 mlx 0.32.4", ("2",)),
-    Scene("calibration", divided, "measured", ("3",), calibrated=True),
-    Scene("run", everything, "rank 1 ", ("4",)),
-    Scene("history", everything, "user_abort", ("5", "j")),
+    Screenshot("dashboard-idle", ended, "ready to launch"),
+    Screenshot("dashboard-running", everything, "step 41/60"),
+    Screenshot("dashboard-failed", ended, "first cause", follow="demo-0314-134500"),
+    Screenshot("nodes", everything, "machine", ("1",)),
+    Screenshot("nodes-macs", ended, "142 W", ("1",), studio=macs.facts),
+    Screenshot("node", ended, "nodes · ultra", ("1", "enter"), studio=macs.facts),
+    Screenshot("preflight", everything, "python 3.11.9 mlx 0.32.4", ("2",)),
+    Screenshot("calibration", divided, "measured", ("3",), calibrated=True),
+    Screenshot("run", everything, "rank 1 ", ("4",)),
+    Screenshot("history", everything, "user_abort", ("5", "j")),
 )
 """Drawn at every size, for the README too."""
 
 OTHERS: Final = (
-    Scene("not-calibrated", everything, "not measured", ("3",)),
-    Scene("starting", lambda: [fake_engine.starting()], "▶ preflight"),
-    Scene("aborted", ended, "■ aborted", follow="demo-0314-132000"),
-    Scene("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),
-    Scene("empty-history", list, "no runs yet", ("5",)),
-    Scene("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
-    Scene("abort", everything, "Abort the run", ("ctrl+x",)),
-    Scene("stopping", lambda: [fake_engine.stopping("term", (0,))], "has left", ("ctrl+x",)),
-    Scene("help", everything, "Launch the plan", ("question_mark",)),
-    Scene(
+    Screenshot("not-calibrated", everything, "not measured", ("3",)),
+    Screenshot("starting", lambda: [fake_engine.starting()], "▶ preflight"),
+    Screenshot("aborted", ended, "■ aborted", follow="demo-0314-132000"),
+    Screenshot("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),
+    Screenshot("empty-history", list, "no runs yet", ("5",)),
+    Screenshot("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
+    Screenshot("abort", everything, "Abort the run", ("ctrl+x",)),
+    Screenshot("stopping", lambda: [fake_engine.stopping("term", (0,))], "has left", ("ctrl+x",)),
+    Screenshot("help", everything, "Launch the plan", ("question_mark",)),
+    Screenshot(
         "ring",
         ended,
         "│ mini ",
@@ -164,13 +162,15 @@ OTHERS: Final = (
         narrow=("G", *["k"] * 9),
         studio=lambda: macs.facts(cables=macs.ring()),
     ),
-    Scene("incomplete", ended, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
-    Scene("unreachable", ended, "no answer on port 22", ("1", "G"), studio=unreachable),
-    Scene("host-key", ended, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
-    Scene("dashboard-macs", ended, "4 ranks · jaccl", studio=macs.facts),
-    Scene("away", lambda: [away()], "unreachable for 25 s"),
-    Scene("nodes-ascii", ended, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True),
-    Scene("welcome", list, "Run the demo", configured=False),
-    Scene("ascii", everything, "step 41/60", ascii=True),
+    Screenshot("incomplete", ended, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
+    Screenshot("unreachable", ended, "no answer on port 22", ("1", "G"), studio=unreachable),
+    Screenshot("host-key", ended, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
+    Screenshot("dashboard-macs", ended, "4 ranks · jaccl", studio=macs.facts),
+    Screenshot("away", lambda: [away()], "unreachable for 25 s"),
+    Screenshot(
+        "nodes-ascii", ended, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True
+    ),
+    Screenshot("welcome", list, "Run the demo", configured=False),
+    Screenshot("ascii", everything, "step 41/60", ascii=True),
 )
 """Kept beside the tests; drawn at every size too."""
