@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Final
 
 SHARE: Final = 0.002
-"""Of the time, for full collections."""
+"""The part of the time that full collections may take."""
 EVERY_S: Final = 5.0
 """Between two full collections, at least."""
 _YOUNG: Final = 10_000
