@@ -174,6 +174,14 @@ def test_a_link_in_the_place_of_what_is_tried_has_its_target_left_alone(tmp_path
     assert (tmp_path / "precious").read_text() == "kept" and not link.is_symlink()
 
 
+@pytest.mark.needs("linux")
+async def test_a_torn_file_that_no_command_can_name_is_named_without_a_fix(saving: Config, adapters: Path) -> None:
+    (adapters / "a\udcff.safetensors").write_bytes(b"torn")
+    result = await run_check(check.run, saving)
+    assert result.status is CheckStatus.FAIL and r"a\udcff.safetensors is damaged" in result.summary
+    assert result.fixes == {}
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"1234567", bytes(7) + b"\xff", (5).to_bytes(8, "little") + b"[1,2]", b"\x02" + bytes(7) + b"{}x"]
 )
