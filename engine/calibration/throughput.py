@@ -118,25 +118,25 @@ class _Measurement:
         spec = self._folder(layout) / f"rank{rank}.json"
         argv = ["/usr/bin/env", f"{NONCE_ENV}={self.leases.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
-        request = await self.context.agent(node).start_command(argv, directory=layout.bundle)
         limit_s = _LOAD_LIMIT_S + 5 * self.seconds
-        try:
-            async with asyncio.timeout(limit_s):
-                while isinstance(line := await request.next_line(limit_s), bytes):
-                    output = parse_line(line, MeasureOutput)
-                    if output is not None and output.measured is not None:
-                        return output.measured
-                    if output is not None and (now := output.progress) is not None:
-                        self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
-            output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
-            why = plain(output_at_end.rpartition("\n")[2])
-            raise LaunchError("the measurement ended without a result", where=node.name, why=why)
-        finally:
-            # A node that does not answer is left to its lease.
-            with contextlib.suppress(NodeUnreachable, TimeoutError):
-                async with asyncio.timeout(_END_LIMIT_S):
-                    await request.cancel()
-            request.close()
+        started = await self.context.agent(node).start_command(argv, directory=layout.bundle)
+        with contextlib.closing(started) as request:
+            try:
+                async with asyncio.timeout(limit_s):
+                    while isinstance(line := await request.next_line(limit_s), bytes):
+                        output = parse_line(line, MeasureOutput)
+                        if output is not None and output.measured is not None:
+                            return output.measured
+                        if output is not None and (now := output.progress) is not None:
+                            self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
+                output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
+                why = plain(output_at_end.rpartition("\n")[2])
+                raise LaunchError("the measurement ended without a result", where=node.name, why=why)
+            finally:
+                # A node that does not answer is left to its lease.
+                with contextlib.suppress(NodeUnreachable, TimeoutError):
+                    async with asyncio.timeout(_END_LIMIT_S):
+                        await request.cancel()
 
     def _report(
         self, node: NodeConfig, phase: str, elapsed_s: float, examples_per_s: float | None, note: str = ""

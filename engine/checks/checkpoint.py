@@ -7,6 +7,7 @@ trainer; the check only tests that it could be.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, first_of, skip_for_command
 from engine.checks.context import CheckContext
+from engine.checks.fixes import on_path
 from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
@@ -68,14 +70,16 @@ async def run(context: CheckContext) -> CheckResult:
 def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize, config: Config) -> None:
     """Add one node's faults to its findings, the gravest first, each with its fix."""
     if storage.fault is not None:
-        findings.fault(storage.fault, _fix(storage))
+        fixes = {"mkdir -p": storage.make, "chmod u+rwx": storage.permit, 'sudo chown "$USER"': storage.own}
+        findings.fault(storage.fault, next(filter(None, itertools.starmap(on_path, fixes.items())), None))
         if "outside of the allowed" in storage.fault:
             findings.fault("choose another adapter_path, or name its folder in [preflight] roots")
     elif storage.free is not None and storage.free < state.needed_bytes:
         findings.fault(_short_of(storage, state), f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
     for file, why in storage.damaged:
         # Kept, but no longer found by a search for the newest.
-        findings.fault(f"{file} is damaged: {why}", f"mv {quoted(file)} {quoted(file + '.damaged')}")
+        move = on_path("mv", file)
+        findings.fault(f"{file} is damaged: {why}", move and f"{move} {quoted(file + '.damaged')}")
     if storage.resume_fault is not None:
         findings.fault(f"resume_adapter_file: {storage.resume_fault}")
     elif storage.resume is not None:
@@ -141,14 +145,6 @@ async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> 
         "resume": paths["resume_adapter_file"],
         "needed": state.needed_bytes,
     }
-
-
-def _fix(storage: CheckpointStorage) -> str | None:
-    if storage.make is not None:
-        return f"mkdir -p {quoted(storage.make)}"
-    if storage.permit is not None:
-        return f"chmod u+rwx {quoted(storage.permit)}"
-    return f'sudo chown "$USER" {quoted(storage.own)}' if storage.own is not None else None
 
 
 def _short_of(storage: CheckpointStorage, state: SaveSize) -> str:

@@ -38,9 +38,8 @@ async def run(context: CheckContext) -> CheckResult:
 async def _reach(context: CheckContext, node: NodeConfig) -> str:
     taken = None
     try:
-        # First: an agent that is there is known to be gone before anything else is asked of it.
-        taken = await context.agent(node).round_trip_s()
         await context.layout_of(node)
+        taken = await context.agent(node).round_trip_s()
     except LaunchError:
         # A missing interpreter is reported by versions_match, which has a fix for it.
         if (await context.interpreters())[node.name].python is not None:

@@ -18,6 +18,8 @@ ASIDE = ".aside"
 _DEFAULT_CONFIG = "flightdeck.toml"
 _FROM_PROFILE = ("uv ", "hf ")
 """Programs that may be on a login shell's PATH only: on a Mac its profile names the folders of Homebrew and of uv."""
+_ESCAPED = "\\ud"
+"""In a path from a node: a byte of its name is not UTF-8, and was replaced by this escape (security.sanitise.plain)."""
 _PACK = "env COPYFILE_DISABLE=1 tar"
 """Without it macOS's tar puts a file beside each file that has attributes."""
 
@@ -39,6 +41,11 @@ def as_shell_line(config: Config, fixes: Mapping[str, str]) -> str | None:
     return chained(_on(node, fixes[node.name]) for node in config.nodes if node.name in fixes)
 
 
+def on_path(command: str, path: str | None) -> str | None:
+    """`command` for a path from a node; None where there is none, or no command can name it."""
+    return f"{command} {quoted(path)}" if path is not None and _ESCAPED not in path else None
+
+
 def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
     """A line for this machine's shell that copies the files of a folder of `source` to `targets`. `folders` has each
     node's own path of it; a folder that several nodes share is written once."""
@@ -54,7 +61,9 @@ def copy_tree(
     exclude_paths: Sequence[str],
 ) -> str | None:
     """Like `copy_folder`, hidden files included and without `exclude_names` (anywhere) and `exclude_paths` (below the
-    folder). Uses tar, which every system has, and deletes nothing."""
+    folder). Uses tar, which every system has, and deletes nothing. None also where it cannot name a path."""
+    if any(_ESCAPED in path for path in exclude_paths):
+        return None
     excluded = (*exclude_names, *(f"./{path}" for path in exclude_paths))
     options = " ".join(f"--exclude {shlex.quote(name)}" for name in excluded)
     pack = _on(source, f"{_PACK} -C {quoted(folders[source.name])} {options} -cf - .")

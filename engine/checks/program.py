@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
+from engine.checks.fixes import on_path
 from engine.cluster.probe_results import ProgramLocation
-from engine.cluster.transport.base import quoted
 from engine.errors import InputError
 from engine.models import CheckResult
 from engine.security.identifiers import safe_repr
@@ -31,7 +31,8 @@ async def run(context: CheckContext) -> CheckResult:
     found = Findings(NAME, context.config)
     for node, location in found.answered(answers):
         if location.fault is not None:
-            found.fault(node, location.fault, _fix(location))
+            fix = on_path("mkdir -p", location.make) or on_path("chmod +x", location.permit)
+            found.fault(node, location.fault, fix)
         elif (why := _outside(context, location)) is not None:
             found.fault(node, why)
         else:
@@ -45,12 +46,6 @@ def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
     if script is None or any(PurePosixPath(script).is_relative_to(root) for root in allowed):
         return None
     return f"{script} is outside of the home and the workdir: move it, or name its folder in [preflight] roots"
-
-
-def _fix(location: ProgramLocation) -> str | None:
-    if location.make is not None:
-        return f"mkdir -p {quoted(location.make)}"
-    return f"chmod +x {quoted(location.permit)}" if location.permit is not None else None
 
 
 CHECK = Check(

@@ -20,10 +20,10 @@ from typing import Literal
 from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_tree
+from engine.checks.fixes import chained, copy_tree, on_path
 from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
-from engine.cluster.transport.base import Completed, quoted
+from engine.cluster.transport.base import Completed
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, plural
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
@@ -290,8 +290,8 @@ def _evaluate_trees(
     for node in config.nodes:
         difference, tree = compared.differences.get(node.name, TreeDifference()), compared.trees.get(node.name)
         if node.name in compared.problems:
-            path = tree.permit if tree is not None else None
-            report(node, compared.problems[node.name], f"chmod u+rX {quoted(path)}" if path is not None else None)
+            fix = on_path("chmod u+rX", tree.permit) if tree is not None else None
+            report(node, compared.problems[node.name], fix)
         elif difference:
             report(node, difference.describe(node.name, compared.reference.name))
         if (difference or (tree is not None and tree.absent)) and not difference.blocking:

@@ -1,7 +1,8 @@
 """The supervisor's connection to one host of an attempt: its ranks, heartbeats, commands, and its files as they grow.
 
 Its own task does all the waiting: it connects to the host's agent, also to that of this machine, and reconnects without
-end. The caller's thread reads what was left in memory, so that an unreachable host costs the others nothing.
+end. The caller's thread reads what was left in memory, so that an unreachable host costs the others nothing; the files
+of this machine it reads by their path.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class HostFacts:
 
 
 class NodeFile(Protocol):
-    """A file on a node. Nothing here waits for the node: what has not come yet comes at a later call."""
+    """A file on a node. Nothing here waits for another machine: what has not come yet comes at a later call."""
 
     generation: int
     """Another number when the node has been away in between: the mirror's tail is then compared again."""
@@ -124,7 +125,7 @@ class LocalFile:
     def read_whole(self, offset: int, size: int) -> bytes:
         return self.read_from(offset, size)
 
-    def size(self) -> int:
+    def size(self) -> int | None:
         return size_of(self._path)
 
 
@@ -137,7 +138,6 @@ class AgentFile:
 
     def __init__(self, name: str, order: Callable[[ReadFile], None]) -> None:
         self.generation = 0
-        """Another number with each connection."""
         self._name = name
         self._order = order
         self._lock = threading.Lock()

@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from engine.errors import plural
 from engine.measurements import Count
 from engine.models import FrozenModel
 from engine.security.sanitise import plain
 
 ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
-PathText = Annotated[str, Field(max_length=4096)]
+PathText = Annotated[
+    str, AfterValidator(lambda path: path.encode(errors="backslashreplace").decode()), Field(max_length=4096)
+]
 Pid = Annotated[int, Field(gt=1)]
 
 
@@ -31,7 +34,7 @@ class ModelFiles(FrozenModel):
     def describe(self) -> str:
         if self.faults:
             return "; ".join(self.faults)
-        return f"{self.kind}, {self.shards} shard{'s' * (self.shards != 1)}, {self.bytes / 1e6:,.1f} MB"
+        return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
 
 
 class JsonlSummary(FrozenModel):
@@ -139,7 +142,7 @@ class FileHashes(FrozenModel):
 
 
 class ModelConfiguration(FrozenModel):
-    """`configuration`: its figures are used, its texts are never shown."""
+    """`configuration`: its figures are used; its texts are not safe to show."""
 
     configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
     problem: ShortText | None = None

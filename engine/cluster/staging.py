@@ -81,6 +81,9 @@ async def _prepare_host(fleet: TransportProvider, nodes: Sequence[NodeConfig], r
     agent = fleet.agent(node)
     verified_now = not agent.connected
     home = (await agent.session()).home
+    if not verified_now:
+        # One that has gone away is noticed by this first: its limit is that of a short answer.
+        await agent.round_trip_s()
     if not verified_now and (home.staging_problem is not None or not await _is_staged(agent)):
         # A bootstrap stages it; the agent that is there goes on serving its other requests.
         session = await open_session(node, fleet.to(node))

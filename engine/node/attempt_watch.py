@@ -201,7 +201,7 @@ class AttemptWatch:
         except (OSError, ValueError, subprocess.SubprocessError):
             # Without a reply the head has no proof that nothing is left.
             return
-        sizes = {name: size_of(stream.path) for name, stream in self._streams.items()}
+        sizes = {name: size for name, stream in self._streams.items() if (size := size_of(stream.path)) is not None}
         listed = [[process.pid, process.command[:200]] for process in found]
         self._send(ProcessList(message.number, listed, sizes))
         for process in found if message.kill else ():

@@ -244,7 +244,7 @@ class Keeper:
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             ended_at=time.time(),
-            log_bytes=size_of(self._files.log(self._rank.rank)),
+            log_bytes=size_of(self._files.log(self._rank.rank)) or 0,
             dropped_bytes=self._log.dropped_bytes,
             stopped_by=self._stopped_by,
             error=error,

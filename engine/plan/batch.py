@@ -41,7 +41,7 @@ BASE_RATES: dict[ScalingRule, BaseRate] = {
 
 def scaling_rule(optimizer: str) -> ScalingRule:
     """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
-    return "linear" if optimizer.lower() == "sgd" else "sqrt"
+    return "linear" if optimizer == "sgd" else "sqrt"
 
 
 def scaled_rate(total: int, rule: ScalingRule) -> float:

@@ -10,7 +10,7 @@ from engine.config.models import Config
 from engine.models import PreRdmaSync
 from engine.plan.context import PlanContext
 from engine.plan.document import ConsistencySection, Disabled, Rationale, ReplicaWatch, Source
-from engine.validators.workers import KRUM_MIN_WORKERS
+from engine.validators.workers import byzantine_rule
 
 _CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 """Suffixes of programs and settings in a command; other arguments may be outputs, which differ between nodes."""
@@ -136,15 +136,12 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")
-    rule = f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers"
-    if context.ranks >= KRUM_MIN_WORKERS:
-        rule = f"Krum, f = {(context.ranks - 3) // 2}"
     return ReplicaWatch(
         every_updates=settings.every,
         staleness_threshold=settings.staleness,
         staleness_rule=_STALENESS_RULE,
         kl_threshold=settings.kl,
         wasserstein_threshold=settings.wasserstein,
-        byzantine_rule=rule,
+        byzantine_rule=byzantine_rule(context.ranks)[0],
         on_corruption=settings.on_corruption,
     )

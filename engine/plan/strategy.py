@@ -18,6 +18,7 @@ from engine.protocol.partition import (
     mlx_module,
     parse_split,
 )
+from engine.security.sanitise import plain
 
 M4_MAX_LAYERS = 8
 """Most pipeline layers on an M4 Max in full fine-tuning: users hit Metal's GPU watchdog with more."""
@@ -49,7 +50,8 @@ def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: 
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
     if name != "data" and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
-        rationale.refuse("strategy", f"{name} does not support model_type {kind}, only {', '.join(SPLITTABLE_MODULES)}")
+        only = ", ".join(SPLITTABLE_MODULES)
+        rationale.refuse("strategy", f"{name} does not support model_type {plain(kind, 60)}, only {only}")
     if name == "pipeline" and context.ranks < 2:
         rationale.refuse("strategy", "a pipeline needs at least two nodes")
     pieces = wait = None

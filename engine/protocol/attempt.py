@@ -200,7 +200,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file for what will be at `path`: a reader sees all of it, on disk, or what was there before. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
@@ -230,9 +230,9 @@ def read_exit(path: Path) -> ExitRecord | None:
     return None
 
 
-def size_of(path: Path) -> int:
-    """Bytes; 0 without such a file."""
+def size_of(path: Path) -> int | None:
+    """Bytes; 0 without such a file, None when that cannot be found out."""
     try:
         return path.stat().st_size
-    except OSError:
-        return 0
+    except OSError as error:
+        return 0 if isinstance(error, FileNotFoundError) else None

@@ -172,7 +172,7 @@ class ProcessList:
     processes: list[list[Any]]
     """[pid, command] each."""
     sizes: dict[str, int]
-    """Bytes of each file that is being read."""
+    """Bytes of each file that is being read, where that is known."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,9 @@ def _cut(text: str, limit: int) -> str:
 
 
 def plain(text: object, limit: int = 500) -> str:
-    """Text from a node, safe to show, at most `limit` characters."""
-    return sanitise(str(text).encode(errors="replace"), limit)
+    """Text from a node, safe to show, at most `limit` characters. A byte of a file name that is not UTF-8 stays
+    distinct, as `\\udcff`."""
+    return sanitise(str(text).encode(errors="backslashreplace"), limit)
 
 
 def last_line(text: str) -> str:

@@ -198,7 +198,7 @@ def measure(
         throughputs.append(batch * len(taken) / sum(taken))
         times, tokens = times + taken, tokens + targets
         mean = statistics.fmean(times)
-        report.steps, report.windows = len(times), len(throughputs)
+        report.steps, report.windows, report.measured_s = len(times), len(throughputs), clock() - started
         report.examples_per_s = batch / mean
         report.tokens_per_s = tokens / sum(times)
         report.step_s = statistics.median(times)

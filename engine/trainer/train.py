@@ -20,7 +20,7 @@ from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.files import Origin, check_codec
+from engine.trainer.checkpoint.files import Origin, packer
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
@@ -179,7 +179,7 @@ class _Setup:
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
         destination = None
         if policy.every > 0 and (origin.part > 0 or rank == 0):
-            check_codec(policy.compression)
+            packer(policy.compression)  # raises JobError
             destination = locations.destination(origin.part, origin.parts)
         emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
         self.control.save_and_exit = emergency.save_and_exit

@@ -35,25 +35,33 @@ _FARTHEST: Final = 1e100
 Point = tuple[float, ...]
 
 
+def byzantine_rule(count: int) -> tuple[str, int]:
+    """How outliers among `count` workers are found, and how many of them Krum tolerates; 0 where it is not used."""
+    if count < MAD_MIN_WORKERS:
+        alone = "one worker: nothing to compare it with"
+        return alone if count < 2 else "two workers: either may be the one that is wrong", 0
+    if count < KRUM_MIN_WORKERS:
+        return f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers, there are {count}", 0
+    tolerated = (count - 3) // 2
+    return f"Krum for up to {tolerated} of {count} workers", tolerated
+
+
 def _outliers(points: Sequence[Point]) -> tuple[list[int], str]:
     """Which of the workers' points are outliers, ascending, and a description of the rule, with its limits. `points`:
     one per worker, of the same finite values (loss, gradient norm)."""
     count = len(points)
-    if count < 2:
-        return [], "one worker: nothing to compare it with"
+    rule, tolerated = byzantine_rule(count)
     if count < MAD_MIN_WORKERS:
-        return [], "two workers: either may be the one that is wrong"
+        return [], rule
     scaled = _scaled(points)
-    if count < KRUM_MIN_WORKERS:
+    if not tolerated:
         # The rule is for one value at a time: a worker is an outlier when any of its values is.
         found = [index for index, point in enumerate(scaled) if max(map(abs, point), default=0.0) > OUTLIER_LIMIT]
-        return found, f"median and MAD: Krum needs {KRUM_MIN_WORKERS} workers, there are {count}"
-    tolerated = (count - 3) // 2
+        return found, rule
     scores = krum_scores(scaled, tolerated)
     # Each neighbour adds a squared distance, so the limit grows with the number of values and of neighbours.
     limit = len(points[0]) * OUTLIER_LIMIT**2 * (count - tolerated - 2)
     found = [index for index in range(count) if scores[index] > limit]
-    rule = f"Krum for up to {tolerated} of {count} workers"
     if len(found) > tolerated:
         rule += f": {len(found)} are outliers: too many to tell which workers are right"
     return found, rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,27 @@ def test_no_state_or_a_part_of_one_is_not_saved(tmp_path: Path, update: int, fie
     assert not (tmp_path / "emergency").exists()
 
 
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_tried_again_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "emergency").write_text("in the way")
     one = emergency(tmp_path)
     one.hold(snapshot(7))
     one.save_on_peer_loss()
     assert [event.get("phase") for event in events(tmp_path / "e")] == ["begin", "failed", None]
+    (tmp_path / "emergency").unlink()
+    one.save_on_peer_loss()
+    assert events(tmp_path / "e")[-1]["phase"] == "committed"
+
+
+def test_the_process_ends_on_request_whatever_the_save_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = list[int]()
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(store, "write", Mock(side_effect=RuntimeError("no memory")))
+    one = emergency(tmp_path)
+    one.hold(snapshot(7))
+    one.save_and_exit(9)
+    assert left == [9] and "RuntimeError: no memory" in capsys.readouterr().err
 
 
 def test_a_state_that_failed_unexpectedly_is_written_by_the_next_save(

@@ -133,6 +133,7 @@ def test_a_second_batch_that_hangs_loses_nothing_of_the_first_one() -> None:
         measure(step, 10.0, report, lambda: None, clock=lambda: paced.now)
     assert (report.windows, report.steps, report.overhead_s) == (1, 20, None)
     assert (report.step_s, report.examples_per_s, report.tokens_per_s) == pytest.approx((0.04, 100.0, 1000.0))
+    assert report.measured_s == pytest.approx(20 * 0.04)
 
 
 def test_a_step_that_outlasts_the_measurement_is_measured_once() -> None:

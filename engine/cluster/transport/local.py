@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -120,7 +121,9 @@ async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.sub
     )
     try:
         return await start(pipesize=_PIPE_BYTES)
-    except PermissionError:
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
         # A user whose pipes hold much already may make none larger (pipe-user-pages-soft).
         return await start()
 

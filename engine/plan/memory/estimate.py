@@ -142,7 +142,7 @@ class _Rank:
         in_16_bits = self.full and self.shape.dtype_bytes < _FLOAT32_BYTES
         in_float32 = self.workload.optimizer_precision == "float32"
         masters = trained.parameters * _FLOAT32_BYTES if in_16_bits and in_float32 else 0
-        name = self.workload.optimizer.lower()
+        name = self.workload.optimizer
         moments = trained.parameters * (2 if name in ("adam", "adamw") else 1)
         if name == "adafactor":
             moments = trained.rows_and_columns

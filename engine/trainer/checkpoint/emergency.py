@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,10 @@ class EmergencyCheckpoint:
 
     def save_and_exit(self, code: int) -> None:
         """On request of the head, in case the main thread hangs: save, and exit with `code` unless it is about to."""
-        self._save()
+        try:
+            self._save()
+        except Exception:
+            traceback.print_exc()
         if not self._exiting:
             os._exit(code)
 
@@ -82,7 +86,6 @@ class EmergencyCheckpoint:
         with self._unchanging:
             if not self._saved:
                 self._write()
-                self._saved = True
 
     def _write(self) -> None:
         snapshot = self._snapshot
@@ -102,6 +105,7 @@ class EmergencyCheckpoint:
             self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
             self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
             return
+        self._saved = True
         seconds = time.perf_counter() - started
         self._reporter.event(
             "emergency_checkpoint", phase="committed", seconds=seconds, path=str(self._folder), **facts

@@ -178,7 +178,7 @@ class HashedFile:
         """Raises OSError, and JobError for a compression that this node lacks."""
         self.name = name + _SUFFIX[compression]
         self._compression = compression
-        self._packer = _packer(compression)
+        self._packer = packer(compression)
         self._hash = hashlib.sha256()
         self._bytes = self._stored = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -219,11 +219,6 @@ class HashedFile:
         self._stored += len(view)
         while len(view):
             view = view[os.write(self._descriptor, view) :]
-
-
-def check_codec(compression: str) -> None:
-    """Raises JobError for a compression that this node lacks."""
-    _packer(compression)
 
 
 def sync_file(descriptor: int) -> None:
@@ -317,8 +312,9 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
         yield file
 
 
-def _packer(compression: str) -> Any:
-    """An object with zlib's `compress` and `flush`; None for "none"."""
+def packer(compression: str) -> Any:
+    """An object with zlib's `compress` and `flush`; None for "none". Raises JobError for a compression that this node
+    lacks."""
     if compression == "gzip":
         return zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
     return _zstd().ZstdCompressor(level=ZSTD_LEVEL) if compression == "zstd" else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from engine.calibration.calibrate import ring_pairs
-from engine.calibration.throughput import MeasureOutput, _measure, step_batch
+from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
 from engine.cluster.replies import parse_line
+from engine.cluster.staging import HostLayout
 from engine.config.models import JobConfig
 from engine.protocol.measurements import MeasureProgress, MeasureReport
 from tests.unit.plan.calibrations import config
@@ -74,3 +78,40 @@ def test_a_measured_step_is_an_equal_part_of_the_batch(nodes: int, batch: int, m
     assert step_batch(deck) == measured
     own = deck.model_copy(update={"job": JobConfig(name="own", command=("x",))})
     assert step_batch(own) == 4
+
+
+class HangingRequest:
+    """A measurement on a node that neither reports nor ends."""
+
+    def __init__(self) -> None:
+        self.cancelling = asyncio.Event()
+        self.closed = False
+
+    async def next_line(self, timeout_s: float) -> bytes:
+        await asyncio.sleep(600)
+        return b""
+
+    async def cancel(self) -> None:
+        self.cancelling.set()
+        await asyncio.sleep(600)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_measurement_that_is_cancelled_twice_is_given_up() -> None:
+    request = HangingRequest()
+    layout = HostLayout("127.0.0.1", (0,), "/home", "/root", "/bundle", "/python")
+    agent = Mock(start_command=AsyncMock(return_value=request))
+    context = Mock(agent=Mock(return_value=agent), layout_of=AsyncMock(return_value=layout))
+    leases = Mock(nonce="nonce", folder=Mock(return_value=PurePosixPath("/lease")))
+    measurement = _Measurement(context, 1.0, lambda progress: None, leases)
+    measuring = asyncio.create_task(measurement._measured(0, config(["a"]).nodes[0]))
+    await asyncio.sleep(0)
+    measuring.cancel()
+    async with asyncio.timeout(10):
+        await request.cancelling.wait()
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    assert request.closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,24 @@ async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(sav
     await run_fix(result.fixes["node0"])
     assert (await run_check(check.run, saving)).status is CheckStatus.PASS
     assert (adapters / "adapters.safetensors.damaged").exists()
+
+
+def test_a_link_in_the_place_of_what_is_tried_has_its_target_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    link = tmp_path / f"..flightdeck-{os.getpid()}.{os.getpid()}"
+    link.symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        storage.write(tmp_path)
+    storage.write(tmp_path)
+    assert (tmp_path / "precious").read_text() == "kept" and not link.is_symlink()
+
+
+@pytest.mark.needs("linux")
+async def test_a_torn_file_that_no_command_can_name_is_named_without_a_fix(saving: Config, adapters: Path) -> None:
+    (adapters / "a\udcff.safetensors").write_bytes(b"torn")
+    result = await run_check(check.run, saving)
+    assert result.status is CheckStatus.FAIL and r"a\udcff.safetensors is damaged" in result.summary
+    assert result.fixes == {}
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from engine.checks import connectivity
 from engine.checks.context import CheckContext
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.probe_results import AddressProblems
@@ -17,7 +18,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.models import Failed, Late, NoValue, Unparsable
-from tests.unit.cluster.fake_agent import FakeFleet
+from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 
 
 class Way(LocalTransport):
@@ -44,7 +45,7 @@ def on(config: Config, *hosts: str) -> Config:
     return config.model_copy(update={"nodes": nodes})
 
 
-def context_of(config: Config, ways: dict[str, Way]) -> CheckContext:
+def context_of(config: Config, ways: Mapping[str, LocalTransport]) -> CheckContext:
     return CheckContext(config, FakeFleet(**ways))
 
 
@@ -92,6 +93,14 @@ async def test_a_host_that_cannot_be_prepared_is_the_only_one_without_a_place(
         await context.layout_of(lost)
     with pytest.raises(NodeUnreachable):
         await context.layouts()
+
+
+async def test_a_host_that_is_connected_for_the_first_time_has_its_bundle_verified_once(config: Config) -> None:
+    node = FakeNode()
+    context = context_of(on(config, "mac"), {"mac": node})
+    assert (await connectivity.run(context)).evidence["node0"].startswith("answers in ")
+    assert (len(node.channels), node.probes) == (1, []), "the bootstrap has verified it"
+    await context.fleet.close()
 
 
 async def test_closing_ends_what_is_still_being_found_out(config: Config) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks.fixes import as_shell_line, copy_folder
+from engine.checks.fixes import as_shell_line, copy_folder, on_path
+from engine.cluster.probe_results import CheckpointStorage
 from engine.config.models import Config, NodeConfig
 
 SSH = '#!/bin/sh\nprintf "%s\\n" "$1" >>"$0.hosts"\nexec /bin/sh -c "$2"\n'
@@ -101,3 +102,13 @@ def test_the_source_itself_needs_no_copy_and_a_host_only_one() -> None:
     line = copy_folder(one, [twin, other, its_twin], folders)
     assert line == "ssh b 'mkdir -p /data' && scp -3 -r 'a:/data/*' b:/data/"
     assert copy_folder(one, [twin], folders) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [("/a b", "mkdir -p '/a b'"), ("~/x", 'mkdir -p "$HOME"/x'), (r"/a\x", r"mkdir -p '/a\x'"), ("/a\udcff", None)],
+)
+def test_a_path_that_is_not_utf_8_has_no_fix_for_another_path(path: str, fix: str | None) -> None:
+    storage = CheckpointStorage(directory="/", fault="it is not there", make=path)
+    assert on_path("mkdir -p", storage.make) == fix
+    assert on_path("mkdir -p", None) is None

@@ -52,6 +52,16 @@ async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(config: Co
     assert result.fix_command == f"chmod +x {tmp_path / 'run.sh'}"
 
 
+@pytest.mark.needs("linux")
+async def test_a_script_in_a_folder_whose_name_is_not_utf_8_is_found(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "a\udcff"
+    folder.mkdir()
+    (folder / "mine.py").write_text("")
+    (tmp_path / "mine.py").symlink_to(folder / "mine.py")
+    result = await run_check(check.run, with_command(config, "python", "mine.py"))
+    assert result.status is CheckStatus.PASS, result
+
+
 async def test_a_script_by_a_path_that_leads_back_is_refused(config: Config, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     with pytest.raises(InputError, match=r"a path without \.\."):

@@ -104,6 +104,20 @@ async def test_what_each_machine_has_of_its_own_is_no_difference(two: Config, sc
     assert (await run_check(sync.run, two)).status is CheckStatus.PASS
 
 
+@pytest.mark.needs("linux")
+async def test_files_whose_names_are_not_utf_8_are_compared_each_by_its_own(two: Config, script: Path) -> None:
+    for rank in (0, 1):
+        for name in ("a\udcff", "a\udcfe"):
+            (workdir(two, rank) / name).write_text("the same")
+    assert (await run_check(sync.run, two)).status is CheckStatus.PASS
+    (workdir(two, 1) / "a\udcff").write_text("another")
+    assert r"1 file on node1 differs from node0: a\udcff" in (await run_check(sync.run, two)).summary
+    environment = workdir(two, 0) / "env\udcff"
+    environment.mkdir()
+    (environment / "pyvenv.cfg").write_text("mine")
+    assert (await run_check(sync.run, two)).fix_command is None, "it would be copied with the rest"
+
+
 async def test_what_a_node_has_beyond_the_reference_is_reported_and_stays(two: Config, script: Path) -> None:
     (workdir(two, 1) / "output.log").write_text("mine")
     result = await run_check(sync.run, two)

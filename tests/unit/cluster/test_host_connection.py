@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from engine.cluster import host_connection
-from engine.cluster.host_connection import WINDOW_BYTES, AgentFile, AttemptOnHost, HostConnection
+from engine.cluster.host_connection import WINDOW_BYTES, AgentFile, AttemptOnHost, HostConnection, LocalFile
 from engine.cluster.transport.base import Channel
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
@@ -57,6 +57,12 @@ def test_what_comes_twice_is_taken_once_and_what_is_behind_it_is_not_lost() -> N
     file.take(20, b"not next", end=True)
     file.take(2, b"e two", end=True)
     assert file.read_from(0, 100) == b"one two three"
+
+
+def test_the_size_of_a_file_that_cannot_be_looked_at_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("one")
+    sizes = [LocalFile(tmp_path / name).size() for name in ("log", "none", "log/below")]
+    assert sizes == [3, 0, None]
 
 
 WORK = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.002)"

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.cluster import staging
-from engine.cluster.bundle import SOURCE, NodeBundle
+from engine.cluster import agent_client, staging
+from engine.cluster.bundle import SOURCE, NodeBundle, node_bundle
 from engine.cluster.staging import prepare
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.errors import LaunchError
+from engine.errors import LaunchError, NodeUnreachable
 from engine.node.bootstrap import bundle_hash, install
 from tests.bundles import stage_bundle
+from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 
 
 def package(root: Path, **files: str) -> Path:
@@ -136,6 +137,21 @@ async def test_a_bundle_that_could_not_be_verified_is_not_taken_for_a_missing_on
         with pytest.raises(LaunchError, match=r"could not be verified.*gave no answer within 0 s"):
             await prepare(fleet, [HERE])
         assert await fleet.agent(HERE).session() is session
+
+
+async def test_a_node_that_went_away_from_an_open_connection_is_asked_for_no_more_than_a_short_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, ana = FakeNode({"sha256": node_bundle().name}), NodeConfig(name="ana", ssh="ana", python="/p", workdir="/")
+    async with FakeFleet(ana=node) as fleet:
+        await prepare(fleet, [ana])
+        await prepare(fleet, [ana])
+        assert [request.probe for request in node.probes] == ["bundle"]
+        node.channels[0].acknowledges = False
+        monkeypatch.setattr(agent_client, "_ANSWER_S", 0.1)
+        with pytest.raises(NodeUnreachable, match=r"does not answer: no answer within 0\.1 s"):
+            await prepare(fleet, [ana])
+        assert len(node.probes) == 1
 
 
 async def test_a_place_that_cannot_be_written_is_one_line(home: Path) -> None:

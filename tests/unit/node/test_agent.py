@@ -280,6 +280,14 @@ def test_only_the_ranks_output_can_be_read(head: Head, name: str) -> None:
     assert head.data == {}
 
 
+def test_a_size_that_is_not_known_is_not_reported(head: Head) -> None:
+    head.files.directory.mkdir()
+    head.files.log(0).symlink_to(head.files.log(0))
+    head.watch(0)
+    head.send(ReadFile("rank0.log", 1000, 0), ListProcesses(1, kill=False))
+    assert head.receive(ProcessList).sizes == {}
+
+
 def test_it_leaves_when_nothing_is_received_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "SILENCE_S", 0.3)
     receive, speak = os.pipe()

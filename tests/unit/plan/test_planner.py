@@ -179,6 +179,12 @@ def test_a_model_type_that_cannot_be_partitioned_is_refused() -> None:
     assert "does not support model_type gemma2" in refusal(plan, "strategy")
 
 
+def test_a_model_type_is_refused_in_printable_words() -> None:
+    model = {**QWEN3_32B, "model_type": "\ud800\x1b[2J" + "x" * 1000}
+    refused = refusal(make_plan(inputs(ultra_and_max(), model=model, strategy="sharded")), "strategy")
+    assert refused.encode() and refused.isprintable() and len(refused) < 300
+
+
 def test_an_m4_max_takes_at_most_eight_layers_in_full_fine_tuning() -> None:
     two = [mac("a", 0, "Apple M4 Max", 128), mac("b", 1, "Apple M4 Max", 128)]
     plan = make_plan(inputs(two, settings={"fine_tune_type": "full"}, strategy="pipeline"))

@@ -227,8 +227,7 @@ class SshChannel:
         return NodeUnreachable("the program has left", where=self._where, why=plain(self.exit_output, REASON_LIMIT))
 
     async def _never_began(self) -> Exception:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait_closed(), _LEAVES_S)
+        await self._closes_within(_LEAVES_S)
         if self._client.is_closed() or self._code is None:
             return connection_lost(self._where, "before the command began")
         return NodeUnreachable(

@@ -68,7 +68,8 @@ class OpenConnection:
         for each in (self.client, *reversed(self.jumps)):
             each.close()
             with contextlib.suppress(*SSH_ERRORS):
-                await asyncio.wait_for(each.wait_closed(), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await each.wait_closed()
         self.abort()
 
     async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from engine.cluster.transport.ssh import ConnectionLimiter, transport
+from engine.cluster.transport.ssh.connection import OpenConnection
 from engine.cluster.transport.ssh.errors import SessionRefused
 from engine.cluster.transport.ssh.transport import SshTransport
 from engine.security.identifiers import SshTarget
@@ -60,3 +63,17 @@ async def test_programs_share_another_connection_when_theirs_is_lost_before_it_g
     assert await started(monkeypatch, tmp_path, None, True) == (1, False)
     assert await started(monkeypatch, tmp_path, None, False, True) == (2, True)
     assert await started(monkeypatch, tmp_path, None, None, True) == (2, True)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_closing_a_connection_is_cancelled_also_at_its_very_end(turns: int) -> None:
+    closed = asyncio.Event()
+    client = cast(Any, SimpleNamespace(close=lambda: None, abort=lambda: None, wait_closed=closed.wait))
+    closing = asyncio.create_task(OpenConnection("ana", client).close(5.0))
+    await asyncio.sleep(0.01)
+    closed.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if closing.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await closing
