@@ -71,7 +71,7 @@ def test_term_to_the_supervisor_is_an_abort_and_hup_is_nothing(home: Path, tmp_p
     run = start_run(home, tmp_path, script=ring())
     run.await_output("step")
     os.kill(run.supervisor, signal.SIGHUP)
-    run.await_output("step 15")
+    run.await_output("step 10")
     os.kill(run.supervisor, signal.SIGTERM)
     assert run.ended().state is RunState.ABORTED
 

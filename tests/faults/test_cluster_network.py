@@ -19,7 +19,7 @@ SHORT_LEASE = SHORT_GRACES.model_copy(update={"lease_s": 8.0})
 
 
 @pytest.mark.parametrize(
-    ("seconds", "names"), [(3.0, ("ana", "cyd")), pytest.param(10.0, (), marks=pytest.mark.slow)], ids=["two", "four"]
+    ("seconds", "names"), [(2.0, ("ana", "cyd")), pytest.param(10.0, (), marks=pytest.mark.slow)], ids=["two", "four"]
 )
 def test_some_seconds_without_a_node_lose_no_line_and_restart_nothing(
     nodes: Cluster, home: Path, seconds: float, names: tuple[str, ...]

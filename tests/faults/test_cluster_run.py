@@ -48,8 +48,12 @@ def test_a_training_on_four_nodes_is_adopted_and_its_figures_are_there_once(node
     assert sorted(started) == [0, 1, 2, 3]
 
 
-def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path) -> None:
-    run = start_on(nodes, home, ring_config(nodes, script=DEAF + DOUBLE_FORK + ring(), recovery=RecoveryConfig()))
+@pytest.mark.parametrize(
+    "names", [("ana", "cyd"), pytest.param((), marks=pytest.mark.slow)], ids=["two nodes", "four nodes"]
+)
+def test_an_abort_leaves_nothing_on_any_node(nodes: Cluster, home: Path, names: tuple[str, ...]) -> None:
+    script = DEAF + DOUBLE_FORK + ring()
+    run = start_on(nodes, home, ring_config(nodes, script=script, recovery=RecoveryConfig(), names=names))
     run.everybody_steps()
     assert all(len(run.left_on(node)) >= 4 for node in run.nodes)
     aborted(run)

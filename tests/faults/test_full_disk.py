@@ -49,7 +49,7 @@ def test_the_run_goes_on_and_its_end_is_in_the_journal(small_disk: Path, tmp_pat
 
 
 def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path: Path) -> None:
-    run = start_run(small_disk, tmp_path, script=ring("print('x' * 100)"))
+    run = start_run(small_disk, tmp_path, script=ring("print('x' * 1000)"))
     run.await_output("step")
     filler = fill(run.dir.path.parent)
     before = run.files.log(0).stat().st_size

@@ -19,6 +19,8 @@ from engine.config.models import Config, RecoveryConfig
 from engine.demo import demo_config
 from engine.errors import InputError
 from engine.models import Reason, RunState
+from engine.protocol.attempt import read_exit
+from engine.protocol.exit_codes import TrainerExit
 from engine.run.events import (
     AttemptFailed,
     AttemptPlanned,
@@ -39,7 +41,7 @@ from tests.faults.test_training import await_iteration, trained, with_keys
 
 pytestmark = pytest.mark.busy
 
-ITERATIONS = 24
+ITERATIONS = 14
 """Steps of some 0.1 s: time enough to be noticed at one of them, and killed, before the last."""
 
 
@@ -69,6 +71,12 @@ def losses(run: Run, attempt: int | None = None) -> dict[int, float]:
     return {event["iteration"]: event["loss"] for event in steps}
 
 
+def failures(run: Run, rank: int) -> list[str]:
+    """The failures that a rank reported."""
+    events = [json.loads(line) for line in run.dir.events(rank).read_text().splitlines()]
+    return [event["error_type"] for event in events if event["event"] == "failure"]
+
+
 def with_recovery(config: Config, **keys: Any) -> Config:
     return config.model_copy(update={"recovery": config.recovery.model_copy(update=keys)})
 
@@ -86,9 +94,10 @@ def test_a_killed_rank_costs_at_most_one_step_and_no_bit_of_the_losses(
 ) -> None:
     moment = random.Random(5)
     run = start_config(home, demo)
-    await_iteration(run, moment.randint(3, 8))
+    await_iteration(run, moment.randint(2, 5))
     time.sleep(moment.uniform(0.0, 0.2))
-    signal_rank(run, moment.randint(0, 1), signal.SIGKILL)
+    victim = moment.randint(0, 1)
+    signal_rank(run, victim, signal.SIGKILL)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
     assert losses(run) == undisturbed
@@ -102,6 +111,10 @@ def test_a_killed_rank_costs_at_most_one_step_and_no_bit_of_the_losses(
     assert (resumed.attempt, resumed.resumed.source) == (2, "emergency")
     assert resumed.repeated is not None and resumed.repeated <= 1
     assert resumed.resumed.iteration == min(second) - 1
+    ends = {rank: read_exit(run.files.exit(rank)) for rank in (victim, 1 - victim)}
+    killed, survivor = ((end and (end.code, end.signal)) for end in ends.values())
+    assert (killed, survivor) == ((None, signal.SIGKILL), (TrainerExit.PEER_LOST, None))
+    assert (failures(run, victim), failures(run, 1 - victim)) == ([], ["PeerLost"])
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def test_a_stop_of_one_rank_stops_all(tiny: Tiny, tmp_path: Path) -> None:
     assert [(record.code, record.stopped_by) for record in run.ended()] == [(0, None), (0, "stop")]
 
 
+@pytest.mark.slow
 def test_the_survivor_of_a_killed_rank_reports_a_lost_peer(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)
@@ -90,6 +91,7 @@ def test_a_group_of_another_size_does_not_train(tiny: Tiny, tmp_path: Path) -> N
     assert run.events(0, "step") == []
 
 
+@pytest.mark.slow
 def test_an_error_that_the_user_can_fix_is_one_line(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(model="/nowhere/model"))
     (record,) = run.ended()

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import generate, load
 
 from tests.training.launching import Launched, launch
-from tests.training.tiny import Tiny
+from tests.training.tiny import UNEQUAL, Tiny, undisturbed_job
 
 pytestmark = pytest.mark.busy
 
@@ -24,14 +24,14 @@ PROMPT = "tower to raven"
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, undisturbed: Launched) -> Callable[[str], Launched]:
     """A run of two unequal ranks of the kind, made once."""
-    runs: dict[str, Launched] = {}
+    runs = {"full": undisturbed}
 
     def of(kind: str) -> Launched:
         if kind not in runs:
-            job = tiny.job(fine_tune_type=kind, save_every=5)
-            runs[kind] = launch(tmp_path_factory.mktemp(kind), job, shares=(3.0, 1.0)).succeeded()
+            job = undisturbed_job(tiny, fine_tune_type=kind)
+            runs[kind] = launch(tmp_path_factory.mktemp(kind), job, shares=UNEQUAL).succeeded()
         return runs[kind]
 
     return of
@@ -63,7 +63,7 @@ def test_the_saved_adapter_is_loaded_and_generates(tiny: Tiny, trained: Callable
     assert {path.name for path in run.adapters.iterdir()} == {
         "adapter_config.json",
         "adapters.safetensors",
-        "0000005_adapters.safetensors",
+        "0000020_adapters.safetensors",
     }
     base, _ = load(str(tiny.model))
     model, tokenizer = load(str(tiny.model), adapter_path=str(run.adapters))

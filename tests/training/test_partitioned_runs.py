@@ -177,4 +177,5 @@ def test_what_cannot_be_divided_is_one_line_before_the_training(tiny: Tiny, tmp_
     assert {record.code for record in run.ended()} == {1}
     (failure,) = run.events(0, "failure")
     assert failure["error_type"] == "JobError" and "ends at layer 3, and the model has 2" in failure["message"]
+    assert run.log().splitlines()[-1] == f"JobError: {failure['message']}"
     assert run.events(0, "step") == []

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.busy
 STEPS = 50
 
 
-@pytest.fixture(scope="module")
-def run(bench: PartitionedBench) -> Any:
-    return bench.run("pipeline", bench.cases(CASES, "pipeline", 4, split="0-1,1-3"), 2)
+@pytest.fixture
+def run(two_ranks: Any) -> Any:
+    return two_ranks["pipeline"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,8 @@ import pytest
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT
 from engine.trainer.checkpoint.files import MANIFEST_NAME
 from tests.training.launching import Launched, launch
-from tests.training.tiny import Tiny
+from tests.training.test_update import train
+from tests.training.tiny import SCHEDULE, UNEQUAL, Tiny, undisturbed_job
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.busy
@@ -23,7 +24,6 @@ ITERS = 30
 LONGER = 100
 """Steps of some 15 ms: time enough for a checkpoint on a disk that others use as well."""
 BOTH = (1.0, 1.0)
-SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 30, 1e-5]}
 DROPOUT: dict[str, Any] = {
     "fine_tune_type": "lora",
     "num_layers": 2,
@@ -87,15 +87,17 @@ def kill_all_at(run: Launched, ranks: int, iteration: int, *, parts: int = 1) ->
     assert [record.signal for record in run.ended()] == [signal.SIGKILL] * ranks
 
 
-def kill_and_go_on(home: Path, what: dict[str, Any], whole: Launched, at: Sequence[int]) -> None:
+def kill_and_go_on(
+    home: Path, what: dict[str, Any], whole: Launched, at: Sequence[int], shares: Sequence[float] = BOTH
+) -> None:
     """kill -9 of both ranks at these steps, one after the other; losses and weights are the undisturbed run's."""
     losses = by_iteration(whole)
     seen: dict[int, float] = {}
     for attempt, iteration in enumerate(at, start=1):
-        run = run_training(home, what, attempt=attempt, every=3)
+        run = run_training(home, what, shares, attempt=attempt, every=3)
         kill_all_at(run, 2, iteration)
         seen |= by_iteration(run)
-    last = run_training(home, what, attempt=len(at) + 1, every=3).succeeded()
+    last = run_training(home, what, shares, attempt=len(at) + 1, every=3).succeeded()
     first = resumed(last)
     assert first["source"] == "checkpoint" and first["iteration"] > 0 and first["refused"] == 0
     steps = by_iteration(last)
@@ -110,8 +112,8 @@ def kill_and_go_on(home: Path, what: dict[str, Any], whole: Launched, at: Sequen
     assert last.events(0, "report")[-1]["trained_tokens"] == whole.events(0, "report")[-1]["trained_tokens"]
 
 
-def test_killed_at_a_random_step_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, plain: Launched) -> None:
-    kill_and_go_on(tmp_path, job(tiny), plain, [random.Random(1).randint(6, 20)])
+def test_killed_at_a_random_step_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, undisturbed: Launched) -> None:
+    kill_and_go_on(tmp_path, undisturbed_job(tiny), undisturbed, [random.Random(1).randint(6, 20)], UNEQUAL)
 
 
 @pytest.mark.slow
@@ -293,8 +295,8 @@ def test_a_stop_leaves_a_state_to_go_on_from_bit_by_bit(tiny: Tiny, tmp_path: Pa
 
 
 def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path) -> None:
-    before = run_training(tmp_path / "before", job(tiny, **DROPOUT), (1.0,), every=0).succeeded()
-    file = str(before.adapters / "adapters.safetensors")
+    before = train(tiny, tmp_path / "before", **job(tiny, **DROPOUT))
+    file = str(before.job.adapter_path / "adapters.safetensors")
     run = launch(
         tmp_path / "after",
         job(tiny, iters=4, resume_adapter_file=file, **DROPOUT),
@@ -303,4 +305,4 @@ def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path)
     ).succeeded()
     assert resumed(run)["source"] == "adapter"
     assert "with the weights of resume_adapter_file" in run.log()
-    assert run.losses()[0] < before.losses()[0] - 0.05
+    assert run.losses()[0] < before.of("step")[0]["loss"] - 0.05

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.busy
 STEPS = 50
 
 
-@pytest.fixture(scope="module")
-def run(bench: PartitionedBench) -> Any:
-    return bench.run("sharded", bench.cases(CASES, "sharded", 4, shares=[3.0, 1.0]), 2)
+@pytest.fixture
+def run(two_ranks: Any) -> Any:
+    return two_ranks["sharded"]
 
 
 @pytest.mark.parametrize("name", CASES)

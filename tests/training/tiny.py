@@ -45,6 +45,16 @@ class Tiny:
         }
 
 
+SCHEDULE = {"name": "cosine_decay", "warmup": 3, "warmup_init": 1e-7, "arguments": [3e-3, 30, 1e-5]}
+UNEQUAL = (3.0, 1.0)
+
+
+def undisturbed_job(tiny: Tiny, **keys: Any) -> dict[str, Any]:
+    """The job of the fixture `undisturbed`: 30 iterations, validated three times, saved on the way."""
+    own = {"iters": 30, "lr_schedule": SCHEDULE, "steps_per_report": 10, "save_every": 20}
+    return tiny.job(**{**own, "val_batches": -1, "steps_per_eval": 15, **keys})
+
+
 def make_job(tiny: Tiny, home: Path, **keys: Any) -> Job:
     return Job.from_spec(tiny.job(**keys), model=None, data=None, workdir=home, home=home)
 
