@@ -9,30 +9,28 @@ import pytest
 
 from tests.training.launching import Launched, launch
 from tests.training.test_update import Trained, train
-from tests.training.tiny import Tiny, undisturbed_job
+from tests.training.tiny import UNEQUAL, Tiny, undisturbed_job
 
 pytestmark = pytest.mark.busy
 
 STEPS = 30
 
 
-@pytest.fixture
-def alone(tiny: Tiny, tmp_path: Path) -> Trained:
-    return train(tiny, tmp_path / "alone", **undisturbed_job(tiny))
-
-
-def test_two_unequal_ranks_train_as_one_does(alone: Trained, undisturbed: Launched) -> None:
-    train_alike(alone, undisturbed)
+def test_two_unequal_ranks_train_as_one_does(tiny: Tiny, tmp_path: Path, undisturbed: Launched) -> None:
+    train_alike(train(tiny, tmp_path, **undisturbed_job(tiny)), undisturbed, STEPS)
 
 
 @pytest.mark.slow
-def test_two_equal_ranks_train_as_one_does(tiny: Tiny, tmp_path: Path, alone: Trained) -> None:
-    train_alike(alone, launch(tmp_path / "both", undisturbed_job(tiny), shares=(1.0, 1.0)).succeeded())
+@pytest.mark.parametrize("shares", [pytest.param((1.0, 1.0), id="equal"), pytest.param(UNEQUAL, id="3:1")])
+def test_fifty_steps(tiny: Tiny, tmp_path: Path, shares: tuple[float, ...]) -> None:
+    job = undisturbed_job(tiny, iters=50, steps_per_eval=25)
+    both = launch(tmp_path / "both", job, shares=shares).succeeded()
+    train_alike(train(tiny, tmp_path / "alone", **job), both, 50)
 
 
-def train_alike(alone: Trained, both: Launched) -> None:
+def train_alike(alone: Trained, both: Launched, steps: int) -> None:
     expected, losses = np.array([event["loss"] for event in alone.of("step")]), np.array(both.losses())
-    assert len(losses) == STEPS
+    assert len(losses) == steps
     assert np.abs(losses - expected).max() < 1e-4
     assert expected[-5:].mean() < expected[:5].mean() - 0.5
     assert both.losses(1) == both.losses(0)
