@@ -4,12 +4,11 @@ is, makes the check pass."""
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 
 import pytest
 
-from engine.checks import connectivity, hardware, health, performance, versions, workers
+from engine.checks import connectivity, hardware, health, versions, workers
 from engine.checks.check import CheckFunction
 from engine.checks.context import CheckContext
 from engine.checks.runner import run_checks
@@ -35,25 +34,6 @@ async def fixed(
 ) -> CheckResult:
     await pasted(cluster, broken)
     return await run_check_on(check, config, fleet)
-
-
-@pytest.mark.usefixtures("patient_checks")
-async def test_four_good_nodes_are_fit_and_ready_and_well(cluster: Cluster, fleet: Fleet) -> None:
-    for node in cluster.nodes:
-        furnish(node)
-    config = config_of(cluster)
-    for check in (workers.run, hardware.run):
-        result = await run_check_on(check, config, fleet)
-        assert result.status is CheckStatus.PASS, result
-    well = await run_check_on(health.run, config, fleet)
-    assert well.status is not CheckStatus.FAIL, well
-    for node in cluster.nodes:
-        assert re.match(r"(.* )?heartbeat in \d+\.\d ms, \d+\.\d s ago", well.evidence[node.name]), well
-    missing = await run_check_on(performance.run, config, fleet)
-    assert (missing.status, missing.summary) == (
-        CheckStatus.WARN,
-        "hardware calibration missing, assuming equal performance",
-    )
 
 
 async def test_a_rank_of_an_earlier_run_is_named_and_its_fix_ends_it(cluster: Cluster, fleet: Fleet) -> None:

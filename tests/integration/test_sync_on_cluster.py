@@ -45,6 +45,18 @@ def project(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shell(node, 'rm -f "$HOME"/models/tiny/vocab.json*')
 
 
+@pytest.fixture
+def two_nodes(project: Config) -> Config:
+    """The project on the first two nodes alone."""
+    return project.model_copy(update={"nodes": project.nodes[:2]})
+
+
+@pytest.fixture
+def three_nodes(project: Config) -> Config:
+    """The project on the first three nodes alone: one of them can differ from most."""
+    return project.model_copy(update={"nodes": project.nodes[:3]})
+
+
 def shell(node: Node, line: str) -> str:
     return node.run(["/bin/sh", "-c", line]).stdout
 
@@ -74,25 +86,25 @@ async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(clu
     assert [(entry["event_type"], entry["status"]) for entry in audit] == [("sync", "failed"), ("sync", "success")]
 
 
-async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Cluster, project: Config) -> None:
-    await synced(project)
+async def test_a_change_that_size_and_time_hide_is_found_and_copied(cluster: Cluster, two_nodes: Config) -> None:
+    await synced(two_nodes)
     second = cluster.nodes[1]
     hidden = (
         'cd "$HOME/my project" && touch -r train.py when && printf "print(2)\\n" > train.py && touch -r when train.py'
     )
     shell(second, hidden + " && mv when own.log")
-    found = await synced(project, dry_run=True)
+    found = await synced(two_nodes, dry_run=True)
     assert [name for name, node in found.nodes.items() if not node.same] == [second.name]
     assert (found.nodes[second.name].differing, found.nodes[second.name].own_count) == (("train.py",), 1)
-    assert (await synced(project)).synced
+    assert (await synced(two_nodes)).synced
     assert shell(second, 'cat "$HOME/my project/train.py"; ls "$HOME/my project/own.log"').startswith("print(1)\n/")
 
 
-async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Cluster, project: Config) -> None:
+async def test_a_node_without_rsync_is_named_with_what_installs_it(cluster: Cluster, three_nodes: Config) -> None:
     third = cluster.nodes[2]
     shell(third, 'mkdir -p "$HOME/few" && ln -s "$(command -v mkdir)" "$HOME/few/mkdir"')
     third.noisy_bashrc('PATH="$HOME/few"\n')
-    report = await synced(project)
+    report = await synced(three_nodes)
     assert [name for name, node in report.nodes.items() if not node.same] == [third.name]
     assert f"there is no rsync on {third.name} (" in (report.nodes[third.name].problem or "")
 
@@ -121,11 +133,11 @@ async def test_a_file_where_a_folder_belongs_stops_the_sync_of_its_node_alone(
 
 
 @pytest.mark.parametrize("named", ["~", pytest.param("absolute", marks=pytest.mark.slow)])
-async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, project: Config, named: str) -> None:
+async def test_nothing_is_copied_into_a_bare_home(cluster: Cluster, two_nodes: Config, named: str) -> None:
     first = cluster.nodes[0]
     home = first.home if named == "absolute" else named
-    nodes = (project.nodes[0].model_copy(update={"workdir": home}), *project.nodes[1:])
-    report = await synced(project.model_copy(update={"nodes": nodes}))
+    nodes = (two_nodes.nodes[0].model_copy(update={"workdir": home}), *two_nodes.nodes[1:])
+    report = await synced(two_nodes.model_copy(update={"nodes": nodes}))
     assert [name for name, node in report.nodes.items() if not node.same] == [first.name]
     assert "its workdir is a bare home" in (report.nodes[first.name].problem or "")
     assert "train.py" not in shell(first, 'ls "$HOME"')
@@ -155,16 +167,16 @@ async def test_a_sync_script_is_permitted_by_the_fix_and_its_lies_are_fixed(
     assert (await run_check_on(sync.run, project, fleet)).status is CheckStatus.PASS
 
 
-async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, project: Config, fleet: Fleet) -> None:
-    await synced(project)
+async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, two_nodes: Config, fleet: Fleet) -> None:
+    await synced(two_nodes)
     shell(cluster.nodes[1], 'chmod 0 "$HOME/my project/train.py"; chmod 0 "$HOME/my project/src"')
-    result = await run_check_on(sync.run, project, fleet)
+    result = await run_check_on(sync.run, two_nodes, fleet)
     assert "cannot be read: permission denied" in result.evidence[cluster.nodes[1].name]
     await paste(cluster, result.fix_command)
-    checked_again = await run_check_on(sync.run, project, fleet)
+    checked_again = await run_check_on(sync.run, two_nodes, fleet)
     assert "train.py cannot be read" in checked_again.evidence[cluster.nodes[1].name], "one after the other"
     await paste(cluster, checked_again.fix_command)
-    assert "the same" in (await run_check_on(sync.run, project, fleet)).evidence[cluster.nodes[1].name]
+    assert "the same" in (await run_check_on(sync.run, two_nodes, fleet)).evidence[cluster.nodes[1].name]
 
 
 @pytest.mark.slow
@@ -187,23 +199,23 @@ async def test_another_script_and_another_tokenizer_are_fixed_by_the_fix(
 
 
 async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fix(
-    cluster: Cluster, project: Config, fleet: Fleet
+    cluster: Cluster, three_nodes: Config, fleet: Fleet
 ) -> None:
     program = Path(os.environ["HOME"]) / "project" / "run it.sh"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    await synced(project)
-    command = project.model_copy(
-        update={"job": project.job.model_copy(update={"command": ("./run it.sh", "own.yaml")})}
+    await synced(three_nodes)
+    command = three_nodes.model_copy(
+        update={"job": three_nodes.job.model_copy(update={"command": ("./run it.sh", "own.yaml")})}
     )
     third = cluster.nodes[2]
     shell(third, 'rm "$HOME/my project/run it.sh"; echo 1 > "$HOME/my project/own.yaml"')
-    for node in cluster.nodes:
+    for node in cluster.nodes[:3]:
         furnish(node)
     third.write("~/models/tiny/vocab.json", "{}")
     cases = (
         (consistency.run, command, "own.yaml"),
-        (consistency.run, project, "model vocab.json"),
+        (consistency.run, three_nodes, "model vocab.json"),
     )
     for check, config, name in cases:
         result = await run_check_on(check, config, fleet)
@@ -213,10 +225,10 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fi
         assert (await run_check_on(check, config, fleet)).status is CheckStatus.PASS
     assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside') == "1\n"
     shell(third, "mv ~/models/tiny/vocab.json.aside ~/models/tiny/vocab.json")
-    another = await run_check_on(model.run, project, fleet)
+    another = await run_check_on(model.run, three_nodes, fleet)
     assert (another.status, another.blames) == (CheckStatus.FAIL, (2, third.name)), another
     await paste(cluster, another.fix_command)
-    assert (await run_check_on(model.run, project, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(model.run, three_nodes, fleet)).status is CheckStatus.PASS
     assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
 
 

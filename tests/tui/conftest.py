@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from textual._compositor import Compositor
@@ -91,6 +91,14 @@ class Console:
     def __init__(self, app: FlightDeckApp, pilot: Pilot[None]) -> None:
         self.app = app
         self.pilot = pilot
+        self._frames = 0
+        display = app._display
+
+        def counted(*frame: Any) -> None:
+            self._frames += 1
+            display(*frame)
+
+        app._display = cast(Any, counted)  # type: ignore[method-assign]
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
@@ -128,7 +136,15 @@ class Console:
         return len(self.app.screen_stack) == 1
 
     async def shows(self, text: str) -> None:
-        await self.until(lambda: text in self.screen, f"{text!r} on the screen")
+        looked_at = None
+
+        def there() -> bool:
+            # Drawing the whole screen takes long: it is looked at again only after another frame.
+            nonlocal looked_at
+            before, looked_at = looked_at, self._frames
+            return before != looked_at and text in self.screen
+
+        await self.until(there, f"{text!r} on the screen")
 
 
 @asynccontextmanager

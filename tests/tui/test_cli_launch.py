@@ -163,23 +163,6 @@ def test_ctrl_c_while_a_demo_is_being_made_leaves_no_run_behind(
     assert with_nonce(nonce_of(shared_home, "last")) == []
 
 
-def test_following_logs_gives_every_line_once_and_ends_with_the_run(
-    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("import time\nfor n in range(100):\n    print('tick', n, flush=True)\n    time.sleep(0.02)\n")
-    file = write_config(tmp_path, command=[sys.executable, str(script)])
-    launched = running("launch", "-c", str(file), "--follow", *QUICK)
-    wait_for(launched, "running")
-    follower = running("logs", "last", "--rank", "0", "-f")
-    output, _ = follower.communicate(timeout=120)
-    assert follower.returncode == 0
-    launched.communicate(timeout=60)
-    assert launched.returncode == 0
-    assert output == flightdeck(shared_home, "logs", "last", "--rank", "0").out
-    assert "tick 99" in output
-
-
 def test_ctrl_c_while_following_a_launch_leaves_the_run_alone_until_it_is_aborted(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -215,19 +198,28 @@ def test_a_run_whose_supervisor_was_killed_is_aborted_all_the_same(
     assert with_nonce(nonce_of(shared_home, directory.id)) == []
 
 
-def test_a_launch_that_preflight_blocks_exits_1_with_the_fix(shared_home: Path, tmp_path: Path) -> None:
+def test_a_launch_that_preflight_blocks_exits_1_with_the_fix_and_fixed_its_logs_can_be_followed(
+    shared_home: Path, running: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     file = write_config(tmp_path, command=["./run.sh"])
     script = tmp_path / "run.sh"
-    script.write_text("#!/bin/sh\necho ran\n")
+    script.write_text("#!/bin/sh\nfor n in $(seq 0 39); do echo tick $n; sleep 0.05; done\n")
     blocked = shell(shared_home, "launch", "-c", str(file), *QUICK)
     assert blocked.code == 1
     assert "fail  program_present" in blocked.out
     assert f"fix: chmod +x {script}" in blocked.out
     assert "failed: preflight_failed" in blocked.out
     script.chmod(0o755)
-    followed = shell(shared_home, "launch", "-c", str(file), *QUICK, "--follow", "--json")
-    assert (followed.code, json.loads(followed.out)["state"]) == (0, "succeeded"), followed.err
-    assert "0 | ran" in flightdeck(shared_home, "logs").out
+    launched = running("launch", "-c", str(file), *QUICK, "--follow")
+    wait_for(launched, "running")
+    follower = running("logs", "last", "--rank", "0", "-f")
+    output, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0
+    followed, _ = launched.communicate(timeout=60)
+    assert (launched.returncode, Engine(shared_home).runs.record("last").state) == (0, RunState.SUCCEEDED), followed
+    assert output == flightdeck(shared_home, "logs", "last", "--rank", "0").out
+    assert "tick 39" in output
+    assert "0 | tick 39" in flightdeck(shared_home, "logs").out
     audit = [json.loads(line) for line in (shared_home / "audit.jsonl").read_text().splitlines()]
     assert ("preflight_override", "gradient_layer") in {
         (entry["event_type"], entry["context"].get("check")) for entry in audit
