@@ -41,8 +41,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the tests whose ranks keep every core busy while they wait for each other: in a whole run one worker has
-    them all, one after the other, as at the same time each would take several times as long."""
-    items.sort(key=lambda item: item.get_closest_marker("busy") is None)
+    them all, one after the other, as at the same time each would take several times as long. Last those for which the
+    other workers wait: by then they have little left to do."""
+    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("busy")))
 
 
 @pytest.hookimpl(wrapper=True)
