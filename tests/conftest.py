@@ -42,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the tests whose ranks keep every core busy while they wait for each other: in a whole run one worker has
     them all, one after the other, as at the same time each would take several times as long. Last those for which the
-    other workers wait: by then they have little left to do."""
+    other workers wait: near the end there is less to wait for."""
     items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("busy")))
 
 

@@ -502,11 +502,11 @@ def run_console(
     `start` is launched at once; else the newest active run is shown.
     """
     app = FlightDeckApp(engine, config, start=start, slow_link=slow_link)
-    asyncio.run(_run_until_signal(app))
+    asyncio.run(_run_with_signals(app))
     return app.return_code or 0
 
 
-async def _run_until_signal(app: FlightDeckApp) -> None:
+async def _run_with_signals(app: FlightDeckApp) -> None:
     """A signal leaves in order, so that the terminal is restored, from before the app takes it; the exit code is a
     shell's for the signal."""
     loop = asyncio.get_running_loop()

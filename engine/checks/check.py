@@ -12,6 +12,7 @@ from engine.cluster import agent_client
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult, CheckStatus
+from engine.security.sanitise import plain
 
 CheckFunction = Callable[[CheckContext], Awaitable[CheckResult]]
 SkipReason = Callable[[Config], str | None]
@@ -190,4 +191,6 @@ def differing_items(items: Mapping[str, str | None], reference: Mapping[str, str
 
 def first_of(names: Sequence[str]) -> str:
     """For example "a, b, c, d and 3 more"."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else "")
+    return ", ".join(plain(name, 300) for name in names[:_NAMED]) + (
+        f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    )

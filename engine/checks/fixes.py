@@ -76,9 +76,10 @@ def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folde
     return f"{pack} | {_unpack(target, folder)}"
 
 
-def move_aside(node: NodeConfig, file: str) -> str:
-    """A line for this machine's shell that renames a file on its node; nothing is deleted."""
-    return _on(node, f"mv -f {quoted(file)} {quoted(f'{file}{ASIDE}')}")
+def move_aside(node: NodeConfig, file: str) -> str | None:
+    """A line for this machine's shell that renames a file on its node; nothing is deleted. None where it cannot name
+    it."""
+    return None if _ESCAPED in file else _on(node, f"mv -f {quoted(file)} {quoted(f'{file}{ASIDE}')}")
 
 
 def _for_each(

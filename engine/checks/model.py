@@ -37,7 +37,7 @@ async def run(context: CheckContext) -> CheckResult:
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
-    reference, extra = complete[first.name].hashes, list[str]()
+    reference, extra = complete[first.name].hashes, list[str | None]()
     for node in nodes:
         hashes = complete[node.name].hashes if node.name in complete else reference
         if differing := differing_items(hashes, reference):

@@ -17,6 +17,8 @@ ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
 PathText = Annotated[
     str, AfterValidator(lambda path: path.encode(errors="backslashreplace").decode()), Field(max_length=4096)
 ]
+WholeText = Annotated[str, AfterValidator(lambda text: plain(text, 30_000))]
+"""A path that is compared with those of other nodes: the longest one with each byte escaped is not cut."""
 Pid = Annotated[int, Field(gt=1)]
 
 
@@ -128,9 +130,9 @@ class WorkdirTree(FrozenModel):
     permit: PathText | None = None
     """Path that may not be read."""
     cut: bool = False
-    left: list[ShortText] = Field(default_factory=list, max_length=10_000)
+    left: list[WholeText] = Field(default_factory=list, max_length=10_000)
     """Folders that were left out for what they are: environments, and what the request set apart."""
-    entries: dict[ShortText, tuple[Annotated[int, Field(ge=-1)], ShortText | None]] = Field(
+    entries: dict[WholeText, tuple[Annotated[int, Field(ge=-1)], WholeText | None]] = Field(
         default_factory=dict, max_length=100_000
     )
     """Path → (size, SHA-256 or None); of a symlink (-1, its target)."""

@@ -195,16 +195,17 @@ class EvidenceCollector:
 
     def _with_ports(self, ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
         """The same with `port`, where the host answers in time: each host is asked once, all at the same time."""
-        attempt, to = self._context.attempt, self._connection
+        attempt = self._context.attempt
         failed = [each.rank for each in ranks if each.bind_error is not None]
         ports = {rank: ports_of(rank, attempt.network, attempt.starting_port) for rank in failed}
-        asked = {to(rank) for rank in failed}
+        asked = {self._connection(rank) for rank in failed}
         for connection in asked:
             connection.request_port_holders([port for rank in connection.ranks for port in ports.get(rank, ())])
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         while any(connection.port_holders is None for connection in asked) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        found = {rank: _port(ports[rank], held) for rank in failed if (held := to(rank).port_holders) is not None}
+        holders = {rank: self._connection(rank).port_holders for rank in failed}
+        found = {rank: _port(ports[rank], held) for rank, held in holders.items() if held is not None}
         return [replace(each, port=found.get(each.rank)) for each in ranks]
 
 

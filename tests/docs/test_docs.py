@@ -139,7 +139,7 @@ def test_every_file_named_is_there(document: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".ci/run", ".pre-commit-config.yaml"])
-def test_what_a_command_of_the_documents_reads_is_there(name: str) -> None:
+def test_the_files_that_ci_and_pre_commit_read_are_there(name: str) -> None:
     assert (ROOT / name).is_file()
 
 

@@ -53,7 +53,7 @@ def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path:
     run.await_output("step")
     filler = fill(run.dir.path.parent)
     before = run.files.log(0).stat().st_size
-    run.wait(lambda: run.files.log(0).stat().st_size > before + 20_000)
+    run.wait(lambda: run.files.log(0).stat().st_size > before + 60_000)
     filler.unlink()
     run.finish()
     assert run.ended().state is RunState.SUCCEEDED

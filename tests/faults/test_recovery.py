@@ -114,7 +114,8 @@ def test_a_killed_rank_costs_at_most_one_step_and_no_bit_of_the_losses(
     ends = {rank: read_exit(run.files.exit(rank)) for rank in (victim, 1 - victim)}
     killed, survivor = ((end and (end.code, end.signal)) for end in ends.values())
     assert (killed, survivor) == ((None, signal.SIGKILL), (TrainerExit.PEER_LOST, None))
-    assert (failures(run, victim), failures(run, 1 - victim)) == ([], ["PeerLost"])
+    # The head may end the survivor before it waits for its peer.
+    assert failures(run, victim) == [] and failures(run, 1 - victim) in ([], ["PeerLost"])
 
 
 @pytest.mark.slow

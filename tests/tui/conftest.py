@@ -136,13 +136,13 @@ class Console:
         return len(self.app.screen_stack) == 1
 
     async def shows(self, text: str) -> None:
-        looked_at = None
+        drawn = None
 
         def there() -> bool:
             # Drawing the whole screen takes long: it is looked at again only after another frame.
-            nonlocal looked_at
-            before, looked_at = looked_at, self._frames
-            return before != looked_at and text in self.screen
+            nonlocal drawn
+            before, drawn = drawn, self._frames
+            return before != drawn and text in self.screen
 
         await self.until(there, f"{text!r} on the screen")
 

@@ -54,7 +54,7 @@ class EmergencyCheckpoint:
             yield
 
     def save_on_peer_loss(self) -> None:
-        """Write the state, once. The caller ends the process."""
+        """Write the state, unless that was done. The caller ends the process."""
         self._exiting = True
         self._save()
 
@@ -89,11 +89,10 @@ class EmergencyCheckpoint:
 
     def _write(self) -> None:
         snapshot = self._snapshot
-        if self._origin.parts > 1:
-            self._reporter.print("no emergency checkpoint: this rank has only a part of the state")
-            return
-        if snapshot is None or snapshot.update == 0:
-            self._reporter.print("no emergency checkpoint: no update is finished")
+        if self._origin.parts > 1 or snapshot is None or snapshot.update == 0:
+            why = "this rank has only a part of the state" if self._origin.parts > 1 else "no update is finished"
+            self._reporter.print(f"no emergency checkpoint: {why}")
+            self._saved = True
             return
         started = time.perf_counter()
         facts = {"iteration": snapshot.iteration, "update": snapshot.update}

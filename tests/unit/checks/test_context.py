@@ -21,7 +21,7 @@ from engine.models import Failed, Late, NoValue, Unparsable
 from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 
 
-class Way(LocalTransport):
+class FakeTransport(LocalTransport):
     """This machine, under another name: counts what it is asked, and answers when it may."""
 
     def __init__(self, *, lost: bool = False) -> None:
@@ -45,47 +45,49 @@ def on(config: Config, *hosts: str) -> Config:
     return config.model_copy(update={"nodes": nodes})
 
 
-def context_of(config: Config, ways: Mapping[str, LocalTransport]) -> CheckContext:
-    return CheckContext(config, FakeFleet(**ways))
+def context_of(config: Config, transports: Mapping[str, LocalTransport]) -> CheckContext:
+    return CheckContext(config, FakeFleet(**transports))
 
 
 async def test_all_who_ask_share_one_answer(config: Config) -> None:
-    way = Way()
-    context = context_of(on(config, "mac"), {"mac": way})
+    transport = FakeTransport()
+    context = context_of(on(config, "mac"), {"mac": transport})
     first, second = await asyncio.gather(context.interpreters(), context.interpreters())
     assert first is second
-    assert (first["node0"].python is not None, way.asked) == (True, 1)
+    assert (first["node0"].python is not None, transport.asked) == (True, 1)
 
 
 async def test_who_gives_up_spoils_it_for_nobody(config: Config) -> None:
-    way = Way()
-    way.may.clear()
-    context = context_of(on(config, "mac"), {"mac": way})
+    transport = FakeTransport()
+    transport.may.clear()
+    context = context_of(on(config, "mac"), {"mac": transport})
     impatient, patient = (asyncio.create_task(context.interpreters()) for _ in range(2))
-    while not way.asked:
+    while not transport.asked:
         await asyncio.sleep(0)
     impatient.cancel()
     with pytest.raises(asyncio.CancelledError):
         await impatient
-    way.may.set()
+    transport.may.set()
     assert (await patient)["node0"].python is not None
-    assert way.asked == 1
+    assert transport.asked == 1
 
 
 async def test_a_failure_is_remembered_and_told_again(config: Config) -> None:
-    way = Way(lost=True)
-    context = context_of(on(config, "mac"), {"mac": way})
+    transport = FakeTransport(lost=True)
+    context = context_of(on(config, "mac"), {"mac": transport})
     for _ in range(2):
         with pytest.raises(NodeUnreachable, match="does not answer"):
             await context.layouts()
-    assert way.asked == 1
+    assert transport.asked == 1
 
 
-async def test_a_host_that_cannot_be_prepared_is_the_only_one_without_a_place(
+async def test_a_host_that_cannot_be_prepared_is_the_only_one_without_a_layout(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    context = context_of(on(config, "good", "lost", "good"), {"good": Way(), "lost": Way(lost=True)})
+    context = context_of(
+        on(config, "good", "lost", "good"), {"good": FakeTransport(), "lost": FakeTransport(lost=True)}
+    )
     good, lost, again = context.config.nodes
     assert (await context.layout_of(good)).ranks == (0, 2)
     assert await context.layout_of(again) == await context.layout_of(good)
@@ -104,11 +106,11 @@ async def test_a_host_that_is_connected_for_the_first_time_has_its_bundle_verifi
 
 
 async def test_closing_ends_what_is_still_being_found_out(config: Config) -> None:
-    way = Way()
-    way.may.clear()
-    context = context_of(on(config, "mac"), {"mac": way})
+    transport = FakeTransport()
+    transport.may.clear()
+    context = context_of(on(config, "mac"), {"mac": transport})
     asking = asyncio.create_task(context.interpreters())
-    while not way.asked:
+    while not transport.asked:
         await asyncio.sleep(0)
     await context.close()
     with pytest.raises(asyncio.CancelledError):
@@ -130,6 +132,6 @@ async def test_an_outcome_without_a_value_is_an_error_in_one_line(
         return outcome
 
     monkeypatch.setattr(AgentClient, "probe", probe)
-    context = context_of(on(config, "mac"), {"mac": Way()})
+    context = context_of(on(config, "mac"), {"mac": FakeTransport()})
     with pytest.raises(LaunchError, match=message):
         await context.probe(context.config.nodes[0], "addresses", result_type=AddressProblems, timeout_s=5)

@@ -112,6 +112,13 @@ async def test_files_whose_names_are_not_utf_8_are_compared_each_by_its_own(two:
     assert (await run_check(sync.run, two)).status is CheckStatus.PASS
     (workdir(two, 1) / "a\udcff").write_text("another")
     assert r"1 file on node1 differs from node0: a\udcff" in (await run_check(sync.run, two)).summary
+    (workdir(two, 1) / "a\udcff").write_text("the same")
+    for rank in (0, 1):
+        (long := workdir(two, rank) / ("\udcff" * 60)).mkdir()
+        for number in range(3):
+            (long / f"{number}.txt").write_text("the same")
+    (workdir(two, 1) / ("\udcff" * 60) / "1.txt").write_text("another")
+    assert "1 file on node1 differs" in (await run_check(sync.run, two)).summary
     environment = workdir(two, 0) / "env\udcff"
     environment.mkdir()
     (environment / "pyvenv.cfg").write_text("mine")

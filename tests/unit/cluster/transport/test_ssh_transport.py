@@ -65,7 +65,7 @@ async def test_programs_share_another_connection_when_theirs_is_lost_before_it_g
     assert await started(monkeypatch, tmp_path, None, None, True) == (2, True)
 
 
-@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("turns", range(2))
 async def test_closing_a_connection_is_cancelled_also_at_its_very_end(turns: int) -> None:
     closed = asyncio.Event()
     client = cast(Any, SimpleNamespace(close=lambda: None, abort=lambda: None, wait_closed=closed.wait))
@@ -77,3 +77,5 @@ async def test_closing_a_connection_is_cancelled_also_at_its_very_end(turns: int
     if closing.cancel():
         with pytest.raises(asyncio.CancelledError):
             await closing
+    else:
+        await closing
