@@ -65,8 +65,9 @@ def undisturbed(demo: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def losses(run: Run, attempt: int | None = None) -> dict[int, float]:
-    """Iteration → the global loss that rank 0 reported, to the last bit."""
-    events = [json.loads(line) for line in run.dir.events(0).read_text().splitlines()]
+    """Iteration → the global loss of ranks 0 and 1, to the last bit. A killed rank may lack its last report."""
+    files = [run.dir.events(rank) for rank in (1, 0)]
+    events = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step" and attempt in (None, event["attempt"])]
     return {event["iteration"]: event["loss"] for event in steps}
 
