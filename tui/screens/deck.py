@@ -77,7 +77,6 @@ class DeckScreen(Screen[None]):
     class PanesPlaced(Message):
         """Other panes may be on the screen."""
 
-    AUTO_FOCUS: ClassVar[str | None] = ""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"press('{key}')", show=False, priority=key in _AT_ONCE) for key in keys()
     ]
@@ -139,13 +138,9 @@ class DeckScreen(Screen[None]):
         self.query_one("#left").display = bool(shown - set(RIGHT))
         self.query_one("#right").display = bool(shown & set(RIGHT))
         self.query_one(TabStrip).display = self.narrow
-        maximised = self.maximised_pane is not None
-        full = self.state.view != "dashboard" or maximised
-        before = self.classes
-        self.update_classes({"-narrow": self.narrow, "-full": full, "-maximised": maximised}, update=False)
-        if self.classes != before:
-            # What app.tcss styles by these classes; Textual by itself would restyle everything on the screen.
-            self.app.stylesheet.update_nodes(self.query("#left, #right, Pane, #summary"))
+        self.set_class(self.narrow, "-narrow")
+        self.set_class(self.state.view != "dashboard" or self.maximised_pane is not None, "-full")
+        self.set_class(self.maximised_pane is not None, "-maximised")
         self.post_message(self.PanesPlaced())
         if self.state.pane not in shown:
             self.focus_pane(next(name for name in ("run", *_ORDER) if name in shown))
