@@ -91,7 +91,8 @@ class EngineLoop:
         """Cancel everything, then await `last`; returns within some seconds, whatever the nodes do."""
         ending = self.submit(lambda: _ending(last))
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.wrap_future(ending), CLOSING_S)
+            async with asyncio.timeout(CLOSING_S):
+                await asyncio.wrap_future(ending)
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         assert loop is not None and thread is not None
         loop.call_soon_threadsafe(loop.stop)

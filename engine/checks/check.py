@@ -191,6 +191,5 @@ def differing_items(items: Mapping[str, str | None], reference: Mapping[str, str
 
 def first_of(names: Sequence[str]) -> str:
     """For example "a, b, c, d and 3 more"."""
-    return ", ".join(plain(name, 300) for name in names[:_NAMED]) + (
-        f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    )
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(plain(name, 300) for name in names[:_NAMED]) + more

@@ -79,7 +79,8 @@ def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folde
 def move_aside(node: NodeConfig, file: str) -> str | None:
     """A line for this machine's shell that renames a file on its node; nothing is deleted. None where it cannot name
     it."""
-    return None if _ESCAPED in file else _on(node, f"mv -f {quoted(file)} {quoted(f'{file}{ASIDE}')}")
+    move = on_path("mv -f", file)
+    return move and _on(node, f"{move} {quoted(f'{file}{ASIDE}')}")
 
 
 def _for_each(

@@ -39,7 +39,7 @@ class EmergencyCheckpoint:
         self._unchanging = threading.Lock()
         """Held while an update changes the state."""
         self._snapshot: Snapshot | None = None
-        self._saved = False
+        self._done = False
         self._exiting = False
 
     def hold(self, snapshot: Snapshot) -> None:
@@ -84,7 +84,7 @@ class EmergencyCheckpoint:
 
     def _save(self) -> None:
         with self._unchanging:
-            if not self._saved:
+            if not self._done:
                 self._write()
 
     def _write(self) -> None:
@@ -92,7 +92,7 @@ class EmergencyCheckpoint:
         if self._origin.parts > 1 or snapshot is None or snapshot.update == 0:
             why = "this rank has only a part of the state" if self._origin.parts > 1 else "no update is finished"
             self._reporter.print(f"no emergency checkpoint: {why}")
-            self._saved = True
+            self._done = True
             return
         started = time.perf_counter()
         facts = {"iteration": snapshot.iteration, "update": snapshot.update}
@@ -104,7 +104,7 @@ class EmergencyCheckpoint:
             self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
             self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
             return
-        self._saved = True
+        self._done = True
         seconds = time.perf_counter() - started
         self._reporter.event(
             "emergency_checkpoint", phase="committed", seconds=seconds, path=str(self._folder), **facts
