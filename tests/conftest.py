@@ -46,6 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("busy")))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A text of megabytes does not stand in its test's name, which every worker sends."""
+    return f"{val[:40]!r}, {len(val):,} long" if isinstance(val, (str, bytes)) and len(val) > 200 else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test that is marked `alone` waits until the tests of the other workers have ended, and they wait for it."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.keeper_runner import stage_bundle
 from tests.training.launching import run_under_launcher
-from tests.unit.node.keeper_runner import stage_bundle
 
 pytestmark = pytest.mark.busy
 

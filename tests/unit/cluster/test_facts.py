@@ -23,9 +23,9 @@ from engine.cluster.transport.local import LocalTransport
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import HostKeyUnknown, NodeUnreachable
 from engine.models import Failed, Late, NodeFacts, Unparsable
+from tests.agent import keeper_runner
 from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 from tests.unit.cluster.macs import mesh
-from tests.unit.node import keeper_runner
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 Script = Callable[[str], NodeConfig]

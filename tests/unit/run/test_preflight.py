@@ -19,7 +19,7 @@ from engine.models import PreflightReport
 from engine.run.preflight import preflight_context, replan, run_preflight
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.store.layout import RunDir
-from tests.unit.checks.conftest import make_config
+from tests.checks.conftest import make_config
 
 SPEEDS = {"node0": 3.0, "node1": 1.0, "node2": 2.0}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.node.keeper_runner import stage_bundle
+from tests.agent.keeper_runner import stage_bundle
 
 
 class FakeNode:

@@ -11,7 +11,7 @@ import pytest
 from engine.checks import model as check
 from engine.config.models import Config
 from engine.models import CheckStatus
-from tests.unit.checks.conftest import run_check
+from tests.checks.conftest import run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

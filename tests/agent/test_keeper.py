@@ -14,8 +14,8 @@ import pytest
 
 from engine.node import processes
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, HEARTBEAT
+from tests.agent.keeper_runner import WAIT, start_keeper
 from tests.needs import mounted_disk
-from tests.unit.node.keeper_runner import WAIT, start_keeper
 from tests.waiting import wait_until
 
 QUICK = {"stop_grace_s": 0.8, "term_grace_s": 0.3, "save_grace_s": 20.0}

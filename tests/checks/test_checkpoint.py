@@ -16,7 +16,7 @@ from engine.config.models import CheckpointConfig, Config
 from engine.models import CheckStatus
 from engine.node.probes import storage
 from engine.node.probes import storage as safetensors
-from tests.unit.checks.conftest import fleet_of, run_check, run_fix
+from tests.checks.conftest import fleet_of, run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

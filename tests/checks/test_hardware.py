@@ -10,8 +10,8 @@ from engine.config.models import Config, JobConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.plan.document import PlanIssue, RankMemory
-from tests.unit.checks.conftest import run_check
-from tests.unit.checks.recorded import GB, RANK, STUDIO, mac, studio
+from tests.checks.conftest import run_check
+from tests.checks.recorded import GB, RANK, STUDIO, mac, studio
 
 
 def memory(needed_gb: int) -> RankMemory:

@@ -10,8 +10,8 @@ from engine.cluster.probe_results import BusyProcess, SystemLoad
 from engine.config.models import Config
 from engine.errors import LaunchError, NodeUnreachable
 from engine.models import CheckResult, CheckStatus, NodeFacts
-from tests.unit.checks.conftest import run_check
-from tests.unit.checks.recorded import STUDIO, mac, studio
+from tests.checks.conftest import run_check
+from tests.checks.recorded import STUDIO, mac, studio
 
 PREVENTED = """2026-11-21 12:00:00 +0100
 Assertion status system-wide:

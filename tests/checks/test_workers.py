@@ -17,8 +17,8 @@ from engine.config.models import Config
 from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckStatus, NodeFacts
 from engine.protocol.attempt import NONCE_ENV
-from tests.unit.checks.conftest import run_check
-from tests.unit.checks.recorded import mac, studio
+from tests.checks.conftest import run_check
+from tests.checks.recorded import mac, studio
 
 GOOD = Interpreter("3.12.4", "0.32.4", "0.32.2", backends=("ring", "jaccl"))
 NOTHING = StaleProcesses(stale=[])

@@ -16,7 +16,7 @@ from engine.checks.sync import TreeDifference
 from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
-from tests.unit.checks.conftest import fleet_of, run_check, run_fix
+from tests.checks.conftest import fleet_of, run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

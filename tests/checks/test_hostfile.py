@@ -13,7 +13,7 @@ from engine.checks.runner import run_checks
 from engine.config.models import ClusterConfig, Config
 from engine.models import CheckStatus
 from engine.plan.network import LaunchHost, NetworkPlan
-from tests.unit.checks.conftest import fleet_of, run_check
+from tests.checks.conftest import fleet_of, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

@@ -14,8 +14,8 @@ import pytest
 from engine.checks import ports as check
 from engine.models import CheckStatus
 from engine.protocol.attempt import NONCE_ENV
+from tests.checks.conftest import make_config, run_check
 from tests.machine import WATCHED
-from tests.unit.checks.conftest import make_config, run_check
 
 LISTEN = """
 import socket, sys, time

@@ -15,7 +15,7 @@ from engine.checks import data as check
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
-from tests.unit.checks.conftest import make_config, run_check
+from tests.checks.conftest import make_config, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

@@ -10,7 +10,7 @@ from engine.checks import program as check
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckStatus
-from tests.unit.checks.conftest import run_check
+from tests.checks.conftest import run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

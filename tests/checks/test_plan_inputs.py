@@ -27,8 +27,8 @@ from engine.plan.context import PlanInputs
 from engine.plan.document import RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
-from tests.unit.checks.conftest import fleet_of
-from tests.unit.checks.recorded import RANK
+from tests.checks.conftest import fleet_of
+from tests.checks.recorded import RANK
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

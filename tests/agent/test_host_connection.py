@@ -40,8 +40,8 @@ from engine.protocol.messages import (
 )
 from engine.run.logs.mirror import Gap, Mirror
 from engine.store.layout import RunDir
+from tests.agent.keeper_runner import RunningKeeper, start_keeper
 from tests.unit.cluster.fake_agent import FakeChannel, hello
-from tests.unit.node.keeper_runner import RunningKeeper, start_keeper
 from tests.waiting import until
 
 

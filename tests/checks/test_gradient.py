@@ -15,7 +15,7 @@ from engine.config.models import Config
 from engine.models import CheckStatus
 from engine.node.processes import with_nonce
 from engine.protocol.measurements import AllSumResult
-from tests.unit.checks.conftest import make_config, run_check
+from tests.checks.conftest import make_config, run_check
 
 
 async def test_two_ranks_sum_exactly_and_leave_nothing_behind(

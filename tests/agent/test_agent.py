@@ -45,8 +45,8 @@ from engine.protocol.messages import (
     Watch,
     encode,
 )
+from tests.agent.keeper_runner import stage_bundle
 from tests.machine import WATCHED
-from tests.unit.node.keeper_runner import stage_bundle
 from tests.waiting import wait_until
 
 Kind = TypeVar("Kind")

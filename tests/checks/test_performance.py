@@ -20,8 +20,8 @@ from engine.plan.fingerprint import fingerprint
 from engine.plan.prediction import division_of, predict
 from engine.plan.shares import MISSING, divide_batch
 from engine.store.store import Store
-from tests.unit.checks.conftest import fleet_of, run_check
-from tests.unit.checks.recorded import RANK
+from tests.checks.conftest import fleet_of, run_check
+from tests.checks.recorded import RANK
 from tests.unit.plan.calibrations import TAKEN, calibration, config, measure
 
 pytestmark = pytest.mark.usefixtures("shared_agent")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.protocol.attempt import read_exit
-from tests.unit.node.keeper_runner import WAIT, RunningKeeper, start_keeper
+from tests.agent.keeper_runner import WAIT, RunningKeeper, start_keeper
 from tests.waiting import wait_until
 
 

@@ -17,7 +17,7 @@ from engine.config.models import Config
 from engine.models import CheckStatus
 from engine.node.probes.model import file_hash
 from engine.plan.preflight import command_files
-from tests.unit.checks.conftest import run_check, run_fix
+from tests.checks.conftest import run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 

@@ -12,7 +12,7 @@ from engine.checks import versions as check
 from engine.checks.interpreter import Interpreter
 from engine.checks.versions import evaluate
 from engine.models import CheckStatus
-from tests.unit.checks.conftest import make_config, run_check
+from tests.checks.conftest import make_config, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
