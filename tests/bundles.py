@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import compileall
 import functools
 import os
@@ -27,12 +28,12 @@ def stage_bundle(node_root: Path) -> Path:
 
 
 @functools.cache
-def _staged() -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    # Kept by the cache, and removed with it when the process ends.
-    folder = tempfile.TemporaryDirectory(prefix="flightdeck-bundle-")
-    bundle = stage_bundle(Path(folder.name))
+def _staged() -> Path:
+    folder = tempfile.mkdtemp(prefix="flightdeck-bundle-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    bundle = stage_bundle(Path(folder))
     compileall.compile_dir(bundle, quiet=2)
-    return folder, bundle
+    return bundle
 
 
 def link_bundle(node_root: Path) -> Path:
@@ -49,8 +50,7 @@ def link_bundle(node_root: Path) -> Path:
 
 def link_files(to: Path) -> None:
     """The bundle's files as links, in the new folder `to`. A test that changes one must replace it."""
-    _, staged = _staged()
-    shutil.copytree(staged, to, copy_function=_link)
+    shutil.copytree(_staged(), to, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:
