@@ -67,7 +67,8 @@ begun = time.process_time()
 while not ended:
     mirror.pump()
     time.sleep(0.05)
-assert mirror.close()
+assert mirror.settle() == []
+mirror.close()
 print(time.process_time() - begun)
 """
 

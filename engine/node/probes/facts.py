@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -254,7 +253,7 @@ def probe_facts(directory: str) -> dict[str, Any]:
     free space is that of the disk of `directory`."""
     started = time.monotonic()
     usable = getattr(os, "sched_getaffinity", None)
-    system = platform.system()
+    system = os.uname().sysname
     asked = queries(system, directory)
     for query in asked:
         query.start()
@@ -270,10 +269,10 @@ def probe_facts(directory: str) -> dict[str, Any]:
             answers[query.name] = query.answer
     return {
         "system": system,
-        "release": platform.release(),
-        "machine": platform.machine(),
+        "release": os.uname().release,
+        "machine": os.uname().machine,
         "hostname": socket.gethostname(),
-        "python": platform.python_version(),
+        "python": ".".join(map(str, sys.version_info[:3])),
         "cores": len(usable(0)) if usable else os.cpu_count(),
         "answers": answers,
         "unknown": unknown,

@@ -15,7 +15,6 @@ from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean
 from engine.node.probes.model import HASHED, file_hash, sha256
 from engine.protocol.attempt import write_atomic
-from engine.protocol.job import config_hash
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -29,6 +28,8 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
         model = Path(request["model"]).expanduser()
         found |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
     if request["job"] is not None:
+        from engine.protocol.job import config_hash
+
         found["job"] = config_hash(request["job"])
     found["worker"] = bundle_hash(PACKAGE)
     return {"hashes": found}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +156,8 @@ def probe_addresses(*ips: str) -> dict[str, Any]:
 
 def probe_reach(*endpoints: str) -> dict[str, Any]:
     """`problems`, in the order of the arguments (IP:PORT): None, or why it cannot be reached."""
+    from concurrent.futures import ThreadPoolExecutor
+
     # All at once: one that does not answer takes _CONNECT_LIMIT_S.
     with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
         return {"problems": list(pool.map(lambda endpoint: reach(*_split(endpoint)), endpoints))}

@@ -14,7 +14,6 @@ import ctypes
 import glob
 import json
 import os
-import platform
 import re
 import resource
 import select
@@ -405,7 +404,7 @@ def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
     interval = float(interval_s)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-    machine = Mac(interval) if platform.system() == "Darwin" else Linux(interval)
+    machine = Mac(interval) if sys.platform == "darwin" else Linux(interval)
     try:
         stream_samples(machine, interval)
     finally:
