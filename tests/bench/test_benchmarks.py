@@ -1,0 +1,43 @@
+"""Every benchmark of docs/benchmarks.md runs; with the smallest numbers, so that its figures say nothing. `compare` and
+`training` only run others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED = set(re.findall(r"tests\.bench\.(\w+)", (ROOT / "docs" / "benchmarks.md").read_text()))
+SMALLEST = {
+    "abort": ["--rounds", "1"],
+    "calibration": ["--rounds", "1", "--seconds", "2", "--iters", "8"],
+    "checkpoint_cost": ["--iterations", "5"],
+    "chunks": ["50000"],
+    "flood": ["--seconds", "4"],
+    "launch": ["--rounds", "1"],
+    "logs": ["--seconds", "4", "--lines", "200000"],
+    "memory": ["--only", "full, adafactor"],
+    "partitioned": ["--only", "pipeline 0-1"],
+    "precision": ["--steps", "3"],
+    "preflight": ["--rounds", "1"],
+    "recovery": ["--seeds", "1"],
+    "startup": ["--pairs", "1"],
+    "telemetry": ["3"],
+    "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.needs("linux", "namespaces", "sshd", "ssh-keygen", "g++")
+@pytest.mark.parametrize("name", sorted(NAMED - {"compare", "training"}))
+def test_it_prints_its_figures(name: str) -> None:
+    argv = [sys.executable, "-m", f"tests.bench.{name}", *SMALLEST.get(name, [])]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    # 1 is a target that was missed.
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) > 1, done.stdout
