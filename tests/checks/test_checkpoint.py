@@ -15,7 +15,6 @@ from engine.cluster.probe_results import AdapterWeights
 from engine.config.models import CheckpointConfig, Config
 from engine.models import CheckStatus
 from engine.node.probes import storage
-from engine.node.probes import storage as safetensors
 from tests.checks.conftest import fleet_of, run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -187,7 +186,7 @@ async def test_a_torn_file_that_no_command_can_name_is_named_without_a_fix(savin
 )
 def test_what_is_no_safetensors_file_is_damaged_and_raises_nothing_else(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
-    assert safetensors.safetensors_fault(tmp_path / "x") is not None
+    assert storage.safetensors_fault(tmp_path / "x") is not None
 
 
 async def test_what_is_resumed_must_be_what_is_trained(saving: Config, adapters: Path) -> None:
@@ -211,7 +210,7 @@ async def test_what_is_resumed_must_be_what_is_trained(saving: Config, adapters:
 
 def test_weights_of_a_full_fine_tuning_are_distinguished_from_adapters(tmp_path: Path, saving: Config) -> None:
     path = tensors(tmp_path / "full.safetensors", {"model.layers.2.mlp.up_proj.weight": [4, 4]})
-    found = AdapterWeights.model_validate(safetensors.adapter(path))
+    found = AdapterWeights.model_validate(storage.adapter(path))
     assert (found.kind, found.layers) == ("full", [2])
     assert check.resume_mismatches(found, saving, 4)[0].startswith("holds weights of full, and the job trains lora")
 

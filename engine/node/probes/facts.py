@@ -253,8 +253,8 @@ def probe_facts(directory: str) -> dict[str, Any]:
     free space is that of the disk of `directory`."""
     started = time.monotonic()
     usable = getattr(os, "sched_getaffinity", None)
-    system = os.uname().sysname
-    asked = queries(system, directory)
+    system = os.uname()
+    asked = queries(system.sysname, directory)
     for query in asked:
         query.start()
     answers, unknown = {}, {}
@@ -268,11 +268,11 @@ def probe_facts(directory: str) -> dict[str, Any]:
         elif query.answer is not None:
             answers[query.name] = query.answer
     return {
-        "system": system,
-        "release": os.uname().release,
-        "machine": os.uname().machine,
+        "system": system.sysname,
+        "release": system.release,
+        "machine": system.machine,
         "hostname": socket.gethostname(),
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": sys.version.split()[0],
         "cores": len(usable(0)) if usable else os.cpu_count(),
         "answers": answers,
         "unknown": unknown,
