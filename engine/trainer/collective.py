@@ -1,12 +1,14 @@
-"""The group of ranks: created strictly, checked against the plan, and used on the CPU stream only; and broadcasts of
+"""The group of ranks: created strictly, checked against the plan, and used on one CPU stream only; and broadcasts of
 objects and arrays, bit for bit, built on the sums that every backend has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -28,7 +30,12 @@ class PeerLost(TrainerError):
 
 
 class Collective:
-    """Sums over all ranks. Every call is made by every rank, in the same order, and is finished when it returns."""
+    """Operations of all ranks: every call is made by every rank, in the same order. All but `start_sum` and
+    `start_gather` are finished when they return.
+
+    They share one stream of their own, beside which the ranks compute. At most one is under way: of several, MLX waits
+    for one that never ends before it raises the error of the first, and the survivors of a lost peer would hang.
+    """
 
     def __init__(self, backend: str, world_size: int, rank: int) -> None:
         """Join the group. Raises GroupError."""
@@ -47,34 +54,58 @@ class Collective:
             )
         self.size = world_size
         self.rank = rank
+        self.waited_s = 0.0
+        """Seconds that this rank has waited for operations, so far."""
+        # On Linux mx.cpu computes too; and two streams for one socket would get each other's bytes.
+        self._stream = mx.new_stream(mx.cpu)
+        self._under_way: mx.array | None = None
 
     def all_sum(self, array: mx.array) -> mx.array:
         """The sum of every rank's `array`, evaluated. Raises PeerLost."""
-        mx.eval(array)
-        if self.size == 1:
-            return array
-        return self._evaluate(lambda: mx.distributed.all_sum(array, group=self._group, stream=mx.cpu))
+        self.start_sum(array)
+        return self.finish()
 
     def gather_arrays(self, array: mx.array) -> mx.array:
         """Every rank's `array` (of one shape and type), [ranks, *shape], evaluated. Raises PeerLost."""
+        self.start_gather(array)
+        return self.finish()
+
+    def start_sum(self, array: mx.array) -> None:
+        """Begin `all_sum`, whose result `finish` returns. Raises PeerLost."""
         mx.eval(array)
-        if self.size == 1:
-            return array[None]
-        return self._evaluate(lambda: mx.distributed.all_gather(array[None], group=self._group, stream=mx.cpu))
+        self._start(
+            lambda: array if self.size == 1 else mx.distributed.all_sum(array, group=self._group, stream=self._stream)
+        )
+
+    def start_gather(self, array: mx.array) -> None:
+        """Begin `gather_arrays`, whose result `finish` returns. Raises PeerLost."""
+        mx.eval(array)
+        whole = array[None]
+        mx.eval(whole)
+        self._start(
+            lambda: (
+                whole if self.size == 1 else mx.distributed.all_gather(whole, group=self._group, stream=self._stream)
+            )
+        )
+
+    def finish(self) -> mx.array:
+        """Wait for the operation that was started. Raises PeerLost."""
+        assert self._under_way is not None
+        result, self._under_way = self._under_way, None
+        return self._wait(lambda: result)
 
     def send(self, array: mx.array, rank: int) -> None:
         """Send `array` to a neighbour, which must be receiving: this may return only then. Raises PeerLost."""
         mx.eval(array)
-        # On the stream of the collectives, and evaluated: on another stream both would get each other's bytes.
-        self._evaluate(lambda: mx.distributed.send(array, rank, group=self._group, stream=mx.cpu))
+        self._wait(lambda: mx.distributed.send(array, rank, group=self._group, stream=self._stream))
 
     def recv_lazy(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> mx.array:
         """The array that a neighbour will send, for computations before it arrives."""
-        return mx.distributed.recv(shape, dtype, rank, group=self._group, stream=mx.cpu)
+        return mx.distributed.recv(shape, dtype, rank, group=self._group, stream=self._stream)
 
     def receive(self, expected: mx.array) -> mx.array:
         """Wait for `expected`, of recv_lazy. Raises PeerLost."""
-        return self._evaluate(lambda: expected)
+        return self._wait(lambda: expected)
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Raises PeerLost."""
@@ -88,16 +119,31 @@ class Collective:
                 if found[name] != first[name]:
                     raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
 
-    def _evaluate(self, operation: Callable[[], mx.array]) -> mx.array:
-        try:
+    def _start(self, operation: Callable[[], mx.array]) -> None:
+        assert self._under_way is None, "another operation is under way"
+        with _peer_loss():
+            self._under_way = operation()
+            mx.async_eval(self._under_way)  # type: ignore[no-untyped-call]  # mlx has no types for it
+
+    def _wait(self, operation: Callable[[], mx.array]) -> mx.array:
+        assert self._under_way is None, "another operation is under way"
+        started = time.perf_counter()
+        with _peer_loss():
             result = operation()
             mx.eval(result)
-        except RuntimeError as error:
-            # A backend's own error, and not for instance a lack of memory.
-            if str(error).startswith(("[ring]", "[jaccl]")):
-                raise PeerLost(str(error)) from error
-            raise
+        self.waited_s += time.perf_counter() - started
         return result
+
+
+@contextlib.contextmanager
+def _peer_loss() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # A backend's own error, and not for instance a lack of memory.
+        if str(error).startswith(("[ring]", "[jaccl]")):
+            raise PeerLost(str(error)) from error
+        raise
 
 
 _BUCKET_WORDS = 16 * 2**20

@@ -6,7 +6,7 @@ and the model is given its rounding after each update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,15 @@ class Updater:
     def learning_rate(self) -> float:
         return scalar(self._optimizer.learning_rate)
 
-    def update(self, gradients: dict[str, mx.array], norm: mx.array | None = None) -> mx.array:
-        """One step with the global mean `gradients` (float32); their norm before clipping, a float32 scalar. `norm`:
-        the global norm, where `gradients` are only this rank's part."""
-        norm = self._apply(gradients) if norm is None else self._apply(gradients, norm)
+    def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:
+        """One step with the gradients in `pieces` over `divisor`, together one of each trained parameter; their norm
+        before clipping. A piece is dropped before the next is taken. `norm`: the global norm of all ranks' quotients,
+        where it is known; it must be for clipping, and where the gradients are only this rank's part."""
+        gradients = {name: value / divisor for piece in pieces for name, value in piece.items()}
+        found = self._apply(gradients) if norm is None else self._apply(gradients, mx.array(norm))
         self._update_model()
-        mx.eval(norm, self._model.trainable_parameters(), self.masters, self._optimizer.state)
-        return norm
+        mx.eval(found, self._model.trainable_parameters(), self.masters, self._optimizer.state)
+        return scalar(found)
 
     def state(self) -> dict[str, dict[str, mx.array]]:
         """References to everything that an update changes. The model's own parameters are the rounded masters."""

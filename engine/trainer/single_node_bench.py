@@ -158,7 +158,7 @@ class SingleNodeTrainer:
 
     def _update(self) -> None:
         if self._targets:
-            self._updater.update(self._gradients.unpack(self._sums, self._targets))
+            self._updater.update([self._gradients.unpack(self._sums)], self._targets)
         self._sums, self._targets = [], 0
 
     def _full(self, batch_size: int) -> Batch:

@@ -35,7 +35,6 @@ from engine.trainer.optimizer import Updater
 from engine.trainer.reporting import Reporter
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
 from engine.trainer.strategies.data_parallel import Gradients
-from engine.trainer.weights import scalar
 from tests.bench.figures import Figure, machine, report
 
 ITERATIONS: Final = 500
@@ -84,7 +83,7 @@ class Training:
         batch = self._data.batch(np.arange(BATCH) + self._position * BATCH)
         self._position += 1
         _, sums = self._gradients.add(batch)
-        scalar(self.updater.update(self._gradients.unpack(sums, batch.targets)))
+        self.updater.update([self._gradients.unpack(sums)], batch.targets)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._position, self._position, {}, self.updater.state())

@@ -68,7 +68,7 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
     for position in range(steps):
         batch = train_split.batch(sampler.batch(position))
         loss, sums = gradients.add(batch)
-        updater.update(gradients.unpack(sums, batch.targets))
+        updater.update([gradients.unpack(sums)], batch.targets)
         losses.append(loss / batch.targets)
     squares = [mx.square(value.astype(mx.float32) - start[name]).sum() for name, value in updater.masters.items()]
     after = dict(tree_flatten(model.parameters()))

@@ -109,7 +109,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
         parts = [gradients.add(batch) for batch in batches]
         losses += [loss / batch.targets for (loss, _), batch in zip(parts, batches, strict=True)]
         sums = [mx.sum(mx.stack(list(buckets)), axis=0) for buckets in zip(*(part[1] for part in parts), strict=True)]
-        updater.update(gradients.unpack(sums, sum(batch.targets for batch in batches)))
+        updater.update([gradients.unpack(sums)], sum(batch.targets for batch in batches))
     by_hand = dict(tree_flatten(model.trainable_parameters()))
 
     assert np.allclose([event["loss"] for event in trained.of("step")], losses, atol=1e-6)

@@ -4,6 +4,7 @@ strategies whose state is partitioned over the ranks.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from engine.trainer.collective import Collective, TensorSpec
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats, scalar
+from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats
 
 State = dict[str, dict[str, mx.array]]
 """Group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
@@ -142,7 +143,7 @@ class PartitionedStrategy(Strategy):
         self._placed = placed
         self._trained = [parameter for parameter in placed if parameter.trained]
         self._half = any(parameter.dtype == mx.float16 for parameter in self._trained)
-        self._norm = mx.array(0.0)
+        self._norm = 0.0
         self._found: State = {}
         self.sums: dict[str, mx.array] = {}
         """The gradients' sums so far, float32."""
@@ -169,15 +170,14 @@ class PartitionedStrategy(Strategy):
         squares = [mx.square(self.sums[name]).sum() for name in once if name in self.sums]
         tail = mx.concatenate([mx.array(counters), sum(squares, start=mx.array(0.0)).reshape(1)])
         *totals, square = floats(self._collective.all_sum(tail))
-        self._norm = mx.sqrt(mx.array(square))
+        self._norm = math.sqrt(square)
         return totals
 
     def apply(self, tokens: float) -> float | None:
         sums, self.sums = self.sums, {}
         if not tokens:
             return None
-        norm = self._norm / tokens
-        return scalar(self._updater.update({name: value / tokens for name, value in sums.items()}, norm))
+        return self._updater.update([sums], tokens, self._norm / tokens)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """This rank's own is collected from all parts, and restored with the last."""

@@ -64,14 +64,14 @@ class Gradients:
         ]
         return scalar(mx.sqrt(mx.stack(parts).sum())) / divisor
 
-    def unpack(self, buckets: list[mx.array], divisor: float) -> dict[str, mx.array]:
-        """The gradients by parameter, divided."""
+    def unpack(self, buckets: list[mx.array]) -> dict[str, mx.array]:
+        """The gradients by parameter."""
         gradients = {}
         for names, bucket in zip(self._buckets, buckets, strict=True):
             start = 0
             for name in names:
                 end = start + math.prod(self._shapes[name])
-                gradients[name] = (bucket[start:end] / divisor).reshape(self._shapes[name])
+                gradients[name] = bucket[start:end].reshape(self._shapes[name])
                 start = end
         return gradients
 
@@ -109,7 +109,7 @@ class DataParallel(Strategy):
 
     def apply(self, tokens: float) -> float | None:
         totals, self._sums = self._sums, []
-        return scalar(self._updater.update(self._gradients.unpack(totals, tokens))) if tokens else None
+        return self._updater.update([self._gradients.unpack(totals)], tokens) if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)

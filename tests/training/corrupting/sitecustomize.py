@@ -32,8 +32,8 @@ class Loader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
         original, updates = module.Updater.update, [0]
 
-        def update(self: Any, gradients: Any) -> Any:
-            norm = original(self, gradients)
+        def update(self: Any, *arguments: Any) -> Any:
+            norm = original(self, *arguments)
             updates[0] += 1
             if updates[0] == int(UPDATE):
                 corrupt(self)
