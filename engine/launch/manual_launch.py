@@ -89,6 +89,8 @@ def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) 
         notes.append("mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision is left out")
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
+    if settings.pop("wire", "auto") != "auto":
+        notes.append("mlx-lm sends gradients in their own type: wire is left out")
     return settings
 
 

@@ -65,6 +65,9 @@ class Job:
     """Ours: clip the global gradient to this norm."""
     optimizer_precision: str = "float32"
     """Ours: "float32" keeps float32 master weights and moments, "parameter" the model's own type."""
+    wire: str = "auto"
+    """Ours, of strategy "data": gradients travel in their own type or float32, whichever is less ("auto"), in
+    "float32", or in "int8"."""
     chunking: bool = True
     """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
