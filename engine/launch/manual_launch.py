@@ -21,6 +21,7 @@ from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host
 from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
+from engine.protocol.job import AUTO
 from engine.security.redact import is_secret
 
 STARTING_PORT = 32323
@@ -85,8 +86,11 @@ def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) 
     if layers is not None and int(settings["num_layers"]) > layers:
         settings["num_layers"] = layers
         notes.append(f"num_layers is {layers} here, as many as the model has: mlx-lm refuses more")
-    if settings.pop("optimizer_precision", None) != "parameter":
-        notes.append("mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision is left out")
+    precision, moments = (settings.pop(key, AUTO) for key in ("optimizer_precision", "moments"))
+    if (precision, moments) not in (("parameter", AUTO), ("parameter", "float32")):
+        notes.append(
+            "mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision and moments are left out"
+        )
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
     if settings.pop("wire", "auto") != "auto":
