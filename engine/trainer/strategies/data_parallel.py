@@ -107,7 +107,7 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        """Of the sums that are held."""
+        """The bytes of the sums that are held."""
         return sum(bucket.nbytes for bucket in (*self._own, *self._sums))
 
     def own_norm(self, divisor: float) -> float:
@@ -219,7 +219,7 @@ class DataParallel(Strategy):
         whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
         self._whole_step = WholeStep(model, self._updater) if whole else None
         self._batch: Batch | None = None
-        """Of the whole step under way."""
+        """The batch of the whole step under way."""
         self._late_loss: float | None = None
         self._norm = 0.0
         """The last update's."""
