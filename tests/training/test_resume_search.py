@@ -192,6 +192,8 @@ def test_emergency_checkpoints_of_different_attempts_may_differ(tmp_path: Path) 
         {"window": {"losses": "many"}},
         {"window": []},
         {"window": {"losses": 1, "gradient_sum": 2.0}},
+        {"best": {"loss": None}},
+        {"best": {"loss": 1.5, "rank": 1}},
     ],
 )
 def test_a_manifest_with_impossible_facts_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
