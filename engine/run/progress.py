@@ -233,7 +233,7 @@ class EventIntake:
     def _take(self, rank: int, event: dict[str, Any]) -> None:
         self.progress.take(rank, event, time.monotonic())
         match event.get("event"):
-            case "start":
+            case "start" if rank == 0:
                 self.latest = replace(self.latest, iterations=count_or_none(event.get("iterations")))
             case "checkpoint":
                 self._consistency.checkpoint(event)
