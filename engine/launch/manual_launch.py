@@ -98,7 +98,8 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     epochs = settings.pop("epochs", None)
     if epochs is not None and sizes.examples is not None:
         settings["iters"] = epoch_iterations(epochs, sizes.examples, int(settings["batch_size"]))
-        notes.append(f"mlx-lm has no epochs: iters is {settings['iters']} here, {epochs:g} x {sizes.examples} examples")
+        what = f"{epochs:g} x {sizes.examples} examples in batches of {settings['batch_size']}"
+        notes.append(f"mlx-lm has no epochs: iters is {settings['iters']} here, {what}")
     elif epochs is not None:
         notes.append("mlx-lm has no epochs: add --iters, epochs x examples / batch_size, or it trains 1000 iterations")
     for key in ("save_best", "patience"):

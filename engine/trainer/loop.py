@@ -76,6 +76,8 @@ class Loop:
         self._updates = self.start.update
         self._updated_at = self.start.iteration
         """The last iteration of the last update."""
+        self._best_at_update = self._best.state()
+        """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
         """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
@@ -189,7 +191,7 @@ class Loop:
             elif not math.isfinite(norm):
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
-            self._updated_at = last
+            self._updated_at, self._best_at_update = last, self._best.state()
             self._pending[last] = replace(
                 step,
                 compute_s=step.compute_s + measured - started,
@@ -207,7 +209,7 @@ class Loop:
         return {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best.state())
+        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best_at_update)
 
     def _report_update(self, losses: list[float], tokens: list[float], of_update: dict[str, float | None]) -> None:
         """`of_update`: for the event of the last iteration."""

@@ -15,11 +15,15 @@ import pytest
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import check_header
 from engine.trainer.best_validation import BestValidation
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.loop import Loop, Outcome
+from engine.trainer.replica_check import ReplicaCheck, ReplicaMismatch
 from engine.trainer.saver import BEST_FILE, has_better, save_best_adapters
 from engine.trainer.weights import WeightStream
 from tests.training.launching import Launched, launch
-from tests.training.test_resume import by_iteration, kill_all_at, resumed, run_training, same_weights
+from tests.training.test_resume import BOTH, by_iteration, kill_all_at, resumed, run_training, same_weights
 from tests.training.test_update import Trained, train
 from tests.training.tiny import Tiny, make_job
 
@@ -98,14 +102,68 @@ def test_an_accumulation_is_applied_before_an_early_stop(
 
 
 def test_a_stop_in_the_middle_of_an_accumulation_is_one_at_the_last_update(
-    tiny: Tiny, tmp_path: Path, scripted: Callable[..., None]
+    tiny: Tiny, tmp_path: Path, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Iterations whose gradients were never applied are not counted as trained: a resumed training repeats them."""
+    """Iterations whose gradients were never applied, and validations after the update, are not counted: a resumed
+    training repeats them."""
     scripted([5.0, 4.0, 3.0, 2.0, None])
+    kept: list[Snapshot | None] = []
+    monkeypatch.setattr(PeriodicCheckpoints, "finish", lambda _, snapshot: kept.append(snapshot))
     keys = {"grad_accumulation_steps": 4, "steps_per_eval": 2, "val_batches": 1, "batch_size": 4}
     trained = train(tiny, tmp_path, iters=40, **keys)
     assert validated(trained) == [0, 1, 3, 5]
     assert trained.outcome == Outcome(completed=False, stopped=True, iteration=4)
+    (last,) = kept
+    assert last is not None
+    assert (last.iteration, last.best) == (4, {"loss": 3.0, "iteration": 3, "since": 0})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_from_the_state_of_any_update_the_training_ends_as_the_whole_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Validations before, at and within updates; the best is at 5, the patience over at 14."""
+    held: list[Snapshot] = []
+
+    def hold(_: EmergencyCheckpoint, snapshot: Snapshot) -> None:
+        held.append(snapshot)
+
+    def evaluate(loop: Loop, *_: Any) -> float:
+        return 2.0 + abs(loop._updated_at + len(loop._pending) - 6)
+
+    monkeypatch.setattr(Loop, "evaluate", evaluate)
+    monkeypatch.setattr(EmergencyCheckpoint, "hold", hold)
+    keys = {"grad_accumulation_steps": steps, "steps_per_eval": 3, "val_batches": 1, "batch_size": 4}
+    keys |= {"iters": 40, "patience": 3, "save_best": True}
+    home = tmp_path / "run"
+    whole = train(tiny, home, **keys)
+    assert whole.outcome is not None and whole.outcome.early is not None
+    assert whole.outcome.early.endswith("for 3 validations (best 3.0000 at iteration 5)")
+    best = (whole.job.adapter_path / BEST_FILE).read_bytes()
+    for snapshot in held[:]:
+        # In the same run: a file of the best validation is there already.
+        resumed = train(tiny, home, None, snapshot, **keys)
+        assert resumed.outcome == whole.outcome
+        assert same(numpy_weights(resumed), numpy_weights(whole))
+        assert (whole.job.adapter_path / BEST_FILE).read_bytes() == best
+
+
+def test_corrupted_weights_are_not_saved_as_the_best(
+    tiny: Tiny, tmp_path: Path, scripted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted([5.0, 4.0, 3.0])
+    wrong = ReplicaMismatch((0,), certain=True)
+
+    def compare(check: ReplicaCheck, iteration: int, _: int) -> bool:
+        # Corrupted between two saves.
+        check.difference = wrong if iteration == 3 else None
+        return True
+
+    monkeypatch.setattr(ReplicaCheck, "compare", compare)
+    trained = train(tiny, tmp_path, iters=4, steps_per_eval=2, val_batches=1, save_best=True)
+    metadata = check_header(trained.job.adapter_path / BEST_FILE).metadata
+    assert (metadata["iteration"], metadata["val_loss"]) == ("1", "4.0")
+    assert any(event["message"].startswith("not saved: ") for event in trained.of("warning"))
 
 
 def test_the_best_weights_are_saved_with_their_validation(
@@ -185,6 +243,17 @@ def test_killed_before_it_ends_early_it_ends_as_if_undisturbed(tiny: Tiny, tmp_p
     }
     assert same_weights(last, rough)
     assert best_file(last).read_bytes() == best_file(rough).read_bytes()
+
+
+@pytest.mark.busy
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_divided_ranks_save_the_best_whole(tiny: Tiny, tmp_path: Path, strategy: str) -> None:
+    keys = {"strategy": strategy, "layer_split": "0-1,1-2"} if strategy == "pipeline" else {"strategy": strategy}
+    what = tiny.job(val_batches=-1, steps_per_eval=2, save_every=1, save_best=True, **keys)
+    run = launch(tmp_path, what, shares=BOTH).succeeded()
+    best = min(run.events(0, "validation"), key=lambda event: event["val_loss"])["iteration"]
+    assert best > 0 and check_header(best_file(run)).metadata["iteration"] == str(best)
+    assert same(saved(best_file(run)), saved(run.adapters / f"{best:07d}_adapters.safetensors"))
 
 
 @pytest.mark.busy
