@@ -60,11 +60,18 @@ class Job:
     """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
     batch_size: int = 4
     iters: int = 1000
+    """With `epochs`, the trainer computes it from its dataset."""
+    epochs: float | None = None
+    """Ours: in place of `iters`."""
     val_batches: int = 25
     """-1: the whole validation set; 0: no validation."""
     learning_rate: float = 1e-5
     steps_per_report: int = 10
     steps_per_eval: int = 200
+    save_best: bool = False
+    """Ours: also save the trained weights after each validation that is the best so far."""
+    patience: int | None = None
+    """Ours: end the training after this many validations in a row that are not better than the best; None: never."""
     resume_adapter_file: str | None = None
     save_every: int = 100
     test: bool = False

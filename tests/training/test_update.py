@@ -24,6 +24,8 @@ from engine.protocol.job import Job, JobError
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.resume import ResumePoint
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.control import Control
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
@@ -68,8 +70,10 @@ def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:
     return control
 
 
-def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any) -> Trained:
-    """Train as the only rank; an exception leaves the events in the file `events.jsonl`."""
+def train(
+    tiny: Tiny, home: Path, control: Control | None = None, start: Snapshot | None = None, /, **keys: Any
+) -> Trained:
+    """Train as the only rank, from `start` if any; an exception leaves the events in the file `events.jsonl`."""
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
@@ -77,9 +81,14 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)
+    strategy = DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective)
+    point = ResumePoint()
+    if start is not None:
+        strategy.restore(start.state, 0, 1)
+        point = ResumePoint(start.iteration, start.update, start.window, best=start.best)
     loop = Loop(
         job=job,
-        strategy=DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective),
+        strategy=strategy,
         valid=splits[1],
         collective=collective,
         control=control or Control(),
@@ -87,6 +96,7 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
         replicas=ReplicaCheck(model, collective, reporter, every=50, stops=True),
         periodic=PeriodicCheckpoints(None, CheckpointPolicy(0), ORIGIN, reporter),
         emergency=EmergencyCheckpoint(home, 1, 0, ORIGIN, reporter),
+        start=point,
     )
     trained = Trained(job, model)
     trained.outcome = loop.run()
