@@ -67,12 +67,13 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before
-    losses, norms, seconds, state = [], [], [], 0
+    losses, norms, seconds, targets, state = [], [], [], [], 0
     training.model.train()
     for iteration in range(1, job.iters + 1):
         started = time.perf_counter()
         last = iteration % job.grad_accumulation_steps == 0 or iteration == job.iters
         share = training.accumulate(iteration - 1, last=last)
+        targets.append(share.tokens)
         if not last:
             continue
         # Gradients' sums, weights and moments: what a rank holds between two steps.
@@ -98,6 +99,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
         "losses": losses,
         "norms": norms,
         "seconds": seconds,
+        "targets": targets,
         "valid": totals[0] / totals[1],
         "state": state,
         "held": held,

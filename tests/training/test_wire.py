@@ -10,14 +10,14 @@ import pytest
 
 from tests.training.partitioned_cases import PartitionedBench, Ran, compare
 from tests.training.test_resume import job, kill_and_go_on, run_training
-from tests.training.tiny import Tiny
+from tests.training.tiny import Tiny, write_rows
 
 pytestmark = pytest.mark.busy
 
 NAMES = ("full", "tied", "clipped", "bfloat16", "float16")
 ITERS = 6
 STEPS = 300
-SHARES = {1: [1.0], 2: [3.0, 1.0], 3: [2.0, 1.0, 1.0]}
+SHARES = {1: [1.0], 2: [3.0, 1.0], 3: [2.0, 1.0, 1.0], 4: [3.0, 2.0, 1.0, 1.0]}
 
 
 def run(bench: PartitionedBench, ranks: int, names: tuple[str, ...], wires: tuple[str, ...], iters: int) -> Any:
@@ -46,6 +46,32 @@ def test_as_one_process(bench: PartitionedBench, alone: dict[str, Ran], ranks: i
         if ranks == 2:
             # Of two numbers there is one sum.
             assert ran["auto"][name].losses == ran["float32"][name].losses
+
+
+@pytest.mark.slow
+def test_fifty_steps(bench: PartitionedBench) -> None:
+    names = ("full", "tied", "clipped")
+    alone = run(bench, 1, names, ("auto",), 50)["auto"]
+    for ranks in (2, 3, 4):
+        for ran in run(bench, ranks, names, ("auto", "float32"), 50).values():
+            for name in names:
+                compare(name, alone[name], ran[name])
+
+
+def test_a_rank_without_targets_takes_part(bench: PartitionedBench, tmp_path: Path) -> None:
+    """A batch is all of the data, and the prompts of a third of it fill max_seq_length."""
+    rows = [{"prompt": "tower " * 60, "completion": "raven"}, *[{"prompt": "hold", "completion": "left over"}] * 2] * 4
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "valid.jsonl", rows[1:3])
+    keys = {"data": str(tmp_path), "mask_prompt": True, "max_seq_length": 40, "batch_size": len(rows)}
+    (case,) = bench.cases(("full",), "data", 8, bucket=4_000)
+    case["job"] |= keys
+    alone, both = (
+        bench.run(f"no targets {len(shares)}", [{**case, "shares": shares}], len(shares))["full"]
+        for shares in ([1.0], [11.0, 1.0])
+    )
+    compare("full", alone, both)
+    assert 0 in both.ranks[1]["targets"] and min(both.ranks[0]["targets"]) > 0
 
 
 @pytest.mark.slow
