@@ -194,10 +194,12 @@ class Loop:
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
             self._updated_at, self._best_at_update = last, self._best.state()
+            applied, alone = time.perf_counter() - summed, self.collective.size == 1
             self._pending[last] = replace(
                 step,
+                compute_s=step.compute_s + (applied if alone else 0.0),
                 communicate_s=step.communicate_s + summed - started,
-                update_s=time.perf_counter() - summed,
+                update_s=0.0 if alone else applied,
             )
             self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))

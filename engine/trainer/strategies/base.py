@@ -37,7 +37,7 @@ class LocalStep:
     compute_s: float
     communicate_s: float
     update_s: float = 0.0
-    """With one rank, of the backward pass too."""
+    """On a single rank 0: backward pass and update are one, in `compute_s`."""
 
 
 class Strategy(ABC):
