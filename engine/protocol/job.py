@@ -133,6 +133,7 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
 
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
-    split, so that another number of ranks can resume with another split."""
-    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
+    which a saved state shows itself."""
+    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
