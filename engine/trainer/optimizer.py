@@ -38,7 +38,7 @@ _PARTS = 256
 """An update evaluates about this part of all trained elements at once, for float32 intermediates that are small beside
 the model: each takes 4 / 256 bytes per trained element."""
 _LEAST_ELEMENTS = 2**16
-"""Of a part: a smaller one saves nothing worth an evaluation."""
+"""A smaller part saves nothing worth an evaluation."""
 _Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
 """Updater._step of one type."""
 
