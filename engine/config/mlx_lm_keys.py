@@ -2,8 +2,8 @@
 
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
-`adapter_path` defaults to the run's own directory, `optimizer_precision`, `max_grad_norm`, `epochs`, `save_best` and
-`patience` are ours, model and data have no default, and Hugging Face data sets are not read.
+`adapter_path` defaults to the run's own directory, `optimizer_precision`, `moments`, `max_grad_norm`, `epochs`,
+`save_best` and `patience` are ours, model and data have no default, and Hugging Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from engine.protocol.job import AUTO, MOMENTS, OPTIMIZER_PRECISIONS
 
 _BELOW = 2**63
 _Count = Annotated[int, Field(ge=1, lt=_BELOW)]
@@ -119,9 +121,17 @@ KEYS: dict[str, Key] = {
         "Arguments of the optimizers.",
     ),
     "optimizer_precision": Key(
-        one_of("float32", "parameter"),
-        "float32",
-        "Type of the optimizer state and master weights: float32, or that of the parameters. Not in mlx-lm.",
+        one_of(AUTO, *OPTIMIZER_PRECISIONS),
+        AUTO,
+        "How trained weights of 16 bits are kept: beside float32 masters, with 16 bits of compensation (kahan, as "
+        "exact as float32), rounded stochastically, or as mlx-lm keeps them (parameter: small steps are lost). auto: "
+        "the most precise that fits. Not in mlx-lm.",
+    ),
+    "moments": Key(
+        one_of(AUTO, *MOMENTS),
+        AUTO,
+        "Type of the optimizer's moments; 8bit has a scale for each block of 64. With optimizer_precision parameter, "
+        "float32 means the weights' own type, as in mlx-lm. auto: the most precise that fits. Not in mlx-lm.",
     ),
     "seed": Key(Form(_NotNegative, "a whole number, 0 or more"), 0, "Random seed."),
     "num_layers": Key(COUNT_OR_ALL, 16, "Number of layers to train, from the last; all of them for full fine-tuning."),

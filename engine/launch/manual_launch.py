@@ -22,6 +22,7 @@ from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, ranks_per_host
 from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
+from engine.protocol.job import AUTO
 from engine.protocol.partition import epoch_iterations
 from engine.security.redact import is_secret
 
@@ -91,8 +92,11 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     if sizes.layers is not None and int(settings["num_layers"]) > sizes.layers:
         settings["num_layers"] = sizes.layers
         notes.append(f"num_layers is {sizes.layers} here, as many as the model has: mlx-lm refuses more")
-    if settings.pop("optimizer_precision", None) != "parameter":
-        notes.append("mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision is left out")
+    precision, moments = (settings.pop(key, AUTO) for key in ("optimizer_precision", "moments"))
+    if (precision, moments) not in (("parameter", AUTO), ("parameter", "float32")):
+        notes.append(
+            "mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision and moments are left out"
+        )
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
     epochs = settings.pop("epochs", None)

@@ -23,6 +23,7 @@ STEP_KEYS = (
     "optimizer",
     "optimizer_config",
     "optimizer_precision",
+    "moments",
 )
 """The mlx-lm keys that affect the time or memory of a step."""
 

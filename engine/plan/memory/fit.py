@@ -119,7 +119,7 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         # A sharded layer is always recomputed in the backward pass.
         grad_checkpoint=bool(settings.get("grad_checkpoint")) or context.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
-        optimizer_precision=settings.get("optimizer_precision") or "float32",
+        optimizer_precision="parameter" if settings.get("optimizer_precision") == "parameter" else "float32",
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,
