@@ -256,11 +256,25 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_iteration(tiny: Tiny, tm
         train(tiny, tmp_path, optimizer="sgd", learning_rate=1e30, iters=5)
 
 
+DROPOUT = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 20.0}}
+FULL = {"fine_tune_type": "full"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("recomputed", [False, 1])
+@pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora with dropout", "full"])
+def test_compiled_as_on_a_gpu_the_losses_are_the_same(
+    tiny: Tiny, tmp_path: Path, kind: dict[str, Any], recomputed: bool | int
+) -> None:
     """On the CPU this builds kernels for half a minute."""
-    keys = {"fine_tune_type": kind, "iters": 6, "grad_accumulation_steps": 2, "val_batches": 2, "steps_per_eval": 3}
+    keys = {
+        **kind,
+        "grad_checkpoint": recomputed,
+        "iters": 6,
+        "grad_accumulation_steps": 2,
+        "val_batches": 2,
+        "steps_per_eval": 3,
+    }
     plain = train(tiny, tmp_path / "plain", **keys)
     mx.enable_compile()
     compiled = train(tiny, tmp_path / "compiled", **keys)
@@ -269,10 +283,7 @@ def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path
         assert series[0] == pytest.approx(series[1], abs=1e-5)
 
 
-DROPOUT = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 20.0}}
-
-
-@pytest.mark.parametrize("keys", [{}, DROPOUT], ids=["full", "lora with dropout"])
+@pytest.mark.parametrize("keys", [FULL, DROPOUT], ids=["full", "lora with dropout"])
 @pytest.mark.parametrize(("layers", "expected"), [(1, [True, False]), (True, [True, True]), ("auto", [False, False])])
 def test_recomputed_layers_change_no_bit(
     tiny: Tiny, tmp_path: Path, layers: bool | int | str, expected: list[bool], keys: dict[str, Any]
