@@ -91,7 +91,7 @@ def padded_width(length: int) -> int:
 
 
 _LOGIT_BYTES = 128 * 2**20
-"""Limit of one array of a chunk's logits, in float32. A chunk of 64 tokens and more computes longer on a GPU than it reads the
+"""Limit of one array of a chunk's logits, in float32. With 64 tokens and more a GPU computes longer than it reads the
 head's weights, and there are several such arrays."""
 _TILE = 64
 """Rows of the largest tile of Metal's matrix product."""
