@@ -76,8 +76,8 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
     model.train()
     for position in range(steps):
         batch = train_split.batch(sampler.batch(position))
-        _, sums = gradients.add(batch)
-        updater.update([gradients.unpack(sums)], batch.targets)
+        gradients.add(batch)
+        gradients.apply(updater, batch.targets)
     squares = [mx.square(value - start[name]).sum() for name, value in exact(updater).items()]
     after = dict(tree_flatten(model.parameters()))
     return Trained(math.sqrt(sum(map(scalar, squares))), before, validation(job, after, valid)), after
