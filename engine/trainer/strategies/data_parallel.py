@@ -150,7 +150,9 @@ class Gradients:
         return gradients
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._shapes
+        )
         return loss / scale, dict(tree_flatten(gradients))
 
 
@@ -161,7 +163,9 @@ class WholeStep:
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self._model = model
         self._updater = updater
-        self._half = any(value.dtype == mx.float16 for _, value in tree_flatten(model.trainable_parameters()))
+        trainable = dict(tree_flatten(model.trainable_parameters()))
+        self._trained = set(trainable)
+        self._half = any(value.dtype == mx.float16 for value in trainable.values())
         self._state = [model.state, mx.random.state, *updater.arrays]
         self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
 
@@ -175,7 +179,9 @@ class WholeStep:
         return scalar(loss), math.sqrt(scalar(square))
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array, divisor: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._trained
+        )
         # The scale is 1 but for float16.
         return loss / scale, self._updater.apply(dict(tree_flatten(gradients)), divisor * scale)
 

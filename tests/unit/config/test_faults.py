@@ -181,6 +181,8 @@ CASES = [
     (NODES + JOB + "chunk_size = -100", "job.chunk_size", "1 or more"),
     (NODES + JOB + "chunk_size = 'all'", "job.chunk_size", "a whole number"),
     (NODES + JOB + "chunking = 'no'", "job.chunking", "true or false"),
+    (NODES + JOB + "grad_checkpoint = 0", "job.grad_checkpoint", "a whole number, 1 or more"),
+    (NODES + JOB + "grad_checkpoint = 'all'", "job.grad_checkpoint", "auto"),
     (NODES + JOB + "wire = 'int4'", "job.wire", "auto, float32, int8"),
     (NODES + JOB + "strategy = 'sharded'\nwire = 'int8'", "job.wire", 'strategy = "sharded" sends no int8'),
     (NODES + JOB + "max_grad_norm = 0", "job.max_grad_norm", "above 0"),

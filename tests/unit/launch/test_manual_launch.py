@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.launch.manual_launch import JobSizes, manual_launch
@@ -91,6 +93,13 @@ def test_epochs_of_an_unknown_number_of_examples_are_left_to_the_reader(tmp_path
     launch = typed(config(node("a", tmp_path), settings={"epochs": 2}))
     assert "--iters" not in of_rank(launch, 0, tmp_path)
     assert any("add --iters" in note for note in launch.launch_notes)
+
+
+@pytest.mark.parametrize(("layers", "flag", "noted"), [("auto", 0, 0), (False, 0, 0), (True, 1, 0), (3, 1, 1)])
+def test_mlx_lm_recomputes_all_layers_or_none(tmp_path: Path, layers: object, flag: int, noted: int) -> None:
+    launch = typed(config(node("a", tmp_path), settings={"grad_checkpoint": layers}))
+    assert of_rank(launch, 0, tmp_path).count("--grad-checkpoint") == flag
+    assert sum("grad_checkpoint" in note for note in launch.launch_notes) == noted
 
 
 def test_keys_without_an_option_travel_as_a_file(tmp_path: Path) -> None:
