@@ -158,7 +158,9 @@ class SingleNodeTrainer:
 
     def _update(self) -> None:
         if self._targets:
-            self._updater.update([self._gradients.unpack(self._sums)], self._targets)
+            clipped = self._job.max_grad_norm is not None
+            norm = self._gradients.norm(self._sums, self._targets) if clipped else None
+            self._updater.update([self._gradients.unpack(self._sums)], self._targets, norm)
         self._sums, self._targets = [], 0
 
     def _full(self, batch_size: int) -> Batch:

@@ -58,7 +58,7 @@ class Gradients:
     def norm(self, buckets: list[mx.array], divisor: float) -> float:
         """The norm of `buckets` over `divisor`, in pieces: the square of a whole bucket would take another bucket."""
         parts = [
-            mx.square(bucket[start : start + _PIECE_FLOATS]).sum()
+            mx.square(bucket.reshape(-1)[start : start + _PIECE_FLOATS]).sum()
             for bucket in buckets
             for start in range(0, bucket.size, _PIECE_FLOATS)
         ]
@@ -92,6 +92,7 @@ class DataParallel(Strategy):
         super().__init__(job, model, loader, collective)
         self._gradients = Gradients(model)
         self._sums: list[mx.array] = []
+        self._max_norm = job.max_grad_norm
 
     def _forward_backward(self, batch: Batch) -> tuple[float, int]:
         loss, self._sums = self._gradients.add(batch, self._sums)
@@ -109,7 +110,11 @@ class DataParallel(Strategy):
 
     def apply(self, tokens: float) -> float | None:
         totals, self._sums = self._sums, []
-        return self._updater.update([self._gradients.unpack(totals)], tokens) if tokens else None
+        if not tokens:
+            return None
+        gradients = self._gradients.unpack(totals)
+        norm = None if self._max_norm is None else self._gradients.norm(list(gradients.values()), tokens)
+        return self._updater.update([gradients], tokens, norm)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)
