@@ -87,6 +87,9 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     pipeline = config is not None and config.strategy == "pipeline"
     if pipeline and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
+    if config is not None and config.strategy != "data" and settings.get("wire") == "int8":
+        needed = f'auto or float32: strategy = "{config.strategy}" sends no int8'
+        faults.add(job.locations.get("wire", inline), "wire", "int8", needed)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
         faults.add(inline, "layer_split", split, accepted)

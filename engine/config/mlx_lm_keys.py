@@ -2,8 +2,8 @@
 
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
-`adapter_path` defaults to the run's own directory, `optimizer_precision`, `moments` and `max_grad_norm` are ours, model
-and data have no default, and Hugging Face data sets are not read.
+`adapter_path` defaults to the run's own directory, `optimizer_precision`, `moments`, `max_grad_norm` and `wire` are
+ours, model and data have no default, and Hugging Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -147,6 +147,13 @@ KEYS: dict[str, Key] = {
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
     ),
     "max_grad_norm": Key(POSITIVE, None, "Clip the norm of the global gradient to this value. Not in mlx-lm."),
+    "wire": Key(
+        one_of("auto", "float32", "int8"),
+        "auto",
+        'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, or '
+        "else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the next "
+        "update's gradient. Not in mlx-lm.",
+    ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
     ),

@@ -93,6 +93,8 @@ def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) 
         )
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
+    if settings.pop("wire", "auto") != "auto":
+        notes.append("mlx-lm sends gradients in their own type: wire is left out")
     return settings
 
 

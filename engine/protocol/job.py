@@ -90,6 +90,9 @@ class Job:
     """Ours: one of OPTIMIZER_PRECISIONS. "auto", where no plan has resolved it: "float32"."""
     moments: str = AUTO
     """Ours: one of MOMENTS. "auto", where no plan has resolved it: "float32"."""
+    wire: str = "auto"
+    """Ours, of strategy "data": gradients travel in their own type or float32, whichever is less ("auto"), in
+    "float32", or in "int8"."""
     chunking: bool = True
     """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE

@@ -41,6 +41,8 @@ class MeasureSpec:
     seconds: float
     """Duration of measuring, without loading and warming up."""
     env: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    """Of the job, whose gradients are kept as it does."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -129,8 +129,11 @@ class Loop:
         """One iteration, and the update and the periodic checkpoint that end with it."""
         self.reporter.phase("training")
         mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
-        self._pending[iteration] = self.strategy.accumulate(iteration - 1)
-        if iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters:
+        last = iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters
+        self._pending[iteration] = self.strategy.accumulate(
+            iteration - 1, last=last, exact=self.periodic.planned(self._updates + 1)
+        )
+        if last:
             try:
                 self._update()
             except Diverged:
@@ -148,8 +151,6 @@ class Loop:
         """Sum over the ranks, take one optimizer step, and report the iterations."""
         *_, (last, step) = self._pending.items()
         started = time.perf_counter()
-        own = self._own_facts()
-        measured = time.perf_counter()
         counters = [step.loss_sum for step in self._pending.values()]
         counters += [float(step.tokens) for step in self._pending.values()]
         counters += [float(self.control.stop_requested), *self.periodic.counters()]
@@ -172,19 +173,18 @@ class Loop:
             self._updates += 1
             self._pending[last] = replace(
                 step,
-                compute_s=step.compute_s + measured - started,
-                communicate_s=step.communicate_s + summed - measured,
+                communicate_s=step.communicate_s + summed - started,
                 update_s=time.perf_counter() - summed,
             )
-            self._report_update(losses, tokens, {**own, "grad_norm": norm})
+            self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
 
     def _own_facts(self) -> dict[str, float | None]:
-        """This rank's loss and gradient norm before they are summed: the validators compare the ranks by them."""
+        """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""
         tokens = sum(step.tokens for step in self._pending.values())
         loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
-        return {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
+        return {"update": self._updates, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
         return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())

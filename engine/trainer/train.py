@@ -153,6 +153,8 @@ class _Setup:
     def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
         """Raises JobError, PeerLost."""
         job, collective = self.job, self.collective
+        if job.wire == "int8" and job.strategy != "data":
+            raise JobError(f'[job] wire = "int8" needs strategy = "data", not "{job.strategy}"')
         if job.strategy == "pipeline":
             layers = self._layer_split(len(model.layers))
             self.reporter.print(f"pipeline: layers {format_split(layers)} on ranks 0 to {collective.size - 1}")

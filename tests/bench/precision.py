@@ -67,9 +67,8 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
     losses = []
     for position in range(steps):
         batch = train_split.batch(sampler.batch(position))
-        loss, sums = gradients.add(batch)
-        updater.update([gradients.unpack(sums)], batch.targets)
-        losses.append(loss / batch.targets)
+        losses.append(gradients.add(batch) / batch.targets)
+        gradients.apply(updater, batch.targets)
     squares = [mx.square(value.astype(mx.float32) - start[name]).sum() for name, value in updater.masters.items()]
     after = dict(tree_flatten(model.parameters()))
     return Trained(losses, math.sqrt(sum(map(scalar, squares))), before, validation(job, after, valid)), after

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import mlx.core as mx
 from mlx import nn
@@ -18,6 +17,7 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, TensorSpec, packed
 from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
 from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats
@@ -38,13 +38,15 @@ class LocalStep:
     compute_s: float
     communicate_s: float
     update_s: float = 0.0
+    """With one rank, of the backward pass too."""
 
 
 class Strategy(ABC):
     """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local.
 
     An update is `accumulate` for each of its iterations, `exchange`, `apply`. The state changes in `apply` only: a rank
-    that loses a peer before has the complete state of the last update.
+    that loses a peer before has the complete state of the last update. What can be exchanged in the last `accumulate`
+    already is, beside its computation.
     """
 
     replicated: bool
@@ -64,27 +66,29 @@ class Strategy(ABC):
         """The last update's rate. Local."""
         return self._updater.learning_rate
 
-    def accumulate(self, position: int) -> LocalStep:
-        """Forward and backward of the `position`-th global batch, from 0, added to the update under way; evaluated."""
+    def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
+        """Forward and backward of the `position`-th global batch, from 0, added to the update under way, whose `last`
+        it may be. `exact`: a checkpoint is due after the update, so no part of its gradient may be left to the next."""
         started = time.perf_counter()
         batch = self.loader.batch(position)
         ready, self._waited_s = time.perf_counter(), 0.0
-        loss, tokens = self._forward_backward(batch)
+        loss, tokens = self._forward_backward(batch, last=last, exact=exact)
         seconds = time.perf_counter() - ready
         return LocalStep(loss, tokens, ready - started, seconds - self._waited_s, self._waited_s)
 
     @abstractmethod
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
         """Add the gradients of this rank's `batch`; `loss_sum` and `tokens` of a LocalStep."""
 
     @abstractmethod
     def local_norm(self, tokens: int) -> float | None:
-        """The norm of this rank's own gradients, as a mean over its `tokens`; None where a rank has none. Local."""
+        """The norm of this rank's own gradients of the last update, as a mean over its `tokens`; None where a rank has
+        none. Local."""
 
     @abstractmethod
     def exchange(self, counters: list[float]) -> list[float]:
-        """Sum gradients and `counters` (float32: exact for integers up to 2^24) over the ranks; returns the sums of the
-        counters. Everything is evaluated; the state does not change."""
+        """Finish summing the gradients, and sum `counters` (float32: exact for integers up to 2^24) over the ranks;
+        returns the sums of the counters. The state does not change."""
 
     @abstractmethod
     def apply(self, tokens: float) -> float | None:
@@ -132,8 +136,6 @@ class PlacedParameter(TensorSpec):
 
 _PIECE_ELEMENTS = 2**18
 """Of the gradients that are applied at a time: few beside a model, and enough for each wait of the host."""
-_SUM_BYTES = 8
-"""What a ring's all_sum in float32 sends per element with many ranks; a gather sends each rank's own size."""
 
 
 def float32_sum(first: mx.array, second: mx.array) -> mx.array:
@@ -165,6 +167,7 @@ class PartitionedStrategy(Strategy):
         self.sums: dict[str, mx.array] = {}
         """The gradients' sums so far: float32, or a single contribution in its own type."""
         self._contributions = 0
+        self._wire = GradientWire(collective, "auto")
 
     def add(self, gradients: dict[str, mx.array], below: mx.array | None = None) -> None:
         """Move `gradients` to the sums of the update under way, evaluated together with `below`, of the same backward
@@ -196,18 +199,15 @@ class PartitionedStrategy(Strategy):
         return totals
 
     def _sum_shared(self, parameter: PlacedParameter) -> None:
-        """The sum of what several ranks have, in the order of the ranks: the same on all of them, bit for bit."""
+        """The sum of what several ranks have: the same on all of them, bit for bit."""
         mine = self.sums.get(parameter.name)
         dtype = parameter.gradient.dtype if self._contributions == 1 else mx.float32
         value = mx.zeros(parameter.shape, dtype) if mine is None else mine
-        if dtype.size * self._collective.size < _SUM_BYTES:
-            rows = self._collective.gather_arrays(value)
-            total = reduce(float32_sum, (rows[rank] for rank in parameter.ranks))
-        else:
-            total = self._collective.all_sum(value.astype(mx.float32))
-        if mine is not None:
-            self.sums[parameter.name] = total
-            mx.eval(total)
+        mx.eval(value)
+        self._wire.start(0, value.reshape(-1), None, exact=True)
+        total = self._wire.finish()
+        if mine is not None and total is not None:
+            self.sums[parameter.name] = total.reshape(parameter.shape)
 
     def apply(self, tokens: float) -> float | None:
         self._contributions = 0

@@ -141,7 +141,7 @@ class Pipeline(PartitionedStrategy):
         self._first_trained = min(parameter.ranks[0] for parameter in self._trained)
         self._batches = 0
 
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
         waited = self._collective.waited_s
         result = self._run(batch, train=True)
         self._waited_s = self._collective.waited_s - waited

@@ -181,6 +181,8 @@ CASES = [
     (NODES + JOB + "chunk_size = -100", "job.chunk_size", "1 or more"),
     (NODES + JOB + "chunk_size = 'all'", "job.chunk_size", "a whole number"),
     (NODES + JOB + "chunking = 'no'", "job.chunking", "true or false"),
+    (NODES + JOB + "wire = 'int4'", "job.wire", "auto, float32, int8"),
+    (NODES + JOB + "strategy = 'sharded'\nwire = 'int8'", "job.wire", 'strategy = "sharded" sends no int8'),
     (NODES + JOB + "max_grad_norm = 0", "job.max_grad_norm", "above 0"),
     (NODES + JOB + "optimizer_precision = 'bfloat16'", "job.optimizer_precision", "kahan, stochastic, parameter"),
     (NODES + JOB + "moments = '4bit'", "job.moments", "one of auto, float32, bfloat16, 8bit"),
