@@ -161,11 +161,12 @@ class Loop:
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
         summed = time.perf_counter()
-        for iteration, loss in zip(self._pending, losses, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(f"loss is not finite at iteration {iteration}")
+        self._check_losses(losses)
         with self.emergency.changing():
             norm = self.strategy.apply(sum(tokens))
+            if (late := self.strategy.late_loss) is not None:
+                losses, step = [late], replace(step, loss_sum=late)
+                self._check_losses(losses)
             if norm is None:
                 self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
             elif not math.isfinite(norm):
@@ -179,6 +180,11 @@ class Loop:
             self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
+
+    def _check_losses(self, losses: list[float]) -> None:
+        for iteration, loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {iteration}")
 
     def _own_facts(self) -> dict[str, float | None]:
         """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""

@@ -24,6 +24,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.data import DataLoader, load_split
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter
+from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
@@ -34,7 +35,7 @@ def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dic
     reporter = Reporter(EventWriter(None, collective.rank, 1))
     if job.strategy == "pipeline":
         loader = DataLoader(train, job, [1.0], 0, reporter)
-        return Pipeline(job, model, loader, collective, parse_split(case["split"]))
+        return Pipeline(job, model, loader, collective, parse_split(case.get("split") or str(job.layer_split)))
     loader = DataLoader(train, job, case.get("shares") or [1.0] * collective.size, collective.rank, reporter)
     return {"data": DataParallel, "sharded": Sharded}[job.strategy](job, model, loader, collective)
 
@@ -61,6 +62,8 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     if case.get("embeddings"):
         model.model.embed_tokens.unfreeze()
     train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
+    if "bucket" in case:
+        data_parallel._LEAST_ELEMENTS = case["bucket"]
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before

@@ -35,7 +35,7 @@ from engine.trainer.reporting import Reporter
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.weights import scalar
-from tests.training.tiny import Tiny, make_job, write_rows
+from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until
 
@@ -259,16 +259,35 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_iteration(tiny: Tiny, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+def test_compiled_as_on_a_gpu_the_losses_are_the_same(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, accumulated: int
+) -> None:
     """On the CPU this builds kernels for half a minute."""
-    keys = {"fine_tune_type": kind, "iters": 6, "grad_accumulation_steps": 2, "val_batches": 2, "steps_per_eval": 3}
+    keys = {"fine_tune_type": kind, "iters": 6, "grad_accumulation_steps": accumulated, "val_batches": 2}
     plain = train(tiny, tmp_path / "plain", **keys)
     mx.enable_compile()
+    monkeypatch.setattr(data_parallel, "_compiles", lambda: True)
     compiled = train(tiny, tmp_path / "compiled", **keys)
-    for event, value in (("step", "loss"), ("validation", "val_loss")):
-        series = [[entry[value] for entry in run.of(event)] for run in (plain, compiled)]
-        assert series[0] == pytest.approx(series[1], abs=1e-5)
+    for event, value in (("step", "loss"), ("step", "grad_norm"), ("validation", "val_loss")):
+        series = [[entry[value] for entry in run.of(event) if entry[value] is not None] for run in (plain, compiled)]
+        assert series[0] == pytest.approx(series[1], rel=1e-4)
+
+
+def test_a_whole_step_is_that_of_its_parts(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but not compiled: loss, norm, clipping and schedule; and a batch without targets."""
+    keys = {"iters": 5, "max_grad_norm": 0.5, "optimizer": "adamw", "lr_schedule": SCHEDULE}
+    plain = train(tiny, tmp_path / "plain", **keys)
+    monkeypatch.setattr(data_parallel, "_compiles", lambda: True)
+    whole = train(tiny, tmp_path / "whole", **keys)
+    for value in ("loss", "own_loss", "grad_norm", "own_grad_norm", "tokens"):
+        series = [[event[value] for event in run.of("step")] for run in (plain, whole)]
+        assert series[0] == pytest.approx(series[1], rel=1e-5)
+    assert all(mx.allclose(value, plain.weights()[name], atol=1e-5).item() for name, value in whole.weights().items())
+    with pytest.raises(Diverged, match="is not finite at iteration 2"):
+        train(tiny, tmp_path / "diverged", optimizer="sgd", learning_rate=1e30, iters=5)
+    test_a_batch_without_targets_changes_nothing(tiny, tmp_path)
 
 
 def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from operator import add
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -23,44 +21,44 @@ class _Table:
 
 
 class Member:
-    """One rank's side: a Collective's sums and gathers, with at most one under way."""
-
-    waited_s = 0.0
+    """One rank's side: a Collective's `all_sum` and `gather_arrays`, whose parts run one after the other."""
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
-        self._under_way: tuple[mx.array, Callable[[list[mx.array]], mx.array]] | None = None
         self.rank = rank
         self.size = len(table.rows)
-
-    def all_sum(self, array: mx.array) -> mx.array:
-        self.start_sum(array)
-        return self.finish()
-
-    def gather_arrays(self, array: mx.array) -> mx.array:
-        self.start_gather(array)
-        return self.finish()
+        self.waited_s = 0.0
+        self._under_way: Callable[[], mx.array] | None = None
 
     def start_sum(self, array: mx.array) -> None:
-        self._start(array, lambda rows: reduce(add, rows))
+        assert self._under_way is None
+        self._under_way = lambda: self.all_sum(array)
 
     def start_gather(self, array: mx.array) -> None:
-        self._start(array, mx.stack)
+        assert self._under_way is None
+        self._under_way = lambda: self.gather_arrays(array)
 
     def finish(self) -> mx.array:
         assert self._under_way is not None
-        (array, result), self._under_way = self._under_way, None
+        operation, self._under_way = self._under_way, None
+        return operation()
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        mx.eval(array)
         rows: list[mx.array] = self._exchange(array)
         shapes = {(row.shape, row.dtype) for row in rows}
-        assert len(shapes) == 1, f"ranks sum or gather different things: {shapes}"
-        found = result(rows)
-        mx.eval(found)
-        return found
+        assert len(shapes) == 1, f"ranks sum different things: {shapes}"
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
+        mx.eval(total)
+        return total
 
-    def _start(self, array: mx.array, result: Callable[[list[mx.array]], mx.array]) -> None:
-        assert self._under_way is None
+    def gather_arrays(self, array: mx.array) -> mx.array:
         mx.eval(array)
-        self._under_way = array, result
+        gathered = mx.stack(self._exchange(array))
+        mx.eval(gathered)
+        return gathered
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._table.rows[self.rank] = mine

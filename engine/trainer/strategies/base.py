@@ -31,7 +31,7 @@ class LocalStep:
     """One rank's part of an iteration, and the seconds of each part of the work."""
 
     loss_sum: float
-    """Sum of cross-entropies; 0 on a rank that does not compute the loss."""
+    """Sum of cross-entropies; 0 on a rank that does not compute the loss, and before a late one is known."""
     tokens: int
     """Targets in `loss_sum`."""
     data_s: float
@@ -60,6 +60,11 @@ class Strategy(ABC):
         self._updater = Updater(job, model)
         self._waited_s = 0.0
         """Seconds spent waiting for other ranks in the iteration under way."""
+
+    @property
+    def late_loss(self) -> float | None:
+        """The last iteration's `loss_sum`, where only `apply` computes it. Local."""
+        return None
 
     @property
     def learning_rate(self) -> float:

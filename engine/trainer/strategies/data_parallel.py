@@ -154,6 +154,37 @@ class Gradients:
         return loss / scale, dict(tree_flatten(gradients))
 
 
+class WholeStep:
+    """Forward pass, backward pass and update of one rank as one compiled function, as in mlx-lm: the host waits for
+    the device once a step."""
+
+    def __init__(self, model: nn.Module, updater: Updater) -> None:
+        self._model = model
+        self._updater = updater
+        self._half = any(value.dtype == mx.float16 for _, value in tree_flatten(model.trainable_parameters()))
+        self._state = [model.state, mx.random.state, *updater.arrays]
+        self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
+
+    def run(self, batch: Batch) -> tuple[float, float]:
+        """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
+        clipping."""
+        rows = Rows.of(batch, half=self._half)
+        scale, divisor = mx.array(rows.scale), mx.array(batch.targets, mx.float32)
+        loss, square = self._step(rows.tokens, rows.bounds, scale, divisor)
+        mx.eval(loss, square, self._state)
+        return scalar(loss), math.sqrt(scalar(square))
+
+    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array, divisor: mx.array) -> Any:
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        # The scale is 1 but for float16.
+        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)), divisor * scale)
+
+
+def _compiles() -> bool:
+    """As the trainer sets it: on the CPU each kernel would cost seconds of the C++ compiler."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
 def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:
     """The parameters in buckets of one type, in the order in which a backward pass has their gradients."""
     backwards = list(reversed(trainable))
@@ -185,10 +216,22 @@ class DataParallel(Strategy):
         super().__init__(job, model, loader, collective)
         wire = GradientWire(collective, job.wire) if collective.size > 1 else None
         self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
+        whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
+        self._whole_step = WholeStep(model, self._updater) if whole else None
+        self._batch: Batch | None = None
+        """Of the whole step under way."""
+        self._late_loss: float | None = None
         self._norm = 0.0
         """The last update's."""
 
+    @property
+    def late_loss(self) -> float | None:
+        return self._late_loss
+
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+        if self._whole_step is not None:
+            self._batch, self._late_loss = batch, None
+            return 0.0, batch.targets
         before = self._collective.waited_s
         loss = self._gradients.add(batch, last=last, exact=exact)
         self._waited_s = self._collective.waited_s - before
@@ -210,7 +253,10 @@ class DataParallel(Strategy):
         if not tokens:
             self._gradients.clear()
             return None
-        self._norm = self._gradients.apply(self._updater, tokens)
+        if self._whole_step is not None and self._batch is not None:
+            self._late_loss, self._norm = self._whole_step.run(self._batch)
+        else:
+            self._norm = self._gradients.apply(self._updater, tokens)
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
