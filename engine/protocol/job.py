@@ -60,17 +60,25 @@ class Job:
     """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
     batch_size: int = 4
     iters: int = 1000
+    """With `epochs`, the trainer computes it from its dataset."""
+    epochs: float | None = None
+    """Ours: in place of `iters`."""
     val_batches: int = 25
     """-1: the whole validation set; 0: no validation."""
     learning_rate: float = 1e-5
     steps_per_report: int = 10
     steps_per_eval: int = 200
+    save_best: bool = False
+    """Ours: also save the trained weights after each validation that is the best so far."""
+    patience: int | None = None
+    """Ours: end the training after this many validations in a row that are not better than the best; None: never."""
     resume_adapter_file: str | None = None
     save_every: int = 100
     test: bool = False
     test_batches: int = 500
     max_seq_length: int = 2048
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | int = False
+    """Layers of this rank that are computed again in the backward pass; True: all."""
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
@@ -111,6 +119,8 @@ class Job:
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
         chosen["home"] = home
+        if chosen.get("grad_checkpoint") == "auto":
+            chosen["grad_checkpoint"] = False
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         if not job.model.is_dir():
@@ -136,6 +146,7 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
 
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
-    split, so that another number of ranks can resume with another split."""
-    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
+    which a saved state shows itself."""
+    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

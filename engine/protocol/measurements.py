@@ -42,7 +42,7 @@ class MeasureSpec:
     """Duration of measuring, without loading and warming up."""
     env: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
-    """Of the job, whose gradients are kept as it does."""
+    """The ranks of the job: several keep their gradients otherwise than one does."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

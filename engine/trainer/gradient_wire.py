@@ -17,7 +17,7 @@ BLOCK = 256
 """Gradients that share one scale in int8: the scales are 1.6 % of the bytes."""
 _LARGEST = 127
 _SUM_BYTES = 8
-"""What a ring's all_sum in float32 sends per element with many ranks; a gather sends each rank's own size."""
+"""Per element, a ring's all_sum of float32 sends this much with many ranks, and a gather each other rank's own size."""
 
 
 def encode(values: mx.array) -> mx.array:

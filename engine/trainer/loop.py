@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import Job
+from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import ResumePoint
@@ -46,6 +47,8 @@ class Outcome:
     completed: bool
     stopped: bool
     iteration: int
+    early: str | None = None
+    """Why it is complete before the job's last iteration."""
 
 
 @dataclass
@@ -67,9 +70,14 @@ class Loop:
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
         self._window = ReportWindow(**self.start.window)
+        self._best = BestValidation(**self.start.best)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
         self._updates = self.start.update
+        self._updated_at = self.start.iteration
+        """The last iteration of the last update."""
+        self._best_at_update = self._best.state()
+        """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
         """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
@@ -79,10 +87,14 @@ class Loop:
         try:
             self._check_replicas(done)
             for iteration in range(done + 1, self.job.iters + 1):
-                if self._validation_due(iteration):
+                if self._validation_due(iteration) and not self._patience_over:
                     self._validate(iteration - 1)
                     if self._stop:
-                        return self._finish(Outcome(False, True, iteration - 1))
+                        return self._finish(Outcome(False, True, self._updated_at))
+                # In the middle of an accumulation, its update comes first.
+                if self._patience_over and not self._pending:
+                    early = self._best.early_stop(self._updated_at)
+                    return self._finish(Outcome(True, False, self._updated_at, early))
                 self._train(iteration)
                 if self._stop and iteration < self.job.iters:
                     return self._finish(Outcome(False, True, iteration))
@@ -124,6 +136,15 @@ class Loop:
         if loss is not None:
             seconds = time.perf_counter() - started
             self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+            best = self._best.add(iteration, loss)
+            # What was never trained must not replace what an earlier run has left.
+            if best and self.job.save_best and self._updates > 0:
+                self._check_replicas(iteration)
+                self._saver.save_best(iteration, loss)
+
+    @property
+    def _patience_over(self) -> bool:
+        return self.job.patience is not None and self._best.since >= self.job.patience
 
     def _train(self, iteration: int) -> None:
         """One iteration, and the update and the periodic checkpoint that end with it."""
@@ -172,6 +193,7 @@ class Loop:
             elif not math.isfinite(norm):
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
+            self._updated_at, self._best_at_update = last, self._best.state()
             self._pending[last] = replace(
                 step,
                 communicate_s=step.communicate_s + summed - started,
@@ -193,7 +215,7 @@ class Loop:
         return {"update": self._updates, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())
+        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best_at_update)
 
     def _report_update(self, losses: list[float], tokens: list[float], of_update: dict[str, float | None]) -> None:
         """`of_update`: for the event of the last iteration."""

@@ -38,7 +38,7 @@ _PARTS = 256
 """An update evaluates about this part of all trained elements at once, for float32 intermediates that are small beside
 the model: each takes 4 / 256 bytes per trained element."""
 _LEAST_ELEMENTS = 2**16
-"""Of a part: a smaller one saves nothing worth an evaluation."""
+"""A smaller part saves nothing worth an evaluation."""
 _Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
 """Updater._step of one type."""
 
@@ -218,7 +218,10 @@ class Updater:
         clipped = mean if clip is None else mean * clip
         parameter = optimizer.apply_single(clipped.astype(parameter.dtype), parameter, moments)
         kept, stepped = self._form.encode(parameter, moments, dtype, key + scalars["step"].astype(mx.uint32))
-        return kept.astype(dtype), kept, stepped, square
+        # The gradient must not wait in memory for the squares of all others.
+        weight = kept.astype(dtype)
+        square = mx.depends(square, [weight, kept, *stepped.values()])
+        return weight, kept, stepped, square
 
     def _update_model(self, weights: Mapping[str, mx.array]) -> None:
         # Not strict: in a list of layers, those without any of `weights` are left as they are.

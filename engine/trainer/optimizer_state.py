@@ -89,20 +89,22 @@ class StateForm:
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """The weight to keep and the stored arrays, of a model's weight of `dtype`. `key`: uint32 [2], of this
         parameter and update."""
-        stored = {}
-        for number, (name, value) in enumerate(moments.items(), 1):
-            kind = self._kind(value, parameter.shape)
-            if kind == "8bit":
-                second = name in self.second_moments
-                stored[name], stored[name + SCALE] = encode_8bit(value, _numbered(key, number), second=second)
-            else:
-                stored[name] = rounded(value, mx.bfloat16, _numbered(key, number)) if kind == "bfloat16" else value
+        stored: dict[str, mx.array] = {}
         if self._compensates(dtype):
             kept, stored[COMPENSATION] = split_remainder(parameter, dtype)
         elif self.precision == "stochastic" and dtype in _SPACING:
             kept = rounded(parameter, dtype, key)
         else:
             kept = parameter if self.precision == "float32" else parameter.astype(dtype)
+        for number, (name, value) in enumerate(moments.items(), 1):
+            kind = self._kind(value, parameter.shape)
+            if kind == "8bit":
+                # One after the other: each takes several float32 arrays of this size.
+                after = mx.depends(value, [kept, *stored.values()])
+                second = name in self.second_moments
+                stored[name], stored[name + SCALE] = encode_8bit(after, _numbered(key, number), second=second)
+            else:
+                stored[name] = rounded(value, mx.bfloat16, _numbered(key, number)) if kind == "bfloat16" else value
         return kept, stored
 
     def _compensates(self, dtype: mx.Dtype) -> bool:

@@ -128,7 +128,7 @@ MORE = {
     "muon": Case(keys={"optimizer": "muon"}),
     "adafactor": Case(keys={"optimizer": "adafactor"}),
     "sgd": Case(keys={"optimizer": "sgd"}),
-    "checkpointed": Case(keys={"grad_checkpoint": True}),
+    "checkpointed": Case(keys={"grad_checkpoint": 1}),
     "bfloat16": Case("bfloat16", tolerance=0.02, gradients=0.02),
     "float16": Case("float16", tolerance=0.01, gradients=0.01),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import TransformerBlock
+from mlx_lm.models.llama import Model, ModelArgs, TransformerBlock
 from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import build_schedule
@@ -24,11 +25,13 @@ from engine.protocol.job import Job, JobError
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.resume import ResumePoint
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.control import Control
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.trainer.loop import Diverged, Loop, Outcome
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, recompute_layers
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
@@ -68,8 +71,10 @@ def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:
     return control
 
 
-def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any) -> Trained:
-    """Train as the only rank; an exception leaves the events in the file `events.jsonl`."""
+def train(
+    tiny: Tiny, home: Path, control: Control | None = None, start: Snapshot | None = None, /, **keys: Any
+) -> Trained:
+    """Train as the only rank, from `start` if any; an exception leaves the events in the file `events.jsonl`."""
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
@@ -77,9 +82,14 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)
+    strategy = DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective)
+    point = ResumePoint()
+    if start is not None:
+        strategy.restore(start.state, 0, 1)
+        point = ResumePoint(start.iteration, start.update, start.window, best=start.best)
     loop = Loop(
         job=job,
-        strategy=DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective),
+        strategy=strategy,
         valid=splits[1],
         collective=collective,
         control=control or Control(),
@@ -87,6 +97,7 @@ def train(tiny: Tiny, home: Path, control: Control | None = None, /, **keys: Any
         replicas=ReplicaCheck(model, collective, reporter, every=50, stops=True),
         periodic=PeriodicCheckpoints(None, CheckpointPolicy(0), ORIGIN, reporter),
         emergency=EmergencyCheckpoint(home, 1, 0, ORIGIN, reporter),
+        start=point,
     )
     trained = Trained(job, model)
     trained.outcome = loop.run()
@@ -258,14 +269,22 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_iteration(tiny: Tiny, tm
         train(tiny, tmp_path, optimizer="sgd", learning_rate=1e30, iters=5)
 
 
+DROPOUT = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 20.0}}
+FULL = {"fine_tune_type": "full"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(
+    "own",
+    [{"grad_accumulation_steps": 2}, {"grad_checkpoint": 1, "grad_accumulation_steps": 2}, {"grad_checkpoint": 1}, {}],
+    ids=["accumulated", "recomputed and accumulated", "recomputed", "plain"],
+)
+@pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora with dropout", "full"])
 def test_compiled_as_on_a_gpu_the_losses_are_the_same(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, accumulated: int
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """On the CPU this builds kernels for half a minute."""
-    keys = {"fine_tune_type": kind, "iters": 6, "grad_accumulation_steps": accumulated, "val_batches": 2}
+    keys = {**kind, **own, "iters": 6, "val_batches": 2, "steps_per_eval": 3}
     plain = train(tiny, tmp_path / "plain", **keys)
     mx.enable_compile()
     monkeypatch.setattr(data_parallel, "_compiles", lambda: True)
@@ -290,16 +309,41 @@ def test_a_whole_step_is_that_of_its_parts(tiny: Tiny, tmp_path: Path, monkeypat
     test_a_batch_without_targets_changes_nothing(tiny, tmp_path)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    plain = train(tiny, tmp_path / "plain", iters=3)
-    call = TransformerBlock.__call__
-    try:
-        checkpointed = train(tiny, tmp_path / "checkpointed", iters=3, grad_checkpoint=True)
-        assert TransformerBlock.__call__ is not call
-    finally:
-        TransformerBlock.__call__ = call
+@pytest.mark.parametrize("keys", [FULL, DROPOUT], ids=["full", "lora with dropout"])
+@pytest.mark.parametrize(("layers", "expected"), [(1, [True, False]), (True, [True, True]), ("auto", [False, False])])
+def test_recomputed_layers_change_no_bit(
+    tiny: Tiny, tmp_path: Path, layers: bool | int | str, expected: list[bool], keys: dict[str, Any]
+) -> None:
+    plain = train(tiny, tmp_path / "plain", iters=3, grad_checkpoint=False, **keys)
+    checkpointed = train(tiny, tmp_path / "checkpointed", iters=3, grad_checkpoint=layers, **keys)
+    assert [type(layer) is not TransformerBlock for layer in checkpointed.model.layers] == expected
     losses = [[event["loss"] for event in run.of("step")] for run in (plain, checkpointed)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == losses[1]
+    assert all(mx.array_equal(value, plain.weights()[name]).item() for name, value in checkpointed.weights().items())
+
+
+def test_each_recomputed_layer_lowers_the_peak(tiny: Tiny, tmp_path: Path) -> None:
+    """By MLX's own count of bytes; only layers that are trained count."""
+    config = {**json.loads((tiny.model / "config.json").read_text()), "num_hidden_layers": 10, "vocab_size": 64}
+
+    def peak(layers: bool | int) -> int:
+        mx.random.seed(3)
+        model = Model(ModelArgs.from_dict(config))
+        model.freeze()
+        for layer in model.layers[2:]:
+            layer.unfreeze()
+        mx.eval(model.parameters())
+        recompute_layers(model.layers, layers)
+        gradients = Gradients(model, held=True)
+        tokens = np.arange(8 * 129, dtype=np.int32).reshape(8, 129) % 64
+        batch = Batch(tokens, np.asarray([[1, 129]] * 8, np.int32), 8 * 128)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        gradients.add(batch)
+        return mx.get_peak_memory()
+
+    peaks = [peak(layers) for layers in (False, 1, 2, 4, True)]
+    assert all(more > less * 1.05 for more, less in itertools.pairwise(peaks)), peaks
 
 
 def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: Path) -> None:

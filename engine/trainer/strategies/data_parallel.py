@@ -107,7 +107,7 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        """Of the sums that are held."""
+        """The bytes of the sums that are held."""
         return sum(bucket.nbytes for bucket in (*self._own, *self._sums))
 
     def own_norm(self, divisor: float) -> float:
@@ -150,7 +150,9 @@ class Gradients:
         return gradients
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._shapes
+        )
         return loss / scale, dict(tree_flatten(gradients))
 
 
@@ -161,7 +163,9 @@ class WholeStep:
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self._model = model
         self._updater = updater
-        self._half = any(value.dtype == mx.float16 for _, value in tree_flatten(model.trainable_parameters()))
+        trainable = dict(tree_flatten(model.trainable_parameters()))
+        self._trained = set(trainable)
+        self._half = any(value.dtype == mx.float16 for value in trainable.values())
         self._state = [model.state, mx.random.state, *updater.arrays]
         self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
 
@@ -175,7 +179,9 @@ class WholeStep:
         return scalar(loss), math.sqrt(scalar(square))
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array, divisor: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._trained
+        )
         # The scale is 1 but for float16.
         return loss / scale, self._updater.apply(dict(tree_flatten(gradients)), divisor * scale)
 
@@ -219,7 +225,7 @@ class DataParallel(Strategy):
         whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
         self._whole_step = WholeStep(model, self._updater) if whole else None
         self._batch: Batch | None = None
-        """Of the whole step under way."""
+        """The batch of the whole step under way."""
         self._late_loss: float | None = None
         self._norm = 0.0
         """The last update's."""
