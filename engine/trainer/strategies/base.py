@@ -140,7 +140,7 @@ class PlacedParameter(TensorSpec):
 
 
 _PIECE_ELEMENTS = 2**18
-"""Of the gradients that are applied at a time: few beside a model, and enough for each wait of the host."""
+"""Gradients applied at a time: few beside a model, and enough for each wait of the host."""
 
 
 def float32_sum(first: mx.array, second: mx.array) -> mx.array:

@@ -39,9 +39,9 @@ class Reduction:
 
     section: int
     own: dict[str, mx.array]
-    """Of the tensors that this rank owns; none where `packed` has them too."""
+    """Gradients of the tensors that this rank owns; none where `packed` has them too."""
     packed: mx.array
-    """What the other ranks get."""
+    """Flat, for the other ranks."""
 
 
 class Shards:
