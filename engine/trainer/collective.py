@@ -30,8 +30,8 @@ class PeerLost(TrainerError):
 
 
 class Collective:
-    """Operations of all ranks: every call is made by every rank, in the same order. All but `start_sum` and
-    `start_gather` are finished when they return.
+    """Operations of all ranks: every call is made by every rank, in the same order. All but `start_sum`,
+    `start_gather` and `start_send` are finished when they return.
 
     They share one stream of their own, beside which the ranks compute. At most one is under way: of several, MLX waits
     for one that never ends before it raises the error of the first, and the survivors of a lost peer would hang.
@@ -96,8 +96,13 @@ class Collective:
 
     def send(self, array: mx.array, rank: int) -> None:
         """Send `array` to a neighbour, which must be receiving: this may return only then. Raises PeerLost."""
+        self.start_send(array, rank)
+        self.finish()
+
+    def start_send(self, array: mx.array, rank: int) -> None:
+        """Begin `send`, for whose end `finish` waits. Raises PeerLost."""
         mx.eval(array)
-        self._wait(lambda: mx.distributed.send(array, rank, group=self._group, stream=self._stream))
+        self._start(lambda: mx.distributed.send(array, rank, group=self._group, stream=self._stream))
 
     def recv_lazy(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> mx.array:
         """The array that a neighbour will send, for computations before it arrives."""

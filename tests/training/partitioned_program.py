@@ -35,7 +35,7 @@ def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dic
     reporter = Reporter(EventWriter(None, collective.rank, 1))
     if job.strategy == "pipeline":
         loader = DataLoader(train, job, [1.0], 0, reporter)
-        return Pipeline(job, model, loader, collective, parse_split(case["split"]))
+        return Pipeline(job, model, loader, collective, parse_split(case.get("split") or str(job.layer_split)))
     loader = DataLoader(train, job, case.get("shares") or [1.0] * collective.size, collective.rank, reporter)
     return {"data": DataParallel, "sharded": Sharded}[job.strategy](job, model, loader, collective)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.strategies.sharded import Shards, assign_owners
 from tests.training import kinds
 from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, compare
+from tests.training.tiny import Tiny, make_job
 
 pytestmark = pytest.mark.busy
 
@@ -69,20 +71,21 @@ def test_every_tensor_has_one_owner_and_no_rank_is_ahead_by_more_than_one_tensor
         assert max(loads) - min(loads) <= max(section.values(), default=0)
 
 
-def test_a_section_is_put_together_to_the_bit_and_forgotten() -> None:
+def test_a_section_is_put_together_to_the_bit_and_forgotten(tiny: Tiny, tmp_path: Path) -> None:
     """On one rank, which owns all: types of 1, 2 and 4 bytes, odd sizes, and a scalar's worth."""
     model = kinds.model("llama", tied=True)
     model.model.layers[0].mlp.gate_proj.weight = mx.random.normal((48, 32)).astype(mx.bfloat16)
     model.model.layers[0].self_attn.odd = mx.arange(7, dtype=mx.uint8)
     model.model.layers[0].self_attn.halves = mx.array([-0.0, 1.5, float("nan")], dtype=mx.float16)
     before = dict(tree_flatten(model.parameters()))
-    shards = Shards(model, Collective("ring", 1, 0))
+    shards = Shards(make_job(tiny, tmp_path), model, Collective("ring", 1, 0))
     gathered: dict[str, mx.array] = {}
     for number in range(len(shards.sections)):
-        found = shards.gather(number)
-        assert {name for name, _ in tree_flatten(shards.sections[number].model.parameters())} == found.keys()
+        shards.start_gather(number)
+        found = shards.finish_gather(number)
+        with shards.with_parameters(number, found) as section:
+            assert dict(tree_flatten(section.model.parameters())) == found
         gathered |= found
-        shards.release(number)
     assert gathered.keys() == before.keys()
     for name, value in before.items():
         assert gathered[name].dtype == value.dtype

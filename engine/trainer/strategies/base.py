@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,8 +15,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective, TensorSpec
+from engine.trainer.collective import Collective, TensorSpec, packed
 from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
 from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats
@@ -132,6 +133,20 @@ class PlacedParameter(TensorSpec):
     """One, or more for embeddings that are the head as well."""
     trained: bool = True
 
+    @property
+    def gradient(self) -> TensorSpec:
+        """float32 for float16 parameters, whose gradients' sums over tokens may leave its range."""
+        return TensorSpec(self.shape, mx.float32 if self.dtype == mx.float16 else self.dtype)
+
+
+_PIECE_ELEMENTS = 2**18
+"""Gradients applied at a time: few beside a model, and enough for each wait of the host."""
+
+
+def float32_sum(first: mx.array, second: mx.array) -> mx.array:
+    """The sum of two gradients, in float32. Not evaluated."""
+    return first.astype(mx.float32) + second
+
 
 class PartitionedStrategy(Strategy):
     """A rank that holds and trains a part of the model: everything but the forward and backward passes."""
@@ -155,38 +170,61 @@ class PartitionedStrategy(Strategy):
         self._norm = 0.0
         self._found: State = {}
         self.sums: dict[str, mx.array] = {}
-        """The gradients' sums so far, float32."""
+        """The gradients' sums so far: float32, or a single contribution in its own type."""
+        self._contributions = 0
+        self._wire = GradientWire(collective, "auto")
 
-    def add(self, gradients: Mapping[str, mx.array]) -> None:
-        """Add gradients (float32) to the sums of the update under way, evaluated."""
-        for name, gradient in gradients.items():
-            self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
-        mx.eval(self.sums)
+    def add(self, gradients: dict[str, mx.array], below: mx.array | None = None) -> None:
+        """Move `gradients` to the sums of the update under way, evaluated together with `below`, of the same backward
+        pass: `gradients` is empty afterwards, and each of them is freed when it has been added."""
+        names = list(gradients)
+        for name in names:
+            mine = gradients.pop(name)
+            self.sums[name] = float32_sum(self.sums[name], mine) if name in self.sums else mine
+            del mine
+        self._contributions += 1
+        mx.eval([self.sums[name] for name in names], [] if below is None else below)
 
     def local_norm(self, tokens: int) -> None:
         """None: a rank's gradients are those of its own part of the model, not of its own examples."""
 
     def exchange(self, counters: list[float]) -> list[float]:
         """Also sums the gradients that several ranks have, and computes the global norm."""
-        rank = self._collective.rank
         for parameter in self._trained:
             if len(parameter.ranks) > 1:
-                mine = self.sums.get(parameter.name)
-                total = self._collective.all_sum(mx.zeros(parameter.shape) if mine is None else mine)
-                if mine is not None:
-                    self.sums[parameter.name] = total
-        once = [parameter.name for parameter in self._trained if parameter.ranks[0] == rank]
-        squares = [mx.square(self.sums[name]).sum() for name in once if name in self.sums]
-        tail = mx.concatenate([mx.array(counters), sum(squares, start=mx.array(0.0)).reshape(1)])
-        *totals, square = floats(self._collective.all_sum(tail))
-        self._norm = math.sqrt(square)
+                self._sum_shared(parameter)
+        square = mx.array(0.0)
+        for names in self._pieces(p.name for p in self._trained if p.ranks[0] == self._collective.rank):
+            square = sum((mx.square(self.sums[name].astype(mx.float32)).sum() for name in names), start=square)
+            # Not all squares at once: each is as large as its gradient in float32.
+            mx.eval(square)
+        tail = mx.concatenate([mx.array(counters), square.reshape(1)])
+        *totals, squares = floats(self._collective.all_sum(tail))
+        self._norm = math.sqrt(squares)
         return totals
 
+    def _sum_shared(self, parameter: PlacedParameter) -> None:
+        """The sum of what several ranks have: the same on all of them, bit for bit."""
+        mine = self.sums.get(parameter.name)
+        dtype = parameter.gradient.dtype if self._contributions == 1 else mx.float32
+        value = mx.zeros(parameter.shape, dtype) if mine is None else mine
+        mx.eval(value)
+        self._wire.start(0, value.reshape(-1), None, exact=True)
+        total = self._wire.finish()
+        if mine is not None and total is not None:
+            self.sums[parameter.name] = total.reshape(parameter.shape)
+
     def apply(self, tokens: float) -> float | None:
-        sums, self.sums = self.sums, {}
+        self._contributions = 0
         if not tokens:
+            self.sums = {}
             return None
-        return self._updater.update([sums], tokens, self._norm / tokens)
+        pieces = ({name: self.sums.pop(name) for name in names} for names in self._pieces(list(self.sums)))
+        return self._updater.update(pieces, tokens, self._norm / tokens)
+
+    def _pieces(self, names: Iterable[str]) -> list[list[str]]:
+        """The `names` that this rank has sums of, in pieces."""
+        return packed((name for name in names if name in self.sums), lambda name: self.sums[name].size, _PIECE_ELEMENTS)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """This rank's own is collected from all parts, and restored with the last."""

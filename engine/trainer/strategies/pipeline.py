@@ -3,12 +3,14 @@
 The first rank has the embeddings, the last one the norm and the head; tied embeddings are on both, and get the sum of
 both gradients. All ranks read the whole of each global batch. A header before each array sent between stages describes
 it: a message of an unexpected size would otherwise shift all later ones, silently.
+
+An array is sent beside the computations that follow, until the next message of this rank: the order of the messages is
+that of the schedule.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,13 +56,22 @@ class StageMessages:
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
+        self._sending = False
 
     def send(self, rank: int, tag: MessageTag, array: mx.array) -> None:
-        """Send `array` [rows, length, width]. Raises PeerLost."""
+        """Send `array` [rows, length, width]; it is on its way until the next call. Raises PeerLost."""
+        self.settle()
         mx.eval(array)
         header = [_MAGIC, *tag, _DTYPES.index(array.dtype), *array.shape]
         self._collective.send(mx.array(header, dtype=mx.int32), rank)
-        self._collective.send(array, rank)
+        self._collective.start_send(array, rank)
+        self._sending = True
+
+    def settle(self) -> None:
+        """Wait until the last array is sent. Raises PeerLost."""
+        if self._sending:
+            self._sending = False
+            self._collective.finish()
 
     def receive(self, rank: int, tag: MessageTag, rows: tuple[int, int]) -> mx.array:
         """The array, evaluated; `rows` is its rows and length. Raises GroupError, PeerLost."""
@@ -75,6 +86,7 @@ class StageMessages:
         self._collective.receive(later)
 
     def _header(self, rank: int) -> list[int]:
+        self.settle()
         header = self._collective.receive(self._collective.recv_lazy((_HEADER_LENGTH,), mx.int32, rank))
         return cast("list[int]", header.tolist())
 
@@ -132,7 +144,10 @@ class Pipeline(PartitionedStrategy):
         self._batches = 0
 
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
-        return self._run(batch, train=True)
+        waited = self._collective.waited_s
+        result = self._run(batch, train=True)
+        self._waited_s = self._collective.waited_s - waited
+        return result
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         return self._run(examples.batch(indices), train=False)
@@ -155,9 +170,8 @@ class Pipeline(PartitionedStrategy):
             elif step.act == "backward":
                 self._backward(pieces[step.micro])
             else:
-                started = time.perf_counter()
                 self._communicate(step, pieces[step.micro])
-                self._waited_s += time.perf_counter() - started
+        self._messages.settle()
         self._batches += 1
         return loss, batch.targets if self._section.last else 0
 
@@ -182,9 +196,9 @@ class Pipeline(PartitionedStrategy):
     def _backward(self, micro: _MicroBatch) -> None:
         assert micro.gradients is not None
         gradients, micro.gradients = micro.gradients, None
-        mx.eval(gradients, [] if micro.below is None else micro.below)
-        self.add(gradients)
+        # What is evaluated once may be freed on the way.
         micro.hidden = micro.output = micro.cotangent = None
+        self.add(gradients, micro.below)
 
     def _communicate(self, step: Step, micro: _MicroBatch) -> None:
         rank, messages = self._collective.rank, self._messages

@@ -82,9 +82,10 @@ class Section:
         *,
         below: bool,
     ) -> tuple[mx.array, dict[str, mx.array], mx.array | None]:
-        """The forward pass's output, the gradients of `trained` (float32, unscaled), and that of `hidden` if a section
-        `below` is trained. Nothing is evaluated: the output can be before `cotangent`, the gradient with respect to it,
-        has arrived; what the backward pass needs is kept until its results are evaluated."""
+        """The forward pass's output, the gradients of `trained` (unscaled, of the parameters' types, but float32 for
+        float16), and that of `hidden` if a section `below` is trained. Nothing is evaluated: the output can be before
+        `cotangent`, the gradient with respect to it, has arrived; what the backward pass needs is kept until its
+        results are evaluated."""
         names = list(trained)
         differentiated = [*trained.values(), *([hidden] if below and hidden is not None else [])]
 
@@ -94,10 +95,15 @@ class Section:
 
         outputs, gradients = mx.vjp(compute, differentiated, [cotangent])
         self.model.update(tree_unflatten(list(trained.items())))
-        flat = {
-            name: gradient.astype(mx.float32) / rows.scale for name, gradient in zip(names, gradients, strict=False)
-        }
+        flat = {name: _unscaled(gradient, rows.scale) for name, gradient in zip(names, gradients, strict=False)}
         return outputs[0], flat, gradients[-1] if below else None
+
+
+def _unscaled(gradient: mx.array, scale: float) -> mx.array:
+    if gradient.dtype == mx.float16:
+        gradient = gradient.astype(mx.float32)
+    # A division by 1 would read and write all of it once more.
+    return gradient if scale == 1 else gradient / scale
 
 
 def check_splittable(model: nn.Module, strategy: str) -> None:

@@ -1,16 +1,21 @@
 """Strategy "sharded": every rank owns a part of the tensors, with their gradients and moments, and computes its
 share of each global batch, section by section.
 
-A section's tensors are gathered when it runs, forward and again backward, and released afterwards; in between only
+A section's tensors are gathered before it runs, forward and again backward, and dropped afterwards; in between only
 each section's input is kept (as with gradient checkpointing). Its gradients are summed at once, and each rank keeps
-those of the tensors it owns. Communication and computation never overlap, so that no GPU waits for a peer in a
-command buffer.
+those of the tensors it owns.
+
+Beside the computation of a section the next one is gathered; in the backward pass, the sums of the one before follow.
+Operations are started with what has been evaluated, and computations with what has arrived: so no GPU waits for a peer
+in a command buffer.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -18,23 +23,31 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.protocol.job import Job
+from engine.protocol.job import AUTO, Job, state_bytes
 from engine.trainer.collective import Collective, as_words, from_words
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
+from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, float32_sum
 from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
 
-_TRAINED_BYTES = 12
-"""State per trained element beside the element itself: two float32 moments and its gradient's sum."""
+
+@dataclass(frozen=True)
+class Reduction:
+    """A section's gradients before they are summed: lazy until `packed` and `own` are evaluated."""
+
+    section: int
+    own: dict[str, mx.array]
+    """Gradients of the tensors that this rank owns; none where `packed` has them too."""
+    packed: mx.array
+    """Flat, for the other ranks."""
 
 
 class Shards:
-    """A model's sections over the ranks. gather and reduce are called by all ranks, in the same order."""
+    """A model's sections over the ranks. What communicates is called by all ranks, in the same order."""
 
-    def __init__(self, model: nn.Module, collective: Collective) -> None:
+    def __init__(self, job: Job, model: nn.Module, collective: Collective) -> None:
         """`model`: whole, not evaluated; from now on it holds only this rank's tensors, and trains those not frozen."""
         self._collective = collective
         layers = len(model.layers)
@@ -46,7 +59,10 @@ class Shards:
         trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
         values = [dict(tree_flatten(section.model.parameters())) for section in self.sections]
         costs = [
-            {name: value.nbytes + _TRAINED_BYTES * value.size * (name in trained) for name, value in section.items()}
+            {
+                name: value.nbytes + value.size * _trained_bytes(job, value.dtype) * (name in trained)
+                for name, value in section.items()
+            }
             for section in values
         ]
         owners = assign_owners(costs, collective.size)
@@ -63,7 +79,15 @@ class Shards:
         ]
         """The tensors of each rank, by section."""
         self._widths = [[sum(v.words for v in own.values()) for own in owned] for owned in self._owned]
-        self._before_gather: dict[str, mx.array] = {}
+        self._sent = [
+            [
+                {name: v.gradient for name, v in section.items() if v.trained and sender not in v.ranks}
+                for sender in range(collective.size)
+            ]
+            for section in self._tensors
+        ]
+        """The gradients that each rank has for others, by section."""
+        self._sent_words = [max(sum(v.words for v in gradients.values()) for gradients in sent) for sent in self._sent]
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
     @property
@@ -74,43 +98,87 @@ class Shards:
     def trained_in(self, section: int) -> list[str]:
         return [name for name, tensor in self._tensors[section].items() if tensor.trained]
 
-    def gather(self, section: int) -> dict[str, mx.array]:
-        """All parameters of the `section`-th section, which has them until `release`. Raises PeerLost."""
-        tensors, owned, widths = self._tensors[section], self._owned[section], self._widths[section]
+    def start_gather(self, section: int) -> None:
+        """Begin to gather the `section`-th section's tensors, which `finish_gather` returns. Raises PeerLost."""
+        owned, widths = self._owned[section], self._widths[section]
         rank = self._collective.rank
         held = dict(tree_flatten(self.sections[section].model.parameters()))
-        self._before_gather = {
-            name: held[name] if name in owned[rank] else mx.zeros(0, tensor.dtype) for name, tensor in tensors.items()
-        }
         rest = mx.zeros(max(widths) - widths[rank], mx.uint32)
-        mine = mx.concatenate([*(as_words(held[name]) for name in owned[rank]), rest])
-        everybody = self._collective.gather_arrays(mine)
+        self._collective.start_gather(mx.concatenate([*(as_words(held[name]) for name in owned[rank]), rest]))
+
+    def finish_gather(self, section: int) -> dict[str, mx.array]:
+        """All parameters of the section. Raises PeerLost."""
+        everybody = self._collective.finish()
         found: dict[str, mx.array] = {}
-        for owner, parts in enumerate(owned):
+        for owner, parts in enumerate(self._owned[section]):
             found |= from_words(everybody[owner], parts)
-        self.sections[section].model.update(tree_unflatten(list(found.items())))
         return found
 
-    def reduce(self, section: int, gradients: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The sums of all ranks' `gradients` (float32, all trained of the section) for own tensors. Raises PeerLost."""
-        tensors = {name: tensor for name, tensor in self._tensors[section].items() if tensor.trained}
-        if not tensors:
-            return {}
-        # Each rank takes its own part of a sum of everything: the ring has no sum_scatter.
-        total = self._collective.all_sum(mx.concatenate([gradients[name].reshape(-1) for name in tensors]))
+    @contextmanager
+    def with_parameters(self, section: int, parameters: Mapping[str, mx.array]) -> Iterator[Section]:
+        """The section, which has `parameters` for as long as its computation is being built."""
+        model = self.sections[section].model
+        held = tree_flatten(model.parameters())
+        model.update(tree_unflatten(list(parameters.items())))
+        try:
+            yield self.sections[section]
+        finally:
+            model.update(tree_unflatten(held))
+
+    def pack(self, section: int, gradients: Mapping[str, mx.array]) -> Reduction:
+        """This rank's `gradients`, all trained of the section, as they are summed. Local.
+
+        Each rank needs the sums of what it owns, and the ring has no sum_scatter. From each of n ranks, gathering what
+        it has for others sends (n-1)²/n times the bytes of a gradient, a sum of everything in float32 8(n-1)/n bytes
+        per element: whichever is less, for even parts the first one up to 5 ranks in 16 bits and up to 3 in float32.
+        """
+        sent = self._sent[section][self._collective.rank]
+        if self._is_gathered(section):
+            rest = mx.zeros(self._sent_words[section] - sum(spec.words for spec in sent.values()), mx.uint32)
+            own = {name: gradients[name] for name in gradients if name not in sent}
+            return Reduction(section, own, mx.concatenate([*(as_words(gradients[name]) for name in sent), rest]))
+        flat = [gradients[name].astype(mx.float32).reshape(-1) for name in self.trained_in(section)]
+        return Reduction(section, {}, mx.concatenate(flat))
+
+    def start_reduce(self, reduction: Reduction) -> None:
+        """Begin to sum all ranks' gradients; `finish_reduce` returns the sums. Raises PeerLost."""
+        if self._is_gathered(reduction.section):
+            self._collective.start_gather(reduction.packed)
+        else:
+            self._collective.start_sum(reduction.packed)
+
+    def finish_reduce(self, reduction: Reduction) -> dict[str, mx.array]:
+        """The sums for this rank's own tensors, float32 (but on one rank, its own gradients). Lazy. Raises PeerLost."""
+        section, rank = reduction.section, self._collective.rank
+        total = self._collective.finish()
+        if self._is_gathered(section):
+            received = [from_words(row, sent) for row, sent in zip(total, self._sent[section], strict=True)]
+            # In the order of the ranks, so that a run repeated has the same bits.
+            return {
+                name: reduce(
+                    float32_sum, (mine if source == rank else others[name] for source, others in enumerate(received))
+                )
+                for name, mine in reduction.own.items()
+            }
         found, start = {}, 0
-        for name, tensor in tensors.items():
-            if self._collective.rank in tensor.ranks:
+        for name in self.trained_in(section):
+            tensor = self._tensors[section][name]
+            if rank in tensor.ranks:
                 # The sum makes it a copy: a slice would keep all of `total`.
                 found[name] = total[start : start + tensor.size].reshape(tensor.shape) + 0.0
             start += tensor.size
-        mx.eval(found)
         return found
 
-    def release(self, section: int) -> None:
-        """Drop the tensors that `gather` returned last, for `section`."""
-        self.sections[section].model.update(tree_unflatten(list(self._before_gather.items())))
-        self._before_gather = {}
+    def _is_gathered(self, section: int) -> bool:
+        ranks = self._collective.size
+        elements = sum(tensor.size for tensor in self._tensors[section].values() if tensor.trained)
+        return (ranks - 1) * 4 * self._sent_words[section] <= 2 * (ranks - 1) / ranks * 4 * elements
+
+
+def _trained_bytes(job: Job, dtype: mx.Dtype) -> float:
+    """State per trained element beside the element itself: the optimizer's, and its gradient's float32 sum."""
+    precision, moments = ("float32" if key == AUTO else key for key in (job.optimizer_precision, job.moments))
+    return state_bytes(precision, moments, dtype.size) + 4
 
 
 def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str, int]:
@@ -146,62 +214,79 @@ class Sharded(PartitionedStrategy):
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         """`model` is whole and not evaluated: tensors of other ranks never are. Raises JobError."""
         check_splittable(model, "sharded")
-        self._shards = shards = Shards(model, collective)
+        self._shards = shards = Shards(job, model, collective)
         super().__init__(job, model, loader, collective, shards.placed)
-        self._first_trained = min(section for section in range(len(shards.sections)) if shards.trained_in(section))
+        self._last = len(shards.sections) - 1
+        self._first_trained = min(section for section in range(self._last + 1) if shards.trained_in(section))
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)
         batch = examples.batch(mine) if len(mine) else None
         rows = Rows.of(batch) if batch else None
-        hidden = None
-        for section in range(len(self._shards.sections)):
-            hidden = self._forward(section, rows, hidden)
+        hidden, parameters = None, self._gather_first()
+        for section in range(self._last + 1):
+            hidden, parameters = self._forward(section, parameters, rows, hidden)
         return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+        waited = self._collective.waited_s
         shards, rows = self._shards, Rows.of(batch, half=self._half)
-        final = len(shards.sections) - 1
         # Dropout: a section runs twice, and must draw the same numbers both times.
-        seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (final + 1,))).tolist()
+        seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (self._last + 1,))).tolist()
         inputs: list[mx.array | None] = [None]
-        for section in range(final):
+        parameters = self._gather_first()
+        for section in range(self._last):
             mx.random.seed(seeds[section])
-            inputs.append(self._forward(section, rows, inputs[-1]))
+            output, parameters = self._forward(section, parameters, rows, inputs[-1])
+            inputs.append(output)
         loss, cotangent = 0.0, mx.array(1.0)
-        for section in range(final, self._first_trained - 1, -1):
+        above: Reduction | None = None
+        for section in range(self._last, self._first_trained - 1, -1):
             mx.random.seed(seeds[section])
-            parameters = self._gather(section)
-            trained = {name: parameters[name] for name in shards.trained_in(section)}
-            output, gradients, below = shards.sections[section].forward_backward(
-                trained, rows, inputs.pop(), cotangent, below=section > self._first_trained
-            )
-            mx.eval(gradients, [] if below is None else below, *([output] if section == final else []))
-            if section == final:
+            more = section > self._first_trained
+            if more:
+                shards.start_gather(section - 1)
+            with shards.with_parameters(section, parameters) as part:
+                trained = {name: parameters[name] for name in shards.trained_in(section)}
+                output, gradients, below = part.forward_backward(trained, rows, inputs.pop(), cotangent, below=more)
+            del trained
+            parameters = {}
+            # One operation at a time: the gathering beside the forward pass, the sums beside the backward pass.
+            mx.eval(output)
+            if section == self._last:
                 loss = scalar(output) / rows.scale
-            del output, parameters, trained
-            shards.release(section)
-            started = time.perf_counter()
-            reduced = shards.reduce(section, gradients)
-            self._waited_s += time.perf_counter() - started
+            del output
+            parameters = shards.finish_gather(section - 1) if more else {}
+            if above:
+                shards.start_reduce(above)
+            reduction = shards.pack(section, gradients) if gradients else None
             del gradients
-            self.add(reduced)
+            mx.eval([] if below is None else below, (reduction.own, reduction.packed) if reduction else [])
+            if above:
+                self.add(shards.finish_reduce(above))
+            above = reduction
             if below is not None:
                 cotangent = below
+        if above:
+            shards.start_reduce(above)
+            self.add(shards.finish_reduce(above))
+        self._waited_s = self._collective.waited_s - waited
         return loss, batch.targets
 
-    def _forward(self, section: int, rows: Rows | None, hidden: mx.array | None) -> mx.array | None:
-        """None without rows: this rank then only takes part in the gathering."""
-        self._gather(section)
+    def _gather_first(self) -> dict[str, mx.array]:
+        self._shards.start_gather(0)
+        return self._shards.finish_gather(0)
+
+    def _forward(
+        self, section: int, parameters: Mapping[str, mx.array], rows: Rows | None, hidden: mx.array | None
+    ) -> tuple[mx.array | None, dict[str, mx.array]]:
+        """The section's output, and the parameters of the next one, which are gathered meanwhile. Without rows, only
+        those: this rank then only takes part in the gathering."""
+        if section < self._last:
+            self._shards.start_gather(section + 1)
         output = None
         if rows is not None:
-            output = self._shards.sections[section].forward(rows, hidden)
+            with self._shards.with_parameters(section, parameters) as part:
+                output = part.forward(rows, hidden)
             mx.eval(output)
-        self._shards.release(section)
-        return output
-
-    def _gather(self, section: int) -> dict[str, mx.array]:
-        started = time.perf_counter()
-        parameters = self._shards.gather(section)
-        self._waited_s += time.perf_counter() - started
-        return parameters
+        return output, self._shards.finish_gather(section + 1) if section < self._last else {}
