@@ -27,7 +27,7 @@ SMALLEST = {
     "recovery": ["--seeds", "1"],
     "startup": ["--pairs", "1"],
     "telemetry": ["3"],
-    "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32"],
+    "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32, equal"],
 }
 
 
