@@ -135,6 +135,8 @@ class Workspace:
             "steps_per_report": EPOCH,
             "save_every": 1_000_000,
             "val_batches": 0,
+            # Nothing to pad, for stock neither.
+            **({"max_seq_length": TOKENS} if case.equal else {}),
         }
 
     def _counted(self, reports: list[dict[str, Any]], *, padding: int) -> Counted:
