@@ -185,7 +185,7 @@ class Workspace:
     """Where models, data and runs lie, and how ranks are started."""
 
     def __init__(self, root: Path, link: Link) -> None:
-        self._root, self._link, self._runs, self._port = root, link, 0, 20_000
+        self._root, self.link, self._runs, self._port = root, link, 0, 20_000
         demo = root / "demo"
         subprocess.run([sys.executable, "-m", "engine.demo_model", str(demo)], check=True)
         write_llama(root / "model", demo / "model", SIZES, "bfloat16")
@@ -288,7 +288,7 @@ class Workspace:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                place = ["ip", "netns", "exec", self._link.namespaces[core + rank], "taskset", "-c", str(core + rank)]
+                place = ["ip", "netns", "exec", self.link.namespaces[core + rank], "taskset", "-c", str(core + rank)]
                 program = [sys.executable, "-m", "tests.bench.link_rank", *arguments]
                 with (directory / f"rank{rank}.log").open("wb") as log:
                     processes.append(
@@ -343,20 +343,31 @@ def _run(*argv: str) -> None:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
-def tokens_for(workspace: Workspace, row: Row) -> int:
-    """Tokens of a step of each rank, from the times of two trials of full fine-tuning."""
-    (less, parameters), (more, _) = (workspace.compute("full", tokens) for tokens in TRIALS)
-    per_token = (more - less) / (TRIALS[1] - TRIALS[0])
-    exchange_s = 2 * parameters * 8 / ((row.rate or max(RATES)) * 1e6)
-    return max(2, round(TRIALS[0] + (exchange_s / row.ratio - less) / per_token))
+@dataclass(frozen=True)
+class Compute:
+    """The time of a step of full fine-tuning on a rank without a peer, as a line over its tokens."""
+
+    overhead_s: float
+    per_token_s: float
+    parameters: int
+    """Trained."""
+
+    @classmethod
+    def measured(cls, workspace: Workspace) -> Compute:
+        (less, parameters), (more, _) = (workspace.compute("full", tokens) for tokens in TRIALS)
+        per_token_s = (more - less) / (TRIALS[1] - TRIALS[0])
+        return cls(less - TRIALS[0] * per_token_s, per_token_s, parameters)
+
+    def tokens(self, row: Row) -> int:
+        """Tokens of each rank's step that take as long as the row asks for."""
+        exchange_s = 2 * self.parameters * 8 / ((row.rate or max(RATES)) * 1e6)
+        return max(2, round((exchange_s / row.ratio - self.overhead_s) / self.per_token_s))
 
 
-def compared(workspace: Workspace, link: Link, row: Row, trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
-    """All trainers in turns."""
-    link.hold(UNLIMITED)
-    tokens = tokens_for(workspace, row)
+def compared(workspace: Workspace, row: Row, tokens: int, trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
+    """All trainers in turns, with so many tokens a step on each rank."""
     compute_s, parameters = workspace.compute(row.kind, tokens)
-    link.hold(row.rate)
+    workspace.link.hold(row.rate)
     runs: dict[Trainer, list[Measured]] = {trainer: [] for trainer in trainers}
     for _ in range(rounds):
         for trainer, measured in runs.items():
@@ -396,8 +407,9 @@ def _least(trainer: Trainer, row: Row) -> float:
 def figures(rows: Sequence[Row], trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
     with contextlib.closing(Link()) as link, TemporaryDirectory() as directory:
         workspace = Workspace(Path(directory), link)
+        compute = Compute.measured(workspace)
         for row in rows:
-            yield from compared(workspace, link, row, trainers, rounds)
+            yield from compared(workspace, row, compute.tokens(row), trainers, rounds)
 
 
 def main() -> int:
