@@ -340,7 +340,7 @@ def _step_s(reports: Sequence[dict[str, Any]]) -> float:
 def _run(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+        raise SystemExit(f"namespaces and tc are needed, and `{' '.join(argv)}` failed: {done.stderr.strip()}")
 
 
 @dataclass(frozen=True)
