@@ -271,9 +271,9 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _figure_table(figures: Sequence[Figure]) -> str:
+def _figure_table(figures: Sequence[Figure], found: str) -> str:
     lines = [[figure.name, figure.value, figure.target, figure.verdict] for figure in figures]
-    return _markdown([["what", "measured", "target", ""], ["---"] * 4, *lines])
+    return _markdown([["what", found, "target", ""], ["---"] * 4, *lines])
 
 
 def document(peaks: Sequence[Figure], fitting: Sequence[Figure], rows: Sequence[MemoryRow]) -> str:
@@ -298,20 +298,20 @@ nearly all of it. Measured is MLX's own peak (`mx.get_peak_memory()`, which stoc
 the highest, over the parameters of the whole model. Our trainer and stock mlx-lm without `mx.compile`, if not said
 otherwise: on the CPU ours does not compile.
 
-{_figure_table(peaks)}
+{_figure_table(peaks, "measured")}
 
 ## What fits
 
 Full fine-tuning with AdamW, by the plan's estimate from the public configurations: one sequence of {TOKENS:,} tokens on
 each machine, gradient checkpointing in all layers, the reserve included; on two machines with `strategy = "sharded"`.
-Each cell is the most precise of {", ".join(FORMS)} that fits {WORKING_SET:.0%} of a machine's memory, about what Metal
+Each cell is the most precise form of the optimizer ({"; ".join(FORMS)}) that fits {WORKING_SET:.0%} of a machine's memory, about what Metal
 lets a process use by default, and what each machine needs for it.
 
 {_markdown(fit_table())}
 
 The least that each of these needs:
 
-{_figure_table(fitting)}
+{_figure_table(fitting, "estimated")}
 
 ## The estimate, and its errors
 
