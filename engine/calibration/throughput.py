@@ -160,6 +160,7 @@ class _Measurement:
             batch=step_batch(config),
             seconds=self.seconds,
             env=dict(config.job.env),
+            ranks=len(config.nodes),
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:

@@ -2,7 +2,8 @@
 
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
-`adapter_path` defaults to the run's own directory, `optimizer_precision` and `max_grad_norm` are ours, model and data
+`adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
+`optimizer_precision`, `moments`, `max_grad_norm`, `wire`, `epochs`, `save_best` and `patience` are ours, model and data
 have no default, and Hugging Face data sets are not read.
 """
 
@@ -14,6 +15,8 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from engine.protocol.job import AUTO, MOMENTS, OPTIMIZER_PRECISIONS
 
 _BELOW = 2**63
 _Count = Annotated[int, Field(ge=1, lt=_BELOW)]
@@ -119,14 +122,27 @@ KEYS: dict[str, Key] = {
         "Arguments of the optimizers.",
     ),
     "optimizer_precision": Key(
-        one_of("float32", "parameter"),
-        "float32",
-        "Type of the optimizer state and master weights: float32, or that of the parameters. Not in mlx-lm.",
+        one_of(AUTO, *OPTIMIZER_PRECISIONS),
+        AUTO,
+        "How trained weights of 16 bits are kept: beside float32 masters, with 16 bits of compensation (kahan, as "
+        "exact as float32), rounded stochastically, or as mlx-lm keeps them (parameter: small steps are lost). auto: "
+        "the most precise that fits. Not in mlx-lm.",
+    ),
+    "moments": Key(
+        one_of(AUTO, *MOMENTS),
+        AUTO,
+        "Type of the optimizer's moments; 8bit has a scale for each block of 64. With optimizer_precision parameter, "
+        "float32 means the weights' own type, as in mlx-lm. auto: the most precise that fits. Not in mlx-lm.",
     ),
     "seed": Key(Form(_NotNegative, "a whole number, 0 or more"), 0, "Random seed."),
     "num_layers": Key(COUNT_OR_ALL, 16, "Number of layers to train, from the last; all of them for full fine-tuning."),
     "batch_size": Key(COUNT, 4, "Sequences per iteration over all ranks (the global batch)."),
     "iters": Key(COUNT, 1000, "Training iterations."),
+    "epochs": Key(
+        Form(Annotated[FiniteFloat, Field(gt=0, le=1e6)], "a number above 0, at most 1000000; without iters"),
+        None,
+        "Passes over the training data, in place of iters; fractions are allowed. Not in mlx-lm.",
+    ),
     "grad_accumulation_steps": Key(COUNT, 1, "Iterations whose gradients are accumulated for one update."),
     "learning_rate": Key(POSITIVE, 1e-5, "Learning rate without a schedule."),
     "lr_schedule": Key(
@@ -137,6 +153,13 @@ KEYS: dict[str, Key] = {
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
     ),
     "max_grad_norm": Key(POSITIVE, None, "Clip the norm of the global gradient to this value. Not in mlx-lm."),
+    "wire": Key(
+        one_of("auto", "float32", "int8"),
+        "auto",
+        'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, or '
+        "else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the next "
+        "update's gradient. Not in mlx-lm.",
+    ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
     ),
@@ -149,7 +172,14 @@ KEYS: dict[str, Key] = {
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
         "Parameters of LoRA and DoRA.",
     ),
-    "grad_checkpoint": Key(FLAG, False, "Recompute activations in the backward pass, to save memory."),
+    "grad_checkpoint": Key(
+        Form(
+            bool | Literal["auto"] | _Count,
+            'true or false for all layers or none, a whole number, 1 or more, or "auto"',
+        ),
+        "auto",
+        "Layers of each rank whose activations are recomputed in the backward pass, to save memory.",
+    ),
     "clear_cache_threshold": Key(
         Form(_NotNegative, "bytes as a whole number, 0 or more"),
         0,
@@ -161,6 +191,17 @@ KEYS: dict[str, Key] = {
         "Batches per validation.",
     ),
     "steps_per_eval": Key(COUNT, 200, "Iterations between two validations."),
+    "save_best": Key(
+        FLAG,
+        False,
+        "Also save the adapters or weights as best_adapters.safetensors after each validation that is better than all "
+        "before it. Not in mlx-lm.",
+    ),
+    "patience": Key(
+        COUNT,
+        None,
+        "End the training after this many validations in a row without a better loss. Not in mlx-lm.",
+    ),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),
     "test": Key(FLAG, False, "Compute the test loss after training."),
@@ -184,7 +225,9 @@ FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """All keys, with defaults for those not given. null counts as not given, as in mlx-lm."""
+    """All keys, with defaults for those not given; no iters with epochs. null counts as not given, as in mlx-lm."""
     present = {key: value for key, value in given.items() if value is not None}
     fill = DEFAULTS | (FULL_DEFAULTS if present.get("fine_tune_type") == "full" else {})
+    if "epochs" in present:
+        fill = {key: value for key, value in fill.items() if key != "iters"}
     return deepcopy(fill) | present

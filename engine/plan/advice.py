@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "grad_checkpoint",
-        lambda plan, memory: plan.full and memory.billions(20) and not plan.settings.get("grad_checkpoint"),
+        lambda plan, memory: plan.full and memory.billions(20) and not plan.recomputes,
         "grad_checkpoint = true trades time for activation memory: at this size it decides whether the model fits",
         USER_REPORTS,
     ),

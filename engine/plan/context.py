@@ -19,6 +19,7 @@ from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
+from engine.protocol.partition import epoch_iterations
 
 _M4_MAX_BYTES = 136 * 10**9
 """Above the largest M4 Max (128 GiB)."""
@@ -85,6 +86,14 @@ def why_unused(inputs: PlanInputs) -> str | None:
     return None
 
 
+def job_iterations(settings: Mapping[str, Any], examples: int | None) -> int | None:
+    """The iterations of a job with these mlx-lm keys; None where they depend on an unknown number of examples."""
+    epochs = settings.get("epochs")
+    if epochs is None:
+        return int(settings["iters"])
+    return epoch_iterations(float(epochs), examples, int(settings["batch_size"])) if examples is not None else None
+
+
 @dataclass(frozen=True)
 class PlanContext:
     inputs: PlanInputs
@@ -144,6 +153,11 @@ class PlanContext:
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
     @property
+    def recomputes(self) -> bool:
+        """Some activations are computed again in the backward pass by `grad_checkpoint`."""
+        return self.settings.get("grad_checkpoint", False) not in (False, None, "auto")
+
+    @property
     def accumulation(self) -> int:
         return int(self.settings.get("grad_accumulation_steps") or 1)
 
@@ -153,9 +167,14 @@ class PlanContext:
         return int(self.settings["batch_size"]) * self.accumulation if self.settings else None
 
     @property
+    def iterations(self) -> int | None:
+        """None for a custom command, and for epochs over an unknown number of examples."""
+        return job_iterations(self.settings, self.inputs.examples) if self.settings else None
+
+    @property
     def updates(self) -> int | None:
         """Optimizer updates in the whole run; an incomplete last accumulation is applied too."""
-        return -(-int(self.settings["iters"]) // self.accumulation) if self.settings else None
+        return -(-self.iterations // self.accumulation) if self.iterations is not None else None
 
     @property
     def updates_per_epoch(self) -> float | None:

@@ -23,6 +23,8 @@ STEP_KEYS = (
     "optimizer",
     "optimizer_config",
     "optimizer_precision",
+    "moments",
+    "wire",
 )
 """The mlx-lm keys that affect the time or memory of a step."""
 

@@ -10,6 +10,29 @@ from typing import Any
 
 from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
+AUTO = "auto"
+"""The plan chooses."""
+OPTIMIZER_PRECISIONS = ("float32", "kahan", "stochastic", "parameter")
+"""How trained weights of 16 bits are kept, the most precise first; those of float32 are the same in each.
+
+"float32": beside a float32 master. "kahan": with the 16 bits that a float32 master has more. "stochastic": alone, each
+update rounded up or down at random, so that small steps add up in the mean. "parameter": alone, rounded to the nearest
+and computed in their own type, as stock mlx-lm does: small steps are lost."""
+MOMENTS = ("float32", "bfloat16", "8bit")
+"""Types of the optimizer's moments, the most precise first. With optimizer_precision "parameter", "float32" stands for
+the weights' own type, as in stock mlx-lm."""
+MOST_PRECISE_FIRST = (
+    ("float32", "float32"),
+    ("kahan", "float32"),
+    ("kahan", "bfloat16"),
+    ("kahan", "8bit"),
+    ("stochastic", "8bit"),
+)
+"""Pairs of optimizer_precision and moments worth choosing for weights of 16 bits: each takes less memory than the one
+before, and no other pair is as small and more precise."""
+MOMENT_BLOCK = 64
+"""Neighbouring elements of an 8-bit moment that share one float32 scale."""
+
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
@@ -37,17 +60,25 @@ class Job:
     """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
     batch_size: int = 4
     iters: int = 1000
+    """With `epochs`, the trainer computes it from its dataset."""
+    epochs: float | None = None
+    """Ours: in place of `iters`."""
     val_batches: int = 25
     """-1: the whole validation set; 0: no validation."""
     learning_rate: float = 1e-5
     steps_per_report: int = 10
     steps_per_eval: int = 200
+    save_best: bool = False
+    """Ours: also save the trained weights after each validation that is the best so far."""
+    patience: int | None = None
+    """Ours: end the training after this many validations in a row that are not better than the best; None: never."""
     resume_adapter_file: str | None = None
     save_every: int = 100
     test: bool = False
     test_batches: int = 500
     max_seq_length: int = 2048
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | int = False
+    """Layers of this rank that are computed again in the backward pass; True: all."""
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
@@ -63,8 +94,13 @@ class Job:
     trust_remote_code: bool = False
     max_grad_norm: float | None = None
     """Ours: clip the global gradient to this norm."""
-    optimizer_precision: str = "float32"
-    """Ours: "float32" keeps float32 master weights and moments, "parameter" the model's own type."""
+    optimizer_precision: str = AUTO
+    """Ours: one of OPTIMIZER_PRECISIONS. "auto", where no plan has resolved it: "float32"."""
+    moments: str = AUTO
+    """Ours: one of MOMENTS. "auto", where no plan has resolved it: "float32"."""
+    wire: str = "auto"
+    """Ours, of strategy "data": gradients travel in their own type or float32, whichever is less ("auto"), in
+    "float32", or in "int8"."""
     chunking: bool = True
     """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
@@ -83,6 +119,8 @@ class Job:
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
         chosen["home"] = home
+        if chosen.get("grad_checkpoint") == "auto":
+            chosen["grad_checkpoint"] = False
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         if not job.model.is_dir():
@@ -97,8 +135,18 @@ class Job:
         return -1 if layers < 0 else min(layers, available)
 
 
+def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_element: int = 2) -> float:
+    """Bytes of optimizer state per trained element beside the model's own weight of `element_bytes`: the master or the
+    compensation, and moments with their scales. `moments_per_element`: those of the parameter's shape, 2 for Adam."""
+    beside = {"float32": 4, "kahan": 2}.get(precision, 0) if element_bytes < 4 else 0
+    full = element_bytes if precision == "parameter" else 4
+    each = {"float32": full, "bfloat16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}[moments]
+    return beside + moments_per_element * each
+
+
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
-    split, so that another number of ranks can resume with another split."""
-    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
+    which a saved state shows itself."""
+    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

@@ -20,6 +20,7 @@ SMALLEST = {
     "flood": ["--seconds", "4"],
     "launch": ["--rounds", "1"],
     "links": ["--rounds", "1", "--rates", "1000", "--ratios", "1"],
+    "loss": ["--rounds", "1", "--tokens", "256"],
     "logs": ["--seconds", "4", "--lines", "200000"],
     "memory": ["--only", "full, adafactor"],
     "partitioned": ["--only", "pipeline 0-1"],

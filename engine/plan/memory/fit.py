@@ -117,9 +117,9 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
         # A sharded layer is always recomputed in the backward pass.
-        grad_checkpoint=bool(settings.get("grad_checkpoint")) or context.strategy == "sharded",
+        grad_checkpoint=context.recomputes or context.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
-        optimizer_precision=settings.get("optimizer_precision") or "float32",
+        optimizer_precision="parameter" if settings.get("optimizer_precision") == "parameter" else "float32",
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,
@@ -204,7 +204,7 @@ def _way_out(context: PlanContext) -> str:
     ways = []
     if context.micro_batches is not None and max(context.micro_batches.values()) > 1:
         ways.append("a smaller batch_size with more grad_accumulation_steps")
-    if not context.settings.get("grad_checkpoint") and context.strategy != "sharded":
+    if not context.recomputes and context.strategy != "sharded":
         ways.append("grad_checkpoint = true")
     ways.append("a smaller max_seq_length")
     if context.full:

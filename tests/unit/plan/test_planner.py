@@ -458,6 +458,20 @@ def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None
     assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
 
 
+def test_epochs_are_iterations_once_the_examples_are_counted() -> None:
+    """10,000 examples fill 1,250 batches of 8."""
+    asked = inputs(ultra_and_max(), settings={"epochs": 3, "batch_size": 8, "grad_accumulation_steps": 2})
+    counted = make_plan(asked)
+    assert (counted.batch_configuration.updates, counted.batch_configuration.epochs) == (1875, 3.0)
+    assert counted.checkpoint_strategy.suggested_frequency == 187
+    uncounted = make_plan(replace(asked, examples=None))
+    assert uncounted.batch_configuration.updates is None
+    assert uncounted.checkpoint_strategy.suggested_frequency is None
+    assert "adapters every 100 iterations, " in dict(summary(uncounted))["saves"]
+    reasons = {reason.key: reason.reason for reason in uncounted.reasons}
+    assert "needs the number of examples" in reasons["checkpoint_strategy.frequency"]
+
+
 @pytest.mark.parametrize("strategy", ["data", "sharded"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_plan_names_what_a_run_continues_from(strategy: str, *, enabled: bool) -> None:
