@@ -18,6 +18,10 @@ class Figure:
     target: str = ""
     met: bool = True
 
+    @property
+    def verdict(self) -> str:
+        return "" if not self.target else "met" if self.met else "MISSED"
+
 
 def system() -> str:
     """What was measured on."""
@@ -36,7 +40,6 @@ def report(figures: Iterable[Figure]) -> int:
     """Print each figure with its verdict; the exit code, 1 when a target is missed."""
     met = True
     for figure in figures:
-        verdict = "" if not figure.target else "met" if figure.met else "MISSED"
-        print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {verdict}", flush=True)
+        print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {figure.verdict}", flush=True)
         met = met and figure.met
     return 0 if met else 1

@@ -20,7 +20,7 @@ RULE_BYTES = 12
 """Per parameter: weights, gradients and two moments of 16 bits, and float32 masters."""
 CHEAP_BYTES = 10
 """Per parameter: weights and two moments of 16 bits, float32 gradients (optimizer_precision = "parameter")."""
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,26 @@ class KnownSize:
         return f"{self.bytes_per_parameter} bytes per parameter, {TOKENS:,} tokens, {kept}, fused attention"
 
 
-_QWEN3_32B = {
-    **_QWEN3,
+QWEN3_4B = {
+    **QWEN3,
+    "hidden_size": 2_560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9_728,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_14B = {
+    **QWEN3,
+    "hidden_size": 5_120,
+    "num_hidden_layers": 40,
+    "intermediate_size": 17_408,
+    "num_attention_heads": 40,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_32B = {
+    **QWEN3,
     "hidden_size": 5_120,
     "num_hidden_layers": 64,
     "intermediate_size": 25_600,
@@ -57,15 +75,7 @@ KNOWN_SIZES = (
     KnownSize(
         "4B",
         "Qwen3-4B",
-        {
-            **_QWEN3,
-            "hidden_size": 2_560,
-            "num_hidden_layers": 36,
-            "intermediate_size": 9_728,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-        },
+        QWEN3_4B,
         58,
     ),
     KnownSize(
@@ -87,22 +97,14 @@ KNOWN_SIZES = (
     KnownSize(
         "14B",
         "Qwen3-14B",
-        {
-            **_QWEN3,
-            "hidden_size": 5_120,
-            "num_hidden_layers": 40,
-            "intermediate_size": 17_408,
-            "num_attention_heads": 40,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-        },
+        QWEN3_14B,
         198,
     ),
     KnownSize(
         "30B",
         "Qwen3-30B-A3B",
         {
-            **_QWEN3,
+            **QWEN3,
             "model_type": "qwen3_moe",
             "hidden_size": 2_048,
             "num_hidden_layers": 48,
@@ -119,8 +121,8 @@ KNOWN_SIZES = (
         },
         410,
     ),
-    KnownSize("32B", "Qwen3-32B", _QWEN3_32B, 448),
-    KnownSize("32B", "Qwen3-32B", _QWEN3_32B, 320, grad_checkpoint=True, bytes_per_parameter=CHEAP_BYTES),
+    KnownSize("32B", "Qwen3-32B", QWEN3_32B, 448),
+    KnownSize("32B", "Qwen3-32B", QWEN3_32B, 320, grad_checkpoint=True, bytes_per_parameter=CHEAP_BYTES),
 )
 
 

@@ -19,6 +19,7 @@ SMALLEST = {
     "chunks": ["50000"],
     "flood": ["--seconds", "4"],
     "launch": ["--rounds", "1"],
+    "links": ["--rounds", "1", "--rates", "1000", "--ratios", "1"],
     "loss": ["--rounds", "1", "--tokens", "256"],
     "logs": ["--seconds", "4", "--lines", "200000"],
     "memory": ["--only", "full, adafactor"],
@@ -28,12 +29,12 @@ SMALLEST = {
     "recovery": ["--seeds", "1"],
     "startup": ["--pairs", "1"],
     "telemetry": ["3"],
-    "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32"],
+    "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32, equal"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.needs("linux", "namespaces", "sshd", "ssh-keygen", "g++")
+@pytest.mark.needs("linux", "root", "namespaces", "ip", "tc", "sshd", "ssh-keygen", "g++")
 @pytest.mark.parametrize("name", sorted(NAMED - {"compare", "training"}))
 def test_it_prints_its_figures(name: str) -> None:
     argv = [sys.executable, "-m", f"tests.bench.{name}", *SMALLEST.get(name, [])]

@@ -3,8 +3,10 @@
 Both by real mlx.launch on the same model, data, batch, ranks and precision, alternating, each rank held to a core of
 its own. What is counted is the same: whole epochs after one to warm up, so the same documents; target tokens without
 padding; by rank 0's clock from one report to another, so that loading, warming up and the end are left out.
-Then with one of two ranks slowed to about a third (its core shared with two programs that only count), where our shares
-are in proportion to what each core does alone in the same run. Exits 1 when a target is missed.
+Documents of unlike length (what real data has, where sorting by length decides) and of equal length (where only the
+step counts). Then with one of two ranks slowed to about a third (its core shared with two programs that only count),
+where our shares are in proportion to what each core does alone in the same run. On OpenBLAS where it is installed; the
+first lines say so. Exits 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -14,14 +16,12 @@ import contextlib
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,10 +30,10 @@ from typing import Any, Final
 import mlx.core as mx
 
 from engine.demo_model import calls
-from engine.protocol.attempt import END
+from tests.bench import blas
 from tests.bench.calibration import SPINNERS, spinning
 from tests.bench.figures import Figure, machine, report
-from tests.training.launching import launch, run_under_launcher
+from tests.bench.trainers import run_ours, run_stock, write_equal_data
 
 BATCH: Final = 8
 EXAMPLES: Final = 64
@@ -41,9 +41,9 @@ EPOCH: Final = EXAMPLES // BATCH
 """Iterations."""
 CALLS: Final = (1, 8)
 """Least and most calls of an example: what real data has, documents of unlike length."""
+TOKENS: Final = 129
+"""Of each example of equal length."""
 LIMIT, UNEQUAL_LIMIT = 1.0, 1.4
-_RUN_LIMIT_S = 1800.0
-_STOCK = Path(__file__).with_name("stock.py")
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,18 @@ class Case:
     """lora or full."""
     precision: str
     """float32 or bfloat16: the model's, and (as in mlx-lm, and by choice in ours) its optimizer's."""
+    equal: bool = False
+    """Examples of equal length."""
 
     @property
     def name(self) -> str:
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.kind}, {self.precision}"
+        length = ", equal lengths" if self.equal else ""
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.kind}, {self.precision}{length}"
 
 
 CASES: Final = tuple(
-    Case(ranks, kind, precision)
+    Case(ranks, kind, precision, equal)
+    for equal in (True, False)
     for precision in ("float32", "bfloat16")
     for kind in ("lora", "full")
     for ranks in (1, 2)
@@ -95,62 +99,33 @@ class Workspace:
         for precision in ("float32", "bfloat16"):
             shutil.copytree(demo / "model", self._model(precision))
         _to_bfloat16(self._model("bfloat16") / "model.safetensors")
-        write_data(root / "data")
+        write_data(root / "unlike")
+        write_equal_data(root / "equal", demo / "model", TOKENS, EXAMPLES)
         self._kernels = root / "kernels"
         self._kernels.mkdir()
 
-    def ours(self, case: Case, shares: tuple[float, ...], cores: Iterable[int] = (0, 1)) -> Counted:
+    def ours(self, case: Case, shares: tuple[float, ...], cores: Sequence[int] = (0, 1)) -> Counted:
         """Our trainer, strategy data."""
-        pinned = dict(enumerate(cores))
         directory = self._directory()
-        overrides = {rank: {"python": str(_pinned(directory, pinned[rank]))} for rank in range(case.ranks)}
         job = self._job(case, directory) | {"optimizer_precision": "parameter"}
-        # Nobody says a word to the keepers meanwhile.
-        run = launch(directory, job, shares=shares, overrides=overrides, spec_fields={"lease_s": _RUN_LIMIT_S})
-        try:
-            run.launcher.wait(_RUN_LIMIT_S)
-        except BaseException:
-            run.send(END)
-            raise
-        run.succeeded()
+        run = run_ours(directory, job, shares, cores[: case.ranks])
         return self._counted(run.events(0, "report"), padding=0)
 
     def stock(self, case: Case) -> Counted:
         """mlx_lm.lora."""
         directory = self._directory()
-        options, log = directory / "options.json", directory / "reports.jsonl"
-        options.write_text(json.dumps(self._job(case, directory) | {"train": True}))
-        program = shlex.join([sys.executable, str(_STOCK), str(options), str(log)])
-        # mlx.launch gives a lone rank an empty hostfile, on which MLX fails. Else as our own ranks: in sessions of
-        # their own, and off the launcher's pipes, on which it would burn a core.
-        prepare = "unset MLX_HOSTFILE; " if case.ranks == 1 else ""
         # The kernels that its compiled step is made of, by the system's C++ compiler for minutes, are built once.
-        prepare += f"export TMPDIR={shlex.quote(str(self._kernels))}; echo $$ >rank$MLX_RANK.pid; "
-        held = f"{prepare}exec setsid --wait taskset -c $MLX_RANK {program} </dev/null >>rank$MLX_RANK.log 2>&1"
-        started = run_under_launcher(directory, case.ranks, ["/bin/sh", "-c", held], "0" * 32)
-        assert started.process is not None
-        logs = [directory / f"rank{rank}.log" for rank in range(case.ranks)]
-        try:
-            while not all(path.exists() for path in logs) and started.process.poll() is None:
-                time.sleep(0.1)
-            started.drop_pipes()
-            started.process.wait(_RUN_LIMIT_S)
-        except BaseException:
-            started.process.kill()
-            for path in directory.glob("rank*.pid"):
-                os.kill(int(path.read_text()), signal.SIGKILL)
-            raise
-        reports = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        if len(reports) <= self._epochs + 1:
-            raise AssertionError((directory / "rank0.log").read_text()[-2000:])
-        # Its mask takes the first token of padding of each document for a target.
-        return self._counted(reports, padding=EXAMPLES * self._epochs)
+        environment = {"TMPDIR": str(self._kernels)}
+        reports = run_stock(directory, self._job(case, directory), case.ranks, environment, pinned=True)
+        # Its mask takes the first token of padding of each document for a target, and equal ones have none.
+        padding = 0 if case.equal else EXAMPLES * self._epochs
+        return self._counted(reports, padding=padding)
 
     def _job(self, case: Case, directory: Path) -> dict[str, Any]:
         """mlx-lm's own keys."""
         return {
             "model": str(self._model(case.precision)),
-            "data": str(self._root / "data"),
+            "data": str(self._root / ("equal" if case.equal else "unlike")),
             "adapter_path": str(directory / "adapters"),
             "fine_tune_type": case.kind,
             "num_layers": -1,
@@ -160,9 +135,13 @@ class Workspace:
             "steps_per_report": EPOCH,
             "save_every": 1_000_000,
             "val_batches": 0,
+            # Nothing to pad, for stock neither.
+            **({"max_seq_length": TOKENS} if case.equal else {}),
         }
 
     def _counted(self, reports: list[dict[str, Any]], *, padding: int) -> Counted:
+        if len(reports) <= self._epochs + 1:
+            raise AssertionError(f"only {len(reports)} reports")
         first, last = reports[0], reports[self._epochs]
         return Counted(last["trained_tokens"] - first["trained_tokens"] - padding, last["t"] - first["t"])
 
@@ -192,14 +171,6 @@ def _to_bfloat16(path: Path) -> None:
     halves = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
     mx.eval(halves)
     mx.save_safetensors(str(path), halves, metadata={"format": "mlx"})
-
-
-def _pinned(directory: Path, core: int) -> Path:
-    """A python held to one core."""
-    path = directory / f"python{core}"
-    path.write_text(f'#!/bin/sh\nexec taskset -c {core} {shlex.quote(sys.executable)} "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 def compared(workspace: Workspace, case: Case, rounds: int) -> Figure:
@@ -242,9 +213,10 @@ def figures(root: Path, cases: list[Case], rounds: int, epochs: int, *, slowed: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Our trainer's tokens per second beside stock mlx_lm.lora's.")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each, in turns")
     parser.add_argument("--epochs", type=int, default=2, help="counted, of 8 iterations")
     parser.add_argument("--only", default="", help="cases whose name has this, or `slowed`")
+    parser.add_argument("--blas", choices=blas.CHOICES, help="OpenBLAS, if it is installed")
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
         raise SystemExit("two cores are needed: each rank has one of its own")
@@ -253,6 +225,7 @@ def main() -> int:
     chosen = [case for case in CASES if options.only in case.name]
     slowed = options.only in ("", "slowed")
     print(machine())
+    print(blas.use(options.blas))
     print(f"demo model, {EXAMPLES} examples, batch {BATCH}: ours and stock mlx_lm.lora, medians of {options.rounds}")
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(TemporaryDirectory()))
