@@ -90,7 +90,8 @@ class Updater:
         """
         assert norm is not None or self._max_norm is None
         clip = None if norm is None else self._clip(mx.array(norm))
-        scale, total = mx.array(divisor, mx.float32), mx.array(0.0)
+        scale = None if divisor == 1 else mx.array(divisor, mx.float32)
+        total = mx.array(0.0)
         self._begin_step()
         for piece in pieces:
             gradients = dict(piece)
@@ -107,16 +108,16 @@ class Updater:
         mx.eval(self._scalars)
         return math.sqrt(scalar(total)) if norm is None else norm
 
-    def apply(self, gradients: Mapping[str, mx.array], divisor: mx.array) -> mx.array:
-        """One lazy step with all gradients over `divisor`; the sum of squares of the quotients before clipping. For a
+    def apply(self, gradients: Mapping[str, mx.array]) -> mx.array:
+        """One lazy step with all mean gradients; the sum of their squares before clipping. For a
         compiled function with forward and backward pass, whose inputs and outputs `arrays` and the model's state are.
         """
         self._begin_step()
         clip = None
         if self._max_norm is not None:
-            squares = [mx.square(_quotient(gradient, divisor)).sum() for gradient in gradients.values()]
+            squares = [_square(gradient) for gradient in gradients.values()]
             clip = self._clip(mx.sqrt(mx.stack(squares).sum()))
-        return self._advance(self._functions, gradients, divisor, clip)[1]
+        return self._advance(self._functions, gradients, None, clip)[1]
 
     def state(self) -> dict[str, dict[str, mx.array]]:
         """References to everything that an update changes. The model's own parameters are the rounded masters."""
@@ -182,7 +183,7 @@ class Updater:
         self,
         functions: Mapping[mx.Dtype, _Step],
         gradients: Mapping[str, mx.array],
-        divisor: mx.array,
+        divisor: mx.array | None,
         clip: mx.array | None,
     ) -> tuple[dict[str, mx.array], mx.array]:
         """Replace the parameters of `gradients` and their state by lazy ones; these weights, and the sum of squares of
@@ -203,19 +204,19 @@ class Updater:
         gradient: mx.array,
         own: tuple[mx.array, Mapping[str, mx.array], mx.array],
         scalars: Mapping[str, mx.array],
-        scaling: tuple[mx.array, mx.array | None],
+        scaling: tuple[mx.array | None, mx.array | None],
     ) -> tuple[mx.array, mx.array, dict[str, mx.array], mx.array]:
         """One parameter's step, a pure function of what is kept and stored of it and its key (`own`), and of the
         gradient's divisor and factor (`scaling`). The model's weight of `dtype`, what is kept and stored, and the sum
         of squares of the gradient before clipping."""
         (kept, stored, key), (divisor, clip) = own, scaling
-        mean = _quotient(gradient, divisor)
-        square = mx.square(mean).sum()
+        mean = gradient if divisor is None else gradient.astype(mx.float32) / divisor
+        square = _square(mean)
         parameter, moments = self._form.decode(kept, stored)
         # Its state holds only what is passed: a compiled function would make constants of anything else.
         optimizer = copy.copy(self._optimizer)
         optimizer.state = dict(scalars)
-        clipped = mean if clip is None else mean * clip
+        clipped = mean if clip is None else mean.astype(mx.float32) * clip
         parameter = optimizer.apply_single(clipped.astype(parameter.dtype), parameter, moments)
         kept, stepped = self._form.encode(parameter, moments, dtype, key + scalars["step"].astype(mx.uint32))
         # The gradient must not wait in memory for the squares of all others.
@@ -228,8 +229,8 @@ class Updater:
         self._model.update(tree_unflatten(list(weights.items())), strict=False)
 
 
-def _quotient(gradient: mx.array, divisor: mx.array) -> mx.array:
-    return gradient.astype(mx.float32) / divisor
+def _square(gradient: mx.array) -> mx.array:
+    return mx.square(gradient.astype(mx.float32)).sum()
 
 
 def _random_key(seed: int, name: str) -> mx.array:

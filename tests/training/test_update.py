@@ -113,7 +113,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
     model, tokenizer = load_model(job)
     examples = load_split(job, "train", tokenizer, lambda _: None)
     sampler = examples.sampler(4, job.seed)
-    gradients, updater = Gradients(model), Updater(job, model)
+    gradients, updater = Gradients(model, held=True), Updater(job, model)
     losses = []
     for window in ([0, 1], [2, 3], [4]):
         batches = [examples.batch(sampler.batch(position)) for position in window]

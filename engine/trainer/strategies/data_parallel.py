@@ -53,21 +53,24 @@ class Gradients:
         self._sums: list[mx.array] = []
         """All ranks' sums of the update by bucket."""
         self._unevaluated: dict[str, mx.array] = {}
-        """By parameter, instead of sums."""
+        """By parameter, instead of sums: those over `divided_by`, since a division of its own would cost a float32
+        copy of each."""
+        self.divided_by = 1
         self._own_squares: list[mx.array] = []
         self._squares: list[mx.array] = []
 
     def add(self, batch: Batch, *, last: bool = True, exact: bool = False) -> float:
         """The sum of cross-entropies over `batch`; its gradients are added to the update's. With its `last` batch, the
         sums over the ranks begin. `exact`: see GradientWire. Raises PeerLost."""
-        rows = Rows.of(batch, half=self._half)
-        scale = mx.array(rows.scale) if self._half else None
-        loss, gradients = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
         only = last and not self._own
         if only and self._lazy:
+            self.divided_by = max(batch.targets, 1)
+            loss, self._unevaluated = self._forward_backward(*Rows.of(batch, mean=True).inputs)
             mx.eval(loss)
-            self._unevaluated = {name: unscaled(value, scale) for name, value in gradients.items()}
             return scalar(loss)
+        rows = Rows.of(batch, half=self._half)
+        scale = mx.array(rows.scale) if self._half else None
+        loss, gradients = self._forward_backward(*rows.inputs)
         scales = self._wire.gather_scales(rows.scale) if self._wire and only and self._half else None
         before, self._own = self._own[::-1], []
         self._own_squares = []
@@ -118,16 +121,17 @@ class Gradients:
         """One step with the sums over `divisor`, each dropped when it has been applied; their norm before clipping."""
         norm = None if self._unevaluated else _norm(self._squares, divisor)
         try:
-            return updater.update(self.pieces(), divisor, norm)
+            return updater.update(self.pieces(), divisor / self.divided_by, norm)
         finally:
             self.clear()
 
     def clear(self) -> None:
         """Begin another update."""
-        self._own, self._sums, self._unevaluated, self._squares = [], [], {}, []
+        self._own, self._sums, self._unevaluated, self._squares, self.divided_by = [], [], {}, [], 1
 
     def pieces(self) -> Iterator[dict[str, mx.array]]:
-        """The sums by parameter, float32, bucket by bucket; no longer held here afterwards."""
+        """The sums by parameter, float32, or lazy means in their own type, bucket by bucket; no longer held here
+        afterwards."""
         lazy = bool(self._unevaluated)
         self._sums.reverse()
         for names in self._buckets:
@@ -138,8 +142,7 @@ class Gradients:
 
     def loss(self, batch: Batch) -> float:
         """The sum of cross-entropies over `batch`."""
-        rows = Rows.of(batch)
-        return scalar(self._forward(rows.tokens, rows.bounds, mx.array(rows.scale)))
+        return scalar(self._forward(*Rows.of(batch).inputs))
 
     def _unpacked(self, names: list[str], bucket: mx.array) -> dict[str, mx.array]:
         gradients, start = {}, 0
@@ -163,27 +166,22 @@ class WholeStep:
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self._model = model
         self._updater = updater
-        trainable = dict(tree_flatten(model.trainable_parameters()))
-        self._trained = set(trainable)
-        self._half = any(value.dtype == mx.float16 for value in trainable.values())
+        self._trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
         self._state = [model.state, mx.random.state, *updater.arrays]
         self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
 
     def run(self, batch: Batch) -> tuple[float, float]:
         """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
         clipping."""
-        rows = Rows.of(batch, half=self._half)
-        scale, divisor = mx.array(rows.scale), mx.array(batch.targets, mx.float32)
-        loss, square = self._step(rows.tokens, rows.bounds, scale, divisor)
+        loss, square = self._step(*Rows.of(batch, mean=True).inputs)
         mx.eval(loss, square, self._state)
         return scalar(loss), math.sqrt(scalar(square))
 
-    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array, divisor: mx.array) -> Any:
+    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
         loss, gradients = nn.value_and_grad(self._model, loss_sum)(
             self._model, tokens, bounds, scale, trained=self._trained
         )
-        # The scale is 1 but for float16.
-        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)), divisor * scale)
+        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)))
 
 
 def _compiles() -> bool:

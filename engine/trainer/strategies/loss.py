@@ -30,13 +30,22 @@ class Rows:
     bounds: mx.array
     """[rows, 2]"""
     scale: float
-    """Factor of the loss, 1 unless it is float16."""
+    """Factor of the loss: 1, but for means and float16."""
 
     @classmethod
-    def of(cls, batch: Batch, chosen: slice = slice(None), *, half: bool = False) -> Rows:
-        # A sum over thousands of tokens leaves float16's range; a power of two near the mean loses no bit.
-        scale = 2.0 ** -(max(batch.targets, 1) - 1).bit_length() if half else 1.0
+    def of(cls, batch: Batch, chosen: slice = slice(None), *, half: bool = False, mean: bool = False) -> Rows:
+        """`half`: for a model of float16. `mean`: for the mean over the batch's targets, instead of a sum."""
+        targets = max(batch.targets, 1)
+        scale = 1 / targets if mean else 1.0
+        if half:
+            # A sum over thousands of tokens leaves float16's range; a power of two near the mean loses no bit.
+            scale = 2.0 ** -(targets - 1).bit_length()
         return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
+
+    @property
+    def inputs(self) -> tuple[mx.array, mx.array, mx.array]:
+        """The arguments of `loss_sum`."""
+        return self.tokens, self.bounds, mx.array(self.scale)
 
 
 def loss_sum(
