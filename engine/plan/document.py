@@ -125,6 +125,15 @@ class SuggestedBatch(FrozenModel):
     """Lines for [job]."""
 
 
+class ChosenSettings(FrozenModel):
+    """The keys of [job] that may be "auto", as the trainer gets them."""
+
+    optimizer_precision: str = "float32"
+    moments: str = "float32"
+    grad_checkpoint: bool | int = False
+    """Layers that are recomputed in the backward pass, from the first trained one; true: all."""
+
+
 class BatchSection(FrozenModel):
     """Batch and learning rate, as set in the job."""
 
@@ -300,17 +309,18 @@ class MemoryBreakdown(FrozenModel):
     weights_bytes: int
     """Weights as stored, adapters included."""
     gradients_bytes: int
-    """Float32 sums in flat buckets."""
+    """Gradients alive at once before the update; 0 where each is applied as it is computed."""
     optimizer_bytes: int
-    """Float32 master copies of 16-bit weights, and the optimizer's moments."""
+    """Masters or compensation of 16-bit weights, and the optimizer's moments."""
     activations_bytes: int
     """Kept for the backward pass, and its working memory, without the logits."""
     logits_bytes: int
-    """Output of the head and the loss: several arrays of batch × sequence × vocabulary."""
+    """What the gradient of the loss adds to that at the peak: several arrays of tokens × vocabulary."""
     communication_bytes: int
-    """Reduced gradients beside the local ones (data), or one fully gathered layer (sharded)."""
+    """Buffers of the exchange: a bucket of gradients (data), or two gathered sections and the gradients of one
+    (sharded)."""
     update_bytes: int
-    """Working memory of the optimizer's step."""
+    """Working memory of the optimizer's step, of which a piece of the parameters is computed at once."""
     reserve_bytes: int
     """Memory of the process outside MLX's live arrays."""
     peak_bytes: int
@@ -333,6 +343,15 @@ class RankMemory(MemoryBreakdown):
     """null if the limit is unknown."""
 
 
+class WayOut(FrozenModel):
+    """A change with which the job fits every node."""
+
+    change: str
+    """As it is written: "grad_checkpoint = true"."""
+    needed_bytes: int
+    """Memory of the rank that needs the most then."""
+
+
 class MemorySection(FrozenModel):
     enabled: Literal[True] = True
     parameters: int
@@ -341,6 +360,8 @@ class MemorySection(FrozenModel):
     layers: int
     assumptions: tuple[str, ...]
     ranks: tuple[RankMemory, ...]
+    ways_out: tuple[WayOut, ...] = ()
+    """Empty where the job fits."""
 
 
 class PlannedAdvice(FrozenModel):
@@ -391,6 +412,7 @@ class TrainingPlan(FrozenModel):
     job: str
     made_at: datetime
     nodes: tuple[PlannedNode, ...]
+    settings: ChosenSettings | Disabled
     memory: MemorySection | Disabled
     data: DataSection
     data_quality: DataQualitySection | Disabled

@@ -142,7 +142,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     needed = memory_fit(context, rationale)
-    advised = advice_section(context, needed, rationale)
+    advised = advice_section(context, needed)
     return TrainingPlan(
         strategy=strategy_section(context, needed.split, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
@@ -160,6 +160,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         job=inputs.config.job.name,
         made_at=inputs.now,
         nodes=_nodes(context),
+        settings=needed.settings,
         memory=needed.section,
         data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),
