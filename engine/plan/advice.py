@@ -10,6 +10,7 @@ from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice
 from engine.plan.memory.choice import choose
 from engine.plan.memory.fit import WORKING_SET, MemoryFit
+from engine.plan.prediction import predict_throughput
 from engine.protocol.job import AUTO
 
 USER_REPORTS = "reported by users of M4 Max and M3 Ultra"
@@ -25,8 +26,8 @@ class Rule:
     name: str
     applies: Callable[[PlanContext, MemoryFit], bool]
     text: str
-    """May contain {nodes}, the M4 Max among them; {share}, the trainable share; and {sizes}, what one Mac of each size
-    can train."""
+    """May contain {nodes}, the M4 Max among them; {share}, the trainable share; {sizes}, what one Mac of each size can
+    train; and {exchange}, what other forms of the exchange would change."""
     source: str
     disputed: bool = False
 
@@ -81,6 +82,14 @@ RULES: tuple[Rule, ...] = (
         "measured: 200 steps at 1e-5 move a weight by 0.0018 in bfloat16, by 0.0074 in float32",
     ),
     Rule(
+        "wire",
+        lambda plan, _: exchange_dominates(plan),
+        'the links decide: {exchange}. wire = "int8" rounds the gradients to 8 bits and adds what it has rounded away '
+        "to the next update's: the losses differ slightly from those without, and each rank keeps 2 bytes more per "
+        "trained parameter",
+        "the calibrated nodes and links",
+    ),
+    Rule(
         "sharded_on_ring",
         lambda plan, _: plan.strategy == "sharded" and plan.backend == "ring",
         "sharded training reduces gradients with sum_scatter, which the ring backend lacks: it uses all_sum instead, "
@@ -101,12 +110,21 @@ RULES: tuple[Rule, ...] = (
 _MACS_GB = (64, 128, 512)
 
 
+def exchange_dominates(context: PlanContext) -> bool:
+    """The exchange of an update takes longer than the computation of its last iteration, and could be shorter."""
+    found = context.throughput
+    if found.exchange_s is None or context.settings.get("wire", AUTO) == "int8":
+        return False
+    return found.exchange_s > max(found.compute_s.values())
+
+
 def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:
     """The rules that apply, in the order of the table."""
     values = {
         "nodes": ", ".join(context.m4_max),
         "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
         "sizes": _sizes(memory) if context.full else "",
+        "exchange": _exchange(context) if exchange_dominates(context) else "",
     }
     return tuple(
         PlannedAdvice(name=rule.name, text=rule.text.format(**values), source=rule.source, disputed=rule.disputed)
@@ -127,6 +145,17 @@ def _sizes(memory: MemoryFit) -> str:
         needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
         found.append(f"{size} GB: {_described(choice.settings) if choice.fits else 'too small'} ({needed})")
     return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
+
+
+def _exchange(context: PlanContext) -> str:
+    """The step with each form of the exchange."""
+    steps = []
+    for wire in ("float32", AUTO, "int8"):
+        found = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire)
+        if found.exchange_s is not None and found.step_s is not None:
+            steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
+    compute = max(context.throughput.compute_s.values())
+    return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
 
 
 def _described(settings: ChosenSettings) -> str:

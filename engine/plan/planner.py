@@ -37,7 +37,9 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
     found = context.throughput
     source = Source.CALIBRATION
-    reason = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
+    reason = (
+        "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
+    )
     if found.examples_per_s is None:
         source, reason = Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)

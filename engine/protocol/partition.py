@@ -235,11 +235,3 @@ def schedule(stage: int, stages: int, micro: int, first_trained: int = 0) -> lis
     if stage <= first_trained:
         absent |= {"send_backward"}
     return [step for step in steps if step.act not in absent]
-
-
-_LOGITS = 2**24
-
-
-def loss_tokens(tokens: int, vocabulary: int) -> int:
-    """Tokens whose logits are in memory at once."""
-    return min(tokens, max(1, _LOGITS // vocabulary))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config.models import Config
 from engine.plan.document import ChosenSettings
 from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
@@ -58,10 +59,26 @@ def choose(
     return least
 
 
+def is_open(config: Config) -> bool:
+    """The job leaves a setting to the plan."""
+    return config.job.command is None and AUTO in map(config.job.mlx_lm.get, ChosenSettings.model_fields)
+
+
+def resolved(config: Config, chosen: ChosenSettings) -> Config:
+    """`config` with the chosen values where its job has "auto"."""
+    own = config.job.mlx_lm
+    values = {key: value for key, value in chosen if own.get(key) == AUTO}
+    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**own, **values}})})
+
+
 def unresolved(requested: Mapping[str, Any]) -> ChosenSettings:
     """The settings where the memory is unknown: the defaults in place of "auto"."""
     given = {key: requested.get(key, AUTO) for key in ChosenSettings.model_fields}
     return ChosenSettings.model_validate({key: value for key, value in given.items() if value != AUTO})
+
+
+def settings_of(workload: RankWorkload) -> ChosenSettings:
+    return ChosenSettings(**{key: getattr(workload, key) for key in ChosenSettings.model_fields})
 
 
 def with_settings(workload: RankWorkload, chosen: ChosenSettings) -> RankWorkload:

@@ -20,6 +20,7 @@ from typing import Literal
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
+from engine.plan.exchange import BUCKETS, exchange
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import state_bytes
@@ -119,10 +120,8 @@ _PIECES = 256
 _UPDATE_ARRAYS = 8
 """Float32 arrays of such a piece alive at once: gradient, mean gradient, moments and master before and after, and the
 step between them."""
-_BUCKETS = 64
-"""A bucket of strategy data is this part of the trained elements, or one larger parameter."""
-_GATHERED_RANKS = 3
-"""Up to so many ranks gather gradients of 16 bits as they are; more sum them in float32."""
+_REST_BYTES = 2
+"""Of an element's rest that int8 has rounded away, in bfloat16."""
 
 
 class _Rank:
@@ -196,7 +195,7 @@ class _Rank:
     @cached_property
     def optimizer_state(self) -> int:
         """Bytes of masters or compensation, and of moments: first and second, a momentum, or factored second ones; and
-        of what is left over from gradients rounded to 8 bits, which the next exchange adds."""
+        of what the exchange in int8 has rounded away, in bfloat16."""
         trained, workload = self.trained, self.workload
         moments = {"adam": 2, "adamw": 2, "adafactor": 0}.get(workload.optimizer, 1)
         each = state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes, moments)
@@ -205,7 +204,7 @@ class _Rank:
             # Its moments are never in 16 bits or less: they are small.
             in_own_type = workload.optimizer_precision == "parameter"
             state += trained.rows_and_columns * (self.element_bytes if in_own_type else _FLOAT32_BYTES)
-        return state + (trained.parameters * _FLOAT32_BYTES if self.exchanges and workload.wire == "int8" else 0)
+        return state + (trained.parameters * _REST_BYTES if self.exchanges and workload.wire == "int8" else 0)
 
     @property
     def exchanges(self) -> bool:
@@ -235,14 +234,15 @@ class _Rank:
 
     @cached_property
     def communication(self) -> int:
-        """Buffers of the exchange, bytes. data: one bucket, as it is sent and received. sharded: the section that is
-        computed and the next one, gathered whole, and one section's gradients with their sums."""
+        """Buffers of the exchange, bytes. data: two buckets, one computed while the other is sent, all ranks' of it,
+        and its sum. sharded: the section that is computed and the next one, gathered whole, and one section's gradients
+        with their sums."""
         workload, own = self.workload, self.element_bytes
         if self.exchanges:
-            bucket = max(self.trained.parameters // _BUCKETS, self.trained.largest)
-            gathers = own < _FLOAT32_BYTES and workload.accumulation == 1 and workload.world_size <= _GATHERED_RANKS
-            sent = own * (1 + workload.world_size) if gathers and workload.wire == "auto" else 2 * _FLOAT32_BYTES
-            return bucket * (sent + _FLOAT32_BYTES)
+            bucket = max(self.trained.parameters // BUCKETS, self.trained.largest)
+            form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
+            computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
+            return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))
         if self.share == 1:
             return 0
         ends = [self.shape.matrix_bytes(matrix) for matrix in self.embedding_and_head]
@@ -352,8 +352,8 @@ class MemoryEstimate(MemoryBreakdown):
 
     @property
     def state_bytes(self) -> int:
-        """Weights and optimizer state, which stay between two updates."""
-        return self.weights_bytes + self.optimizer_bytes
+        """Weights, optimizer state and the gradients held until the update, which do not depend on the batch."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:

@@ -21,8 +21,8 @@ from engine.plan.document import (
     Source,
     WayOut,
 )
-from engine.plan.memory.choice import Choice, choose, unresolved, with_settings
-from engine.plan.memory.estimate import RankWorkload, estimate, largest_batch, peak_from_probes
+from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
+from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, largest_batch, peak_from_probes
 from engine.plan.memory.shape import ModelShape
 from engine.plan.memory.ways_out import RankPlace, describe_ways, ways_out
 from engine.plan.strategy import split_layers
@@ -81,7 +81,8 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         return MemoryFit(_unknown(str(error), rationale), known)
     _explain_choice(context, choice, rationale)
     rows = [
-        _rank_memory(context, node, shape, workload, rationale) for node, workload in zip(nodes, workloads, strict=True)
+        _rank_memory(context, node, workload, found, rationale)
+        for node, workload, found in zip(nodes, workloads, estimates, strict=True)
     ]
     small = [row for row in rows if row.fits is False]
     ways: tuple[WayOut, ...] = ()
@@ -178,12 +179,15 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext, node: NodeConfig, shape: ModelShape, workload: RankWorkload, rationale: Rationale
+    context: PlanContext,
+    node: NodeConfig,
+    workload: RankWorkload,
+    found: MemoryEstimate,
+    rationale: Rationale,
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     limit_bytes, limit_from = _limit(context, node)
-    found = estimate(shape, workload)
-    measured = _measured_peak(context, node.name, shape, workload)
+    measured = _measured_peak(context, node.name, workload, found)
     reason = f"from two probe steps, for a batch of {workload.batch}"
     if measured is None:
         why_not = why_unused(context.inputs)
@@ -206,18 +210,15 @@ def _rank_memory(
     )
 
 
-def _measured_peak(context: PlanContext, node: str, shape: ModelShape, workload: RankWorkload) -> int | None:
-    """The peak of the probe steps, which one rank takes alone, and what the estimate adds for several."""
+def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:
+    """None where the probe steps were taken with other settings."""
     calibration = usable_calibration(context.inputs)
     if calibration is None or calibration.synthetic_model or context.strategy != "data":
         return None
     measured = calibration.measure_of(node)
-    if measured is None:
+    if measured is None or calibration.settings not in ({}, dict(settings_of(workload))):
         return None
-    alone = estimate(shape, replace(workload, world_size=1))
-    peak = peak_from_probes(measured.probes, workload.batch, alone.before_bytes)
-    together = estimate(shape, workload).peak_bytes - alone.peak_bytes
-    return peak + together if peak is not None else None
+    return peak_from_probes(measured.probes, workload.batch, found.before_bytes)
 
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:

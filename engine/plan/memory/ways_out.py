@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from engine.plan.document import ChosenSettings, WayOut
-from engine.plan.memory.choice import Choice, choose
+from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO
@@ -98,7 +98,7 @@ class _Job:
             else limit
             for limit, place in zip(self.limits, self.places, strict=True)
         ]
-        choice = choose(self.shape, self.workloads, raised, _least(self.workloads[0]))
+        choice = choose(self.shape, self.workloads, raised, dict(settings_of(self.workloads[0])))
         needs = zip(choice.needed_bytes, self.limits, self.places, strict=True)
         megabytes = {
             place.node: math.ceil(need * place.ranks / 2**20)
@@ -191,11 +191,6 @@ def _way(change: str, choice: Choice) -> WayOut:
 def _settings_text(choice: Choice, keys: Sequence[str]) -> str:
     chosen = dict(choice.settings)
     return " and ".join(f"{key} = {json.dumps(chosen[key])}" for key in keys)
-
-
-def _least(workload: RankWorkload) -> dict[str, Any]:
-    """The settings of `workload`."""
-    return {key: getattr(workload, key) for key in ChosenSettings.model_fields}
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
