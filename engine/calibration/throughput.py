@@ -72,10 +72,10 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(
     context: CheckContext, config: Config, seconds: float, on_progress: OnProgress
 ) -> tuple[list[NodeMeasure], int | None, str]:
-    """Measure every node for `seconds` with the job of `config`, which has no open settings; one that cannot be measured
-    has a problem instead. The measures in rank order, the bytes of the gradients (None where they differ, or no node
-    was measured), and a message about processes that could not be ended ("" for none). Cancelled, it first ends what it
-    has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
+    """Measure every node for `seconds` with the job of `config`, in which nothing is "auto"; one that cannot be
+    measured has a problem instead. The measures in rank order, the bytes of the gradients (None where they differ, or
+    no node was measured), and a message about processes that could not be ended ("" for none). Cancelled, it first ends
+    what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
     async with leased(context) as leases:
         measurement = _Measurement(context, config, seconds, on_progress, leases)
         await leases.acquire()

@@ -17,7 +17,8 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
-from engine.plan.document import PlanIssue
+from engine.plan.document import MemorySection, PlanIssue, WayOut
+from engine.plan.memory.ways_out import describe_ways
 from engine.plan.network import node_obstacles
 
 NAME = "hardware_layer"
@@ -31,8 +32,10 @@ _JACCL = ("jaccl", "jaccl-ring")
 
 async def run(context: CheckContext) -> CheckResult:
     facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
-    refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
-    return evaluate(context.config, facts, needed, held, refusals)
+    plan = await shared_plan(context)
+    refusals = [refusal for refusal in plan.refusals if refusal.name != _NETWORK]
+    ways = plan.memory.ways_out if isinstance(plan.memory, MemorySection) else ()
+    return evaluate(context.config, facts, needed, held, refusals, ways)
 
 
 def evaluate(
@@ -41,8 +44,9 @@ def evaluate(
     needed: Mapping[str, MemoryNeed],
     held: HeldPorts,
     refusals: Sequence[PlanIssue] = (),
+    ways: Sequence[WayOut] = (),
 ) -> CheckResult:
-    """`refusals` are the plan's."""
+    """`refusals` are the plan's, `ways` its ways out where memory is short."""
     found = Findings(NAME, config)
     for node in config.nodes:
         findings = found.on(node)
@@ -51,7 +55,7 @@ def evaluate(
             findings.warn(f"its hardware is not known: {seen.problem}")
         else:
             _check_gpu(node, seen, findings)
-            _check_memory(config, needed[node.name], findings)
+            _check_memory(config, needed[node.name], ways, findings)
             _check_rdma(config, seen, findings)
             _check_power(seen, findings)
         _check_ports(node, held.get(node.name, {}), findings)
@@ -75,10 +79,10 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 
 
-def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> None:
+def _check_memory(config: Config, need: MemoryNeed, ways: Sequence[WayOut], findings: NodeFindings) -> None:
     share, described = memory_share(need), describe_memory(need)
     if share is not None and share > 1:
-        findings.fault(f"{described}: lower batch_size or max_seq_length, or set grad_checkpoint = true in [job]")
+        findings.fault(f"{described}: {describe_ways(ways)}")
     elif share is None and config.job.command is None:
         findings.warn(described)
     else:

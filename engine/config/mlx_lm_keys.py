@@ -2,8 +2,9 @@
 
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
-`adapter_path` defaults to the run's own directory, `optimizer_precision`, `moments` and `max_grad_norm` are ours, model
-and data have no default, and Hugging Face data sets are not read.
+`adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
+`optimizer_precision`, `moments` and `max_grad_norm` are ours, model and data have no default, and Hugging Face data
+sets are not read.
 """
 
 from __future__ import annotations
@@ -159,7 +160,14 @@ KEYS: dict[str, Key] = {
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
         "Parameters of LoRA and DoRA.",
     ),
-    "grad_checkpoint": Key(FLAG, False, "Recompute activations in the backward pass, to save memory."),
+    "grad_checkpoint": Key(
+        Form(
+            bool | Literal["auto"] | _Count,
+            'true or false for all layers or none, a whole number, 1 or more, or "auto"',
+        ),
+        "auto",
+        "Layers of each rank whose activations are recomputed in the backward pass, to save memory.",
+    ),
     "clear_cache_threshold": Key(
         Form(_NotNegative, "bytes as a whole number, 0 or more"),
         0,

@@ -91,6 +91,10 @@ def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) 
         notes.append(
             "mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision and moments are left out"
         )
+    recomputed = settings["grad_checkpoint"]
+    settings["grad_checkpoint"] = recomputed not in (False, "auto")
+    if settings["grad_checkpoint"] and recomputed is not True:
+        notes.append("mlx-lm recomputes all layers or none: grad_checkpoint is true here")
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
     return settings

@@ -131,7 +131,7 @@ class ChosenSettings(FrozenModel):
     optimizer_precision: str = "float32"
     moments: str = "float32"
     grad_checkpoint: bool | int = False
-    """Layers that are recomputed in the backward pass, from the first trained one; true: all."""
+    """Trained layers of each rank that are recomputed in the backward pass, from its first; true: all."""
 
 
 class BatchSection(FrozenModel):

@@ -70,7 +70,8 @@ class Job:
     test: bool = False
     test_batches: int = 500
     max_seq_length: int = 2048
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | int = False
+    """Layers of this rank that are computed again in the backward pass; True: all."""
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
@@ -108,6 +109,8 @@ class Job:
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
         chosen["home"] = home
+        if chosen.get("grad_checkpoint") == "auto":
+            chosen["grad_checkpoint"] = False
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         if not job.model.is_dir():

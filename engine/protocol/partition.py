@@ -1,5 +1,5 @@
-"""How a dataset is cut into chunks, a global batch into the ranks' shares, and a model into the stages of a pipeline,
-with their 1F1B schedule: the same arithmetic for plan and trainer."""
+"""How a dataset is cut into chunks, a global batch into the ranks' shares, its loss into chunks of tokens, and a model
+into the stages of a pipeline, with their 1F1B schedule: the same arithmetic for plan and trainer."""
 
 from __future__ import annotations
 
@@ -80,6 +80,32 @@ def share_slice(length: int, counts: Sequence[int], rank: int) -> slice:
     validation)."""
     start = sum(counts[:rank])
     return slice(min(start, length), min(start + counts[rank], length))
+
+
+def padded_width(length: int) -> int:
+    """The width to which a sequence of `length` tokens, 1 or more, is padded: the next multiple of 8 up to 256, then of
+    1/16 of the power of two below, so that at most 6.25 % is added. mx.compile keeps a variant for each width,
+    and never drops one: up to 32,768 tokens there are 144."""
+    step = max(8, (1 << (length - 1).bit_length()) // 32)
+    return -(-length // step) * step
+
+
+_LOGIT_BYTES = 128 * 2**20
+"""Of one array of a chunk's logits in float32. A chunk of 64 tokens and more computes longer on a GPU than it reads the
+head's weights, and there are several such arrays."""
+_TILE = 64
+"""Rows of the largest tile of Metal's matrix product."""
+
+
+def loss_tokens(tokens: int, vocabulary: int) -> int:
+    """Tokens of a batch of `tokens` whose logits are in memory at once: all where they take 128 MiB in float32 or less,
+    else a multiple of 64 such that the chunks are about equal."""
+    most = _LOGIT_BYTES // (4 * vocabulary)
+    if tokens <= most:
+        return tokens
+    most = max(_TILE, most // _TILE * _TILE)
+    even = -(-tokens // -(-tokens // most))
+    return min(tokens, -(-even // _TILE) * _TILE)
 
 
 LayerSplit = tuple[tuple[int, int], ...]

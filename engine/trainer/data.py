@@ -21,12 +21,10 @@ from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from numpy.typing import NDArray
 
 from engine.protocol.job import Job, JobError
-from engine.protocol.partition import ChunkPlan, chunk_plan, progress_text, share_counts, share_slice
+from engine.protocol.partition import ChunkPlan, chunk_plan, padded_width, progress_text, share_counts, share_slice
 from engine.trainer.jsonl import JsonlIndex, has_examples, parse_row
 from engine.trainer.reporting import Reporter
 from engine.trainer.sampler import Indices, Sampler, fixed_batches
-
-_PAD_TO = 32
 
 Tokens = tuple[list[int], int]
 """An example's tokens, and the index of its first target."""
@@ -59,7 +57,7 @@ class Split(ABC):
         return self.plan.dataset_size
 
     def batch(self, indices: Sequence[int] | Indices) -> Batch:
-        """The examples at `indices` (one or more), padded to a multiple of 32 input tokens or less. Raises JobError."""
+        """The examples at `indices` (one or more), padded to a width of `padded_width` or less. Raises JobError."""
         wanted = [int(index) for index in indices]
         pairs = zip(wanted, self._examples(wanted), strict=True)
         return _padded([self._tokens(*pair) for pair in pairs], self._max_length, self._on_truncate)
@@ -164,8 +162,8 @@ def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int]
     if longest > max_length:
         on_truncate(longest)
     bounds = [(max(start, 1), min(len(tokens), max_length)) for tokens, start in examples]
-    # One more than a multiple, since the input is all but the last token.
-    width = min(1 + _PAD_TO * -(-max(longest - 1, 1) // _PAD_TO), max(max_length, 2))
+    # The input is all but the last token.
+    width = min(1 + padded_width(max(longest - 1, 1)), max(max_length, 2))
     array = np.zeros((len(examples), width), np.int32)
     for row, ((tokens, _), (_, end)) in enumerate(zip(examples, bounds, strict=True)):
         array[row, :end] = tokens[:end]

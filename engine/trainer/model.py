@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
@@ -47,12 +48,44 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
             raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
     if not tree_flatten(model.trainable_parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}: there is nothing to train")
-    # The sharded strategy recomputes each layer in the backward pass anyway.
-    if job.grad_checkpoint and job.strategy != "sharded":
-        grad_checkpoint(model.layers[0])
     if job.strategy == "data":
+        recompute_layers(model.layers, job.grad_checkpoint)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:
+    """The first `wanted` trained ones of `layers` (True: all) keep only their input, and compute the rest again in the
+    backward pass.
+
+    The first, since the backward pass comes to them last: what the other layers kept is free by then, and a layer that
+    is computed again adds nothing to the peak.
+    """
+    trained = [layer for layer in layers if tree_flatten(layer.trainable_parameters())]
+    for layer in trained if wanted is True else trained[:wanted]:
+        kind = type(layer)
+        # mlx-lm's grad_checkpoint changes the class, and so all layers.
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": _recomputing, "__module__": kind.__module__})
+
+
+def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = layer.trainable_parameters()
+    generator: Any = mx.random.state
+    start = mx.array(generator[0])
+    runs = itertools.count()
+
+    def compute(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        layer.update(parameters)
+        # Dropout draws the same numbers in both runs, and the second one leaves the generator as it was.
+        before = mx.array(generator[0])
+        generator[0][:] = start
+        output = super(type(layer), layer).__call__(*args, **kwargs)
+        if next(runs):
+            generator[0][:] = before
+        layer.update(own)
+        return output
+
+    return mx.checkpoint(compute)(own, *args, **kwargs)
 
 
 def files_checksum(job: Job) -> str:

@@ -30,7 +30,7 @@ from engine.trainer.weights import WeightStream, scalar, write_safetensors
 def save_adapter_config(job: Job, layers: int) -> None:
     """Write adapter_config.json, from which mlx-lm rebuilds the adapter's layers before it loads the weights."""
     job.adapter_path.mkdir(parents=True, exist_ok=True)
-    config = {**dataclasses.asdict(job), "num_layers": layers}
+    config = {**dataclasses.asdict(job), "num_layers": layers, "grad_checkpoint": bool(job.grad_checkpoint)}
     if job.fine_tune_type == "full":
         config["lora_parameters"] = None
     text = json.dumps(config, indent=4, sort_keys=True, default=str)

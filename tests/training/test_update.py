@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import TransformerBlock
+from mlx_lm.models.llama import Model, ModelArgs, TransformerBlock
 from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import build_schedule
@@ -28,7 +29,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.control import Control
 from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.trainer.loop import Diverged, Loop, Outcome
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, recompute_layers
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
@@ -268,16 +269,44 @@ def test_compiled_as_on_a_gpu_the_losses_are_the_same(tiny: Tiny, tmp_path: Path
         assert series[0] == pytest.approx(series[1], abs=1e-5)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    plain = train(tiny, tmp_path / "plain", iters=3)
-    call = TransformerBlock.__call__
-    try:
-        checkpointed = train(tiny, tmp_path / "checkpointed", iters=3, grad_checkpoint=True)
-        assert TransformerBlock.__call__ is not call
-    finally:
-        TransformerBlock.__call__ = call
+DROPOUT = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 20.0}}
+
+
+@pytest.mark.parametrize("keys", [{}, DROPOUT], ids=["full", "lora with dropout"])
+@pytest.mark.parametrize(("layers", "expected"), [(1, [True, False]), (True, [True, True]), ("auto", [False, False])])
+def test_recomputed_layers_change_no_bit(
+    tiny: Tiny, tmp_path: Path, layers: bool | int | str, expected: list[bool], keys: dict[str, Any]
+) -> None:
+    plain = train(tiny, tmp_path / "plain", iters=3, grad_checkpoint=False, **keys)
+    checkpointed = train(tiny, tmp_path / "checkpointed", iters=3, grad_checkpoint=layers, **keys)
+    assert [type(layer) is not TransformerBlock for layer in checkpointed.model.layers] == expected
     losses = [[event["loss"] for event in run.of("step")] for run in (plain, checkpointed)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == losses[1]
+    assert all(mx.array_equal(value, plain.weights()[name]).item() for name, value in checkpointed.weights().items())
+
+
+def test_each_recomputed_layer_lowers_the_peak(tiny: Tiny, tmp_path: Path) -> None:
+    """By MLX's own count of bytes; only layers that are trained count."""
+    config = {**json.loads((tiny.model / "config.json").read_text()), "num_hidden_layers": 10, "vocab_size": 64}
+
+    def peak(layers: bool | int) -> int:
+        mx.random.seed(3)
+        model = Model(ModelArgs.from_dict(config))
+        model.freeze()
+        for layer in model.layers[2:]:
+            layer.unfreeze()
+        mx.eval(model.parameters())
+        recompute_layers(model.layers, layers)
+        gradients = Gradients(model)
+        tokens = np.arange(8 * 129, dtype=np.int32).reshape(8, 129) % 64
+        batch = Batch(tokens, np.asarray([[1, 129]] * 8, np.int32), 8 * 128)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        gradients.add(batch)
+        return mx.get_peak_memory()
+
+    peaks = [peak(layers) for layers in (False, 1, 2, 4, True)]
+    assert all(more > less * 1.05 for more, less in itertools.pairwise(peaks)), peaks
 
 
 def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
 
+COMFORTABLE = 0.90
+"""Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs some memory
+itself."""
 _FLOAT32_BYTES = 4
 
 
@@ -38,6 +41,17 @@ def choose(
 ) -> Choice:
     """The settings of a job with these values (`requested`) of ChosenSettings' keys, for ranks with these workloads and
     limits in bytes (None: unknown). Raises InputError as `estimate` does."""
+    comfortable = [None if limit is None else int(COMFORTABLE * limit) for limit in limits]
+    choice = _choose(shape, workloads, comfortable, requested)
+    return choice if choice.fits else _choose(shape, workloads, limits, requested)
+
+
+def _choose(
+    shape: ModelShape,
+    workloads: Sequence[RankWorkload],
+    limits: Sequence[int | None],
+    requested: Mapping[str, Any],
+) -> Choice:
 
     def attempt(chosen: ChosenSettings) -> Choice:
         needs = {each: estimate(shape, with_settings(each, chosen)).needed_bytes for each in set(workloads)}
@@ -45,7 +59,7 @@ def choose(
         fits = all(limit is None or need <= limit for need, limit in zip(needed, limits, strict=True))
         return Choice(chosen, fits, needed, rejected)
 
-    layers, asked = recomputable(shape, workloads[0]), requested.get("grad_checkpoint", False)
+    layers, asked = max(recomputable(shape, each) for each in set(workloads)), requested.get("grad_checkpoint", False)
     counts = [False, *range(1, layers), *[True] * (layers > 0)] if asked == AUTO else [asked]
     rejected = None
     for precision, moments in _pairs(shape, workloads[0], requested):

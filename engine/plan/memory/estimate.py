@@ -42,7 +42,7 @@ class RankWorkload:
     sequence: int = 2048
     """Tokens per sequence, padding included."""
     grad_checkpoint: bool | int = False
-    """Trained layers of the model that are recomputed in the backward pass, counted from the first; true means all."""
+    """Trained layers of this rank that are recomputed in the backward pass, counted from the first; true means all."""
     optimizer: str = "adam"
     optimizer_precision: str = "float32"
     """One of engine.protocol.job.OPTIMIZER_PRECISIONS."""
@@ -138,12 +138,10 @@ class _Rank:
         self.layers = shape.architecture.layers[first:end]
         # mlx-lm trains the model's last layers.
         first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
-        start = max(first_trained, first)
-        self.trained_layers = self.layers[start - first :]
-        asked = workload.grad_checkpoint
-        all_recomputed = asked is True or workload.strategy == "sharded"
-        end_recomputed = end if all_recomputed else min(end, first_trained + int(asked))
-        self.recomputed = max(0, end_recomputed - start)
+        self.trained_layers = self.layers[max(first_trained - first, 0) :]
+        whole = workload.grad_checkpoint is True or workload.strategy == "sharded"
+        count = len(self.trained_layers)
+        self.recomputed = count if whole else min(workload.grad_checkpoint, count)
         """The first so many of `trained_layers`."""
         self.embedding_and_head: list[Matrix] = []
         """The embedding on the first stage, the head on the last; a tied matrix is on both."""
@@ -409,10 +407,8 @@ def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -
 
 
 def recomputable(shape: ModelShape, workload: RankWorkload) -> int:
-    """The model's trained layers, which `grad_checkpoint` counts; 0 where the strategy recomputes all of them."""
-    if workload.strategy == "sharded":
-        return 0
-    return shape.layers if workload.num_layers < 0 else min(workload.num_layers, shape.layers)
+    """The rank's trained layers, which `grad_checkpoint` counts; 0 where the strategy recomputes all of them."""
+    return 0 if workload.strategy == "sharded" else len(_Rank(shape, workload).trained_layers)
 
 
 _KEPT = {

@@ -76,7 +76,9 @@ class Gradients:
         return gradients
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(self._model, tokens, bounds, scale)
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._shapes
+        )
         flat = dict(tree_flatten(gradients))
         # Concatenated before the cast to float32; and a division by 1 would read and write all of it once more.
         buckets = [

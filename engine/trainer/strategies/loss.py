@@ -1,14 +1,23 @@
-"""The loss of a batch, a sum and not a mean, and the seed of its dropout."""
+"""The loss of a batch, a sum and not a mean, and the seed of its dropout.
+
+With a large vocabulary the logits are the largest arrays of a step, and their gradient needs several of that size. So
+they are computed in chunks of tokens, and a chunk's gradient at once, while its logits are there: the head's product is
+not done a second time in the backward pass.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
 
+from engine.protocol.partition import loss_tokens
 from engine.trainer.data import Batch
 
 
@@ -30,16 +39,153 @@ class Rows:
         return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
 
 
-def loss_sum(model: Callable[[mx.array], mx.array], tokens: mx.array, bounds: mx.array, scale: mx.array) -> mx.array:
+def loss_sum(
+    model: nn.Module,
+    tokens: mx.array,
+    bounds: mx.array,
+    scale: mx.array,
+    *,
+    trained: Collection[str] | None = None,
+    **inputs: mx.array | None,
+) -> mx.array:
     """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 without targets.
 
-    Targets are the tokens from bounds[:, 0] to before bounds[:, 1].
+    Targets are the tokens from bounds[:, 0] to before bounds[:, 1]. `trained`: the parameters, by name, with respect to
+    which the result will be differentiated; None: it will not be. `inputs`: the model's other arguments.
     """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    targets = tokens[:, 1:]
     position = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(position >= bounds[:, 0:1], position < bounds[:, 1:])
-    entropies = nn.losses.cross_entropy(model(inputs), targets)
-    return mx.where(mask, entropies, 0).astype(mx.float32).sum() * scale
+    logits, head = _run(model, tokens[:, :-1], inputs)
+    size = loss_tokens(targets.size, logits.shape[-1])
+    if head is None or size >= targets.size:
+        return _masked_sum(logits, targets, mask) * scale
+    # The logits in one piece are not among the results, and so never evaluated.
+    del logits
+    return _ChunkedLoss(head, targets.reshape(-1), mask.reshape(-1), scale, size)(trained)
+
+
+def _masked_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    entropies = nn.losses.cross_entropy(logits, targets)
+    return mx.where(mask, entropies, 0).astype(mx.float32).sum()
+
+
+class _Head:
+    """Takes the place of a model's last module: calls it, and keeps what it got and what it returned."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[[mx.array], mx.array]) -> None:
+        self.module, self.name, self.call = module, name, call
+        self.hidden: mx.array | None = None
+        self.logits: mx.array | None = None
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        self.hidden, self.logits = hidden, self.call(hidden)
+        return self.logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _run(model: nn.Module, tokens: mx.array, inputs: dict[str, mx.array | None]) -> tuple[mx.array, _Head | None]:
+    """The logits, not evaluated; and the head that returned them, unless the model changes what its head returns (as
+    with soft-capping) or has another structure: this is seen at each call, so that no list of architectures is needed.
+    """
+    path = _head_path(model)
+    if path is None:
+        return model(tokens, **inputs), None
+    root = holder = shallow_copy(model)
+    for name in path[:-1]:
+        holder[name] = shallow_copy(holder[name])
+        holder = holder[name]
+    module = holder[path[-1]]
+    if path[-1] == "lm_head":
+        holder[path[-1]] = head = _Head(module, ".".join(path), module)
+    else:
+        # Embeddings that are the head as well are called for both.
+        holder[path[-1]] = shallow_copy(module)
+        holder[path[-1]].as_linear = head = _Head(module, ".".join(path), module.as_linear)
+    logits = root(tokens, **inputs)
+    return logits, head if logits is head.logits else None
+
+
+def _head_path(model: nn.Module) -> list[str] | None:
+    """The attributes that lead to the head, or to embeddings that can be one."""
+    for above in ([], ["language_model"]):
+        holder: Any = model
+        for name in above:
+            holder = getattr(holder, name, None)
+        if hasattr(holder, "lm_head"):
+            return [*above, "lm_head"]
+        if hasattr(getattr(getattr(holder, "model", None), "embed_tokens", None), "as_linear"):
+            return [*above, "model", "embed_tokens"]
+    return None
+
+
+class _ChunkedLoss:
+    """The same sum, with the logits of `size` tokens at a time."""
+
+    def __init__(self, head: _Head, targets: mx.array, mask: mx.array, scale: mx.array, size: int) -> None:
+        assert head.hidden is not None
+        self._head = head
+        self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
+        self._targets, self._mask, self._scale = targets, mask, scale
+        self._chunks = [slice(start, start + size) for start in range(0, targets.size, size)]
+
+    def __call__(self, trained: Collection[str] | None) -> mx.array:
+        if trained is None:
+            total = mx.array(0.0)
+            for chunk in self._chunks:
+                total = total + self._sum(mx.depends(self._hidden[chunk], total), chunk)
+            return total
+        prefix = self._head.name + "."
+        parameters = dict(tree_flatten(self._head.module.parameters()))
+        names = [name for name in parameters if prefix + name in trained]
+        own = {name: parameters[name] for name in names}
+
+        @mx.custom_function
+        def compute(*differentiated: mx.array) -> Any:
+            return self._with_gradients(names, *differentiated)
+
+        @compute.vjp
+        def multiply(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            return [gradient * cotangents[0].astype(gradient.dtype) for gradient in outputs[1:]]
+
+        outputs: Any = compute(self._hidden, *own.values())
+        self._head.module.update(tree_unflatten(list(own.items())))
+        loss: mx.array = outputs[0]
+        return loss
+
+    def _with_gradients(self, names: list[str], hidden: mx.array, *parameters: mx.array) -> list[mx.array]:
+        """The sum, and its gradients with respect to `hidden` and to the head's `parameters`, which have `names`."""
+
+        def compute(differentiated: list[mx.array], chunk: slice) -> mx.array:
+            rows, *own = differentiated
+            self._head.module.update(tree_unflatten(list(zip(names, own, strict=True))))
+            return self._sum(rows, chunk)
+
+        differentiate = mx.value_and_grad(compute)
+        total, below = mx.array(0.0), list[mx.array]()
+        sums = [mx.zeros(parameter.shape) for parameter in parameters]
+        for chunk in self._chunks:
+            # One after the other: else the logits of all could be in memory at once.
+            rows = mx.depends(hidden[chunk], [total, *below[-1:], *sums])
+            loss, (gradient, *others) = differentiate([rows, *parameters], chunk)
+            total = total + loss
+            below.append(gradient)
+            # In float32: sums of many chunks in 16 bits would be less exact than one product.
+            sums = [before + other for before, other in zip(sums, others, strict=True)]
+        typed = [value.astype(parameter.dtype) for value, parameter in zip(sums, parameters, strict=True)]
+        return [total, mx.concatenate(below), *typed]
+
+    def _sum(self, rows: mx.array, chunk: slice) -> mx.array:
+        return _masked_sum(self._head.call(rows), self._targets[chunk], self._mask[chunk]) * self._scale
+
+
+def shallow_copy(module: nn.Module) -> Any:
+    """A copy that shares the submodules, which can be replaced in it."""
+    copied = copy.copy(module)
+    copied._no_grad = set(module._no_grad)
+    return copied
 
 
 def dropout_seed(seed: int, iteration: int, rank: int) -> int:

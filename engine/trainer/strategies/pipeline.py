@@ -22,6 +22,7 @@ from engine.protocol.job import Job, JobError
 from engine.protocol.partition import LayerSplit, Step, check_split, micro_batches, schedule
 from engine.trainer.collective import Collective, GroupError
 from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.model import recompute_layers
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.loss import Rows
@@ -122,6 +123,7 @@ class Pipeline(PartitionedStrategy):
             Section(model, start, end, first=stage == 0, last=stage == stages - 1)
             for stage, (start, end) in enumerate(layers)
         ]
+        recompute_layers(model.layers[slice(*layers[rank])], job.grad_checkpoint)
         self._section = sections[rank]
         mx.eval(self._section.model.parameters())
         super().__init__(job, self._section.model, loader, collective, _placed(sections))

@@ -7,8 +7,7 @@ unchanged; a layer of another section passes its input through. Sections of one 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from mlx.utils import tree_unflatten
 
 from engine.protocol.job import JobError
 from engine.protocol.partition import SPLITTABLE_MODULES
-from engine.trainer.strategies.loss import Rows, loss_sum
+from engine.trainer.strategies.loss import Rows, loss_sum, shallow_copy
 
 
 class PassThrough(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
@@ -40,11 +39,11 @@ class Section:
         """Raises JobError for a model that cannot be split."""
         names = _trunk_path(model)
         self.first, self.last = first, last
-        self.model = _shallow_copy(model)
+        self.model = shallow_copy(model)
         """Its parameters have the names of the whole model's."""
         holder = self.model
         for name in names:
-            setattr(holder, name, _shallow_copy(getattr(holder, name)))
+            setattr(holder, name, shallow_copy(getattr(holder, name)))
             if name != names[-1]:
                 holder = getattr(holder, name)
         self._trunk = trunk = getattr(holder, names[-1])
@@ -66,10 +65,12 @@ class Section:
         output: mx.array = whole(tokens, input_embeddings=hidden)
         return output
 
-    def forward(self, rows: Rows, hidden: mx.array | None) -> mx.array:
-        """The next section's `hidden`, or the last one's scaled sum of cross-entropies. Not evaluated."""
+    def forward(self, rows: Rows, hidden: mx.array | None, trained: Collection[str] | None = None) -> mx.array:
+        """The next section's `hidden`, or the last one's scaled sum of cross-entropies. Not evaluated. `trained`: the
+        parameters of which the gradients will be computed; None: without gradients."""
         if self.last:
-            return loss_sum(lambda tokens: self(tokens, hidden), rows.tokens, rows.bounds, mx.array(rows.scale))
+            scale = mx.array(rows.scale)
+            return loss_sum(self.model, rows.tokens, rows.bounds, scale, trained=trained, input_embeddings=hidden)
         return self(rows.tokens[:, :-1], hidden)
 
     def forward_backward(
@@ -89,7 +90,7 @@ class Section:
 
         def compute(*arguments: mx.array) -> list[mx.array]:
             self.model.update(tree_unflatten(list(zip(names, arguments, strict=False))))
-            return [self.forward(rows, arguments[-1] if below else hidden)]
+            return [self.forward(rows, arguments[-1] if below else hidden, names)]
 
         outputs, gradients = mx.vjp(compute, differentiated, [cotangent])
         self.model.update(tree_unflatten(list(trained.items())))
@@ -119,10 +120,3 @@ def _trunk_path(model: nn.Module) -> list[str]:
     if not all(hasattr(trunk, part) for part in ("embed_tokens", "layers", "norm")):
         raise JobError(f"a model of {type(model).__module__} has no embed_tokens, layers and norm to split it at")
     return names
-
-
-def _shallow_copy(module: nn.Module) -> Any:
-    """A copy that shares the submodules, which can be replaced in it."""
-    copied = copy.copy(module)
-    copied._no_grad = set(module._no_grad)
-    return copied

@@ -21,7 +21,7 @@ arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, k
 print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
 """
 OURS = {"optimizer_precision", "moments", "max_grad_norm"}
-DIFFERENT = {"model", "data", "train", "adapter_path"}
+DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 
 
 @pytest.fixture(scope="module")
