@@ -17,8 +17,7 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
-from engine.plan.document import MemorySection, PlanIssue, WayOut
-from engine.plan.memory.ways_out import describe_ways
+from engine.plan.document import PlanIssue
 from engine.plan.network import node_obstacles
 
 NAME = "hardware_layer"
@@ -26,16 +25,14 @@ _LIMIT_S = 60.0
 _NETWORK = "distributed_config"
 """The plan's refusal that hostfile_valid reports."""
 _MEMORY = "memory"
-"""The plan's refusal that is reported node by node here."""
+"""The plan's refusal whose figures are reported node by node here."""
 _JACCL = ("jaccl", "jaccl-ring")
 
 
 async def run(context: CheckContext) -> CheckResult:
     facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
-    plan = await shared_plan(context)
-    refusals = [refusal for refusal in plan.refusals if refusal.name != _NETWORK]
-    ways = plan.memory.ways_out if isinstance(plan.memory, MemorySection) else ()
-    return evaluate(context.config, facts, needed, held, refusals, ways)
+    refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
+    return evaluate(context.config, facts, needed, held, refusals)
 
 
 def evaluate(
@@ -44,9 +41,8 @@ def evaluate(
     needed: Mapping[str, MemoryNeed],
     held: HeldPorts,
     refusals: Sequence[PlanIssue] = (),
-    ways: Sequence[WayOut] = (),
 ) -> CheckResult:
-    """`refusals` are the plan's, `ways` its ways out where memory is short."""
+    """`refusals` are the plan's."""
     found = Findings(NAME, config)
     for node in config.nodes:
         findings = found.on(node)
@@ -55,13 +51,15 @@ def evaluate(
             findings.warn(f"its hardware is not known: {seen.problem}")
         else:
             _check_gpu(node, seen, findings)
-            _check_memory(config, needed[node.name], ways, findings)
+            _check_memory(config, needed[node.name], findings)
             _check_rdma(config, seen, findings)
             _check_power(seen, findings)
         _check_ports(node, held.get(node.name, {}), findings)
     reported = any((memory_share(need) or 0) > 1 for need in needed.values())
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
-    found.overall.faults += [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
+    for refusal in refusals:
+        text = refusal.todo if reported and refusal.name == _MEMORY else refusal.text
+        found.overall.faults += [text] if text else []
     return found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
 
 
@@ -79,10 +77,10 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 
 
-def _check_memory(config: Config, need: MemoryNeed, ways: Sequence[WayOut], findings: NodeFindings) -> None:
+def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> None:
     share, described = memory_share(need), describe_memory(need)
     if share is not None and share > 1:
-        findings.fault(f"{described}: {describe_ways(ways)}")
+        findings.fault(described)
     elif share is None and config.job.command is None:
         findings.warn(described)
     else:

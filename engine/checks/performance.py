@@ -161,9 +161,9 @@ def _check_pace(slowness: float, predicted: Prediction, findings: NodeFindings, 
 
 def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
     share = memory_share(need)
-    # More than the limit is hardware_layer's.
-    if share is not None and COMFORTABLE < share <= 1:
-        findings.warn(f"{describe_memory(need)}: {share:.0%}, and above {COMFORTABLE:.0%} little is left")
+    # Only more than the limit is refused, by hardware_layer.
+    if share is not None and share > COMFORTABLE:
+        findings.warn(f"{describe_memory(need)}: {share:.0%}, and above {COMFORTABLE:.0%} it may not be enough")
     else:
         findings.passed.append(describe_memory(need))
 

@@ -51,6 +51,8 @@ class PlanIssue(FrozenModel):
     text: str
     override: str | None = None
     """Command that launches anyway."""
+    todo: str | None = None
+    """The part of the text that says what would help."""
 
 
 @dataclass
@@ -67,8 +69,9 @@ class Rationale:
     def warn(self, name: str, text: str) -> None:
         self.warnings.append(PlanIssue(name=name, text=text))
 
-    def refuse(self, name: str, text: str, override: str | None = None) -> None:
-        self.refusals.append(PlanIssue(name=name, text=text, override=override))
+    def refuse(self, name: str, text: str, override: str | None = None, todo: str | None = None) -> None:
+        whole = f"{text}; {todo}" if todo else text
+        self.refusals.append(PlanIssue(name=name, text=whole, override=override, todo=todo))
 
 
 VERSION: Final = "2.0.0"

@@ -256,4 +256,4 @@ def _refuse(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Ratio
         if row.limit_bytes is not None
     )
     nowhere = "it fits on no node: " if len(small) == len(rows) else ""
-    rationale.refuse("memory", f"{nowhere}{found}; {describe_ways(ways)}", OVERRIDE)
+    rationale.refuse("memory", f"{nowhere}{found}", OVERRIDE, describe_ways(ways))
