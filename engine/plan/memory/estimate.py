@@ -73,10 +73,10 @@ class TrainedParameters:
     def parameters(self) -> int:
         return self.vectors + sum(copies * rows * columns for copies, rows, columns in self.tables)
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest parameter."""
-        return max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
+    def piece(self, parts: int, least: int) -> int:
+        """Elements of a piece of whole parameters: one of `parts`, but at least `least`, and the largest parameter."""
+        largest = max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
+        return min(self.parameters, max(self.parameters // parts, least, largest))
 
     @property
     def rows_and_columns(self) -> int:
@@ -106,7 +106,7 @@ _FLOAT32_BYTES = 4
 _WORKING = 1.0
 """Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
 states do not count: the backward pass visits them one token at a time and frees each gradient."""
-_RECOMPUTED = 2.75
+_RECOMPUTED = 1.9
 """The same ratio under gradient checkpointing, which first repeats the layer's forward pass: what the layer keeps, as
 much again for the backward pass, and three quarters of the next layer, which MLX starts early. Measured at three model
 sizes: 2.75 to 2.80."""
@@ -115,11 +115,13 @@ _LOSS_ARRAYS = 6
 exponentials, softmax, scattered targets, and their sum."""
 _WAITING_LOSS_ARRAYS = 2
 """Arrays of those still alive during the layers' backward pass, since the value of the loss is computed last."""
-_PIECES = 256
-"""An update takes at most this part of the trained elements at once, but always a whole parameter."""
-_UPDATE_ARRAYS = 8
-"""Float32 arrays of such a piece alive at once: gradient, mean gradient, moments and master before and after, and the
-step between them."""
+_UPDATE_PARTS, _LEAST_UPDATE = 256, 2**16
+"""An update computes pieces of so many parts, or of so many elements."""
+_UPDATE_ARRAYS = {"float32": 14, "bfloat16": 24, "8bit": 35}
+"""Float32 arrays of such a piece alive at once, by the type of the moments: gradient, moments and master before and
+after, and the steps between them, of which rounding takes most. Measured without mx.compile, which fuses many."""
+_LEAST_BUCKET = 2**18
+"""Elements of a bucket of gradients, where 1 / BUCKETS of them are fewer."""
 _REST_BYTES = 2
 """Of an element's rest that int8 has rounded away, in bfloat16."""
 
@@ -219,16 +221,15 @@ class _Rank:
         """Bytes of the gradients alive at once before the update: float32 where several were added; all in their own
         type where only their norm is missing; none where each is applied as it is computed."""
         workload, trained = self.workload, self.trained.parameters
-        if self.exchanges or workload.accumulation > 1:
+        if self.exchanges or self.share > 1 or workload.accumulation > 1:
             return -(-trained * _FLOAT32_BYTES // self.share)
-        if workload.strategy != "data" or workload.clipping:
-            return -(-trained * self.element_bytes // self.share)
-        return 0
+        return trained * self.element_bytes if workload.strategy != "data" or workload.clipping else 0
 
     @cached_property
     def update(self) -> int:
         """Working memory of the update."""
-        return (self.trained.parameters // _PIECES + self.trained.largest) * _UPDATE_ARRAYS * _FLOAT32_BYTES
+        piece = self.trained.piece(_UPDATE_PARTS, _LEAST_UPDATE)
+        return piece * _UPDATE_ARRAYS[self.workload.moments] * _FLOAT32_BYTES
 
     @cached_property
     def communication(self) -> int:
@@ -237,7 +238,7 @@ class _Rank:
         with their sums."""
         workload, own = self.workload, self.element_bytes
         if self.exchanges:
-            bucket = max(self.trained.parameters // BUCKETS, self.trained.largest)
+            bucket = self.trained.piece(BUCKETS, _LEAST_BUCKET)
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
             computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
             return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord, RunState
+from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity
-from engine.plan.document import ChosenSettings
 from engine.run.events import (
     AlarmRaised,
     Attempt,
