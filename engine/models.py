@@ -118,7 +118,7 @@ class RunRecord(FrozenModel):
     host: str | None = None
     """Name of that rank's node."""
     cause: str | None = None
-    """The first failure, one line."""
+    """The first failure, one line; for a run that succeeded, why it ended before its last iteration."""
     fix: str | None = None
     exit_code: int | None = None
     signal: int | None = None

@@ -161,6 +161,7 @@ class _Measurement:
             batch=step_batch(config),
             seconds=self.seconds,
             env=dict(config.job.env),
+            ranks=len(config.nodes),
         )
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:

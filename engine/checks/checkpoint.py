@@ -21,6 +21,7 @@ from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.models import CheckResult
+from engine.plan.context import job_iterations
 from engine.plan.document import Disabled
 from engine.plan.memory.shape import ModelShape
 
@@ -39,7 +40,8 @@ class SaveSize:
     saved_bytes: int | None
     """None when it is not known, for the reason in `unknown`."""
     needed_bytes: int = 0
-    """All numbered adapters, and the states that are kept at a time."""
+    """All numbered adapters, and the states that are kept at a time; without the numbered ones where the iterations are
+    those of epochs over an unknown number of examples."""
     layers: int | None = None
     """The model's; None when it is not known."""
     unknown: str | None = None
@@ -113,13 +115,16 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
 
 async def save_size(context: CheckContext) -> SaveSize:
     """Estimated from what the plan knows of the model."""
-    config, memory = context.config, (await shared_plan(context)).memory
+    config, plan = context.config, await shared_plan(context)
+    memory = plan.memory
     if isinstance(memory, Disabled):
         return SaveSize(None, unknown=memory.reason)
     trained, size = memory.trainable_parameters, _ADAPTER_BYTES
     if config.job.fine_tune_type == "full":
         size = ModelShape.from_config((await shared_plan_inputs(context)).model or {}).dtype_bytes
-    saves = int(config.job.mlx_lm["iters"]) // int(config.job.mlx_lm["save_every"]) + 2
+    settings = config.job.mlx_lm
+    iterations = job_iterations(settings, plan.data.examples) or 0
+    saves = iterations // int(settings["save_every"]) + 2 + bool(settings.get("save_best"))
     states = _STATE_BYTES * state_count(config)
     return SaveSize(trained * size, trained * (size * saves + states), memory.layers)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
+from typing import Any
 
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
@@ -83,7 +85,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
     complete: dict[str, list[DataFile]] = {}
     for node, files in found.answered(answers):
-        _check_node(files, int(settings.get("batch_size", 1)), found.on(node))
+        _check_node(files, settings, found.on(node))
         found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
         if not found.on(node).faults:
             complete[node.name] = files
@@ -99,10 +101,11 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=copy_folder(first, lacking, folders))
 
 
-def _check_node(files: list[DataFile], batch_size: int, findings: NodeFindings) -> None:
-    """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns: mlx-lm then trains
-    without validation."""
-    train = files[0]
+def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings) -> None:
+    """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns, as long as no key
+    needs it: mlx-lm then trains without validation."""
+    train, batch_size = files[0], int(settings.get("batch_size", 1))
+    needed_by = next((key for key in ("patience", "save_best") if settings.get(key)), None)
     for file in files:
         if file.fault is None:
             continue
@@ -110,7 +113,10 @@ def _check_node(files: list[DataFile], batch_size: int, findings: NodeFindings) 
         fix = file.fix
         if missing_validation and not train.fault and train.seen.lines > 1:
             fix = _split_off(train, file.path)
-        (findings.warn if missing_validation else findings.fault)(file.fault, fix)
+        if missing_validation and needed_by is not None:
+            findings.fault(f"{file.fault}, and {needed_by} needs it", fix)
+        else:
+            (findings.warn if missing_validation else findings.fault)(file.fault, fix)
     examples = train.seen.examples
     if train.fault is None and examples < batch_size:
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")

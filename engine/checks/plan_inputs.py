@@ -22,7 +22,7 @@ from engine.config.formats import resolved
 from engine.config.models import Config, NodeConfig, Strategy, select_nodes
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.launch.hostfile import hostfile_document, write_hostfile
-from engine.launch.manual_launch import manual_launch
+from engine.launch.manual_launch import JobSizes, manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
 from engine.models import NodeFacts
@@ -31,7 +31,7 @@ from engine.plan.data_report import DataReport, read_data_report
 from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.shape import ModelShape
-from engine.plan.network import NetworkPlan, plan_network
+from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
 from engine.plan.shares import divide_batch
 from engine.security.paths import default_roots, make_home, validate_path
@@ -97,7 +97,7 @@ async def collect_plan_inputs(
     examples, examples_source = _known_examples(config, report)
     gradient = calibration.gradient_bytes if calibration is not None else None
     redacted = {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()}
-    return PlanInputs(
+    inputs = PlanInputs(
         config=planned,
         strategy=strategy or config.job.strategy,
         now=now,
@@ -116,9 +116,9 @@ async def collect_plan_inputs(
         calibration=calibration,
         division=context.division,
         left_out=left_out,
-        launching=await asyncio.to_thread(_launching, planned, network, context.fleet.home, model, gradient),
         rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
     )
+    return replace(inputs, launching=await asyncio.to_thread(_launching, inputs, context.fleet.home))
 
 
 @once
@@ -146,7 +146,11 @@ async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanI
         return inputs
     answering = [node for node in inputs.config.nodes if node.name not in inputs.problems]
     examples, examples_source = await _examples(context, answering)
-    return replace(inputs, examples=examples, examples_source=examples_source)
+    counted = replace(inputs, examples=examples, examples_source=examples_source)
+    if "epochs" not in inputs.config.job.mlx_lm:
+        return counted
+    # The manual launch has the iterations that they are.
+    return replace(counted, launching=await asyncio.to_thread(_launching, counted, context.fleet.home))
 
 
 def last_known_facts(
@@ -245,18 +249,18 @@ async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int
     return examples, source if examples is not None else f"not counted: {source}"
 
 
-def _launching(
-    config: Config, network: NetworkPlan | None, home: Path, model: Mapping[str, Any] | None, gradient: int | None
-) -> Launching:
+def _launching(inputs: PlanInputs, home: Path) -> Launching:
+    config, network = inputs.config, inputs.network
     if network is None:
         return Launching()
+    gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
     hosts = hostfile_document(network)
     path = home / "plans" / f"{config.cluster.name}-{config.job.name}.hostfile.json"
     try:
         make_home(home)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_hostfile(path, network)
-        return manual_launch(config, network, path, layers=_layers(model), gradient_bytes=gradient)
+        return manual_launch(config, network, path, JobSizes(_layers(inputs.model), inputs.examples, gradient))
     except OSError as error:
         why = f"the hostfile cannot be written: {error.strerror or error}"
         return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))

@@ -87,6 +87,9 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     pipeline = config is not None and config.strategy == "pipeline"
     if pipeline and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
+    if config is not None and config.strategy != "data" and settings.get("wire") == "int8":
+        needed = f'auto or float32: strategy = "{config.strategy}" sends no int8'
+        faults.add(job.locations.get("wire", inline), "wire", "int8", needed)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
         faults.add(inline, "layer_split", split, accepted)
@@ -98,6 +101,13 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     if iters is not None and settings.get(key, 0) > iters:
         accepted = f"at most iters = {iters}, since otherwise the model is never updated"
         faults.add(job.locations.get(key, inline), key, settings[key], accepted)
+    if iters is not None and settings.get("epochs") is not None:
+        accepted = "no value here: iters is set, and it is one or the other"
+        faults.add(job.locations["epochs"], "epochs", settings["epochs"], accepted)
+    for key in ("save_best", "patience"):
+        if settings.get(key) and settings.get("val_batches") == 0:
+            accepted = "no value here: val_batches = 0, so that there is no validation to judge by"
+            faults.add(job.locations.get(key, inline), key, settings[key], accepted)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {

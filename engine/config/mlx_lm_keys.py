@@ -3,8 +3,8 @@
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
-`optimizer_precision`, `moments` and `max_grad_norm` are ours, model and data have no default, and Hugging Face data
-sets are not read.
+`optimizer_precision`, `moments`, `max_grad_norm`, `wire`, `epochs`, `save_best` and `patience` are ours, model and data
+have no default, and Hugging Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -138,6 +138,11 @@ KEYS: dict[str, Key] = {
     "num_layers": Key(COUNT_OR_ALL, 16, "Number of layers to train, from the last; all of them for full fine-tuning."),
     "batch_size": Key(COUNT, 4, "Sequences per iteration over all ranks (the global batch)."),
     "iters": Key(COUNT, 1000, "Training iterations."),
+    "epochs": Key(
+        Form(Annotated[FiniteFloat, Field(gt=0, le=1e6)], "a number above 0, at most 1000000; without iters"),
+        None,
+        "Passes over the training data, in place of iters; fractions are allowed. Not in mlx-lm.",
+    ),
     "grad_accumulation_steps": Key(COUNT, 1, "Iterations whose gradients are accumulated for one update."),
     "learning_rate": Key(POSITIVE, 1e-5, "Learning rate without a schedule."),
     "lr_schedule": Key(
@@ -148,6 +153,13 @@ KEYS: dict[str, Key] = {
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
     ),
     "max_grad_norm": Key(POSITIVE, None, "Clip the norm of the global gradient to this value. Not in mlx-lm."),
+    "wire": Key(
+        one_of("auto", "float32", "int8"),
+        "auto",
+        'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, or '
+        "else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the next "
+        "update's gradient. Not in mlx-lm.",
+    ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
     ),
@@ -179,6 +191,17 @@ KEYS: dict[str, Key] = {
         "Batches per validation.",
     ),
     "steps_per_eval": Key(COUNT, 200, "Iterations between two validations."),
+    "save_best": Key(
+        FLAG,
+        False,
+        "Also save the adapters or weights as best_adapters.safetensors after each validation that is better than all "
+        "before it. Not in mlx-lm.",
+    ),
+    "patience": Key(
+        COUNT,
+        None,
+        "End the training after this many validations in a row without a better loss. Not in mlx-lm.",
+    ),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),
     "test": Key(FLAG, False, "Compute the test loss after training."),
@@ -202,7 +225,9 @@ FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """All keys, with defaults for those not given. null counts as not given, as in mlx-lm."""
+    """All keys, with defaults for those not given; no iters with epochs. null counts as not given, as in mlx-lm."""
     present = {key: value for key, value in given.items() if value is not None}
     fill = DEFAULTS | (FULL_DEFAULTS if present.get("fine_tune_type") == "full" else {})
+    if "epochs" in present:
+        fill = {key: value for key, value in fill.items() if key != "iters"}
     return deepcopy(fill) | present

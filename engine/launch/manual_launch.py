@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.launch.rank_environment import common_environment, ranks_per_host
 from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
+from engine.protocol.partition import epoch_iterations
 from engine.security.redact import is_secret
 
 STARTING_PORT = 32323
@@ -32,23 +34,27 @@ _FILE_ONLY = ("lora_parameters", "lr_schedule", "optimizer_config")
 _FEATURES = "_feature"
 
 
-def manual_launch(
-    config: Config,
-    network: NetworkPlan,
-    hostfile: Path,
-    *,
-    layers: int | None = None,
-    gradient_bytes: int | None = None,
-) -> Launching:
+@dataclass(frozen=True)
+class JobSizes:
+    """Sizes that the launch depends on; None where they are not known."""
+
+    layers: int | None = None
+    """The model's number of layers, which mlx-lm does not let num_layers exceed."""
+    examples: int | None = None
+    """For training."""
+    gradient_bytes: int | None = None
+    """The size of one all_sum."""
+
+
+def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: JobSizes) -> Launching:
     """The launch of `config` over `network`, whose hostfile is at `hostfile`, with notes on how it differs from a run.
 
-    `layers` is the model's number of layers, which mlx-lm does not let num_layers exceed; `gradient_bytes` the size of
-    one all_sum; both may be unknown. Raises LaunchError when there is no mlx.launch.
+    Raises LaunchError when there is no mlx.launch.
     """
     notes: list[str] = []
     ranks = len(config.nodes)
     if config.job.command is None:
-        settings = _settings(config, ranks, layers, notes)
+        settings = _settings(config, ranks, sizes, notes)
         lines = [_training(config, node, settings, hostfile) for node in config.nodes]
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
@@ -65,7 +71,7 @@ def manual_launch(
         hostfile=hostfile,
         starting_port=config.cluster.starting_port or STARTING_PORT,
         program=["/bin/sh", "-c", script],
-        environment=common_environment(network, environment, gradient_bytes=gradient_bytes),
+        environment=common_environment(network, environment, gradient_bytes=sizes.gradient_bytes),
         backend=network.backend,
         ranks_per_host=ranks_per_host(network),
     )
@@ -75,7 +81,7 @@ def manual_launch(
     return Launching(mlx_launch_command=shlex.join(argv), launch_notes=tuple(notes), hostfile=written)
 
 
-def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) -> dict[str, Any]:
+def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> dict[str, Any]:
     """The job's keys as stock mlx-lm accepts them."""
     settings = {key: value for key, value in config.job.mlx_lm.items() if key not in _PER_NODE}
     settings["fine_tune_type"] = config.job.fine_tune_type
@@ -83,20 +89,32 @@ def _settings(config: Config, ranks: int, layers: int | None, notes: list[str]) 
     if batch % ranks:
         settings["batch_size"] = -(-batch // ranks) * ranks
         notes.append(f"batch_size is {settings['batch_size']} here: mlx-lm's must divide by the {ranks} ranks")
-    if layers is not None and int(settings["num_layers"]) > layers:
-        settings["num_layers"] = layers
-        notes.append(f"num_layers is {layers} here, as many as the model has: mlx-lm refuses more")
+    if sizes.layers is not None and int(settings["num_layers"]) > sizes.layers:
+        settings["num_layers"] = sizes.layers
+        notes.append(f"num_layers is {sizes.layers} here, as many as the model has: mlx-lm refuses more")
     precision, moments = (settings.pop(key, AUTO) for key in ("optimizer_precision", "moments"))
     if (precision, moments) not in (("parameter", AUTO), ("parameter", "float32")):
         notes.append(
             "mlx-lm keeps the optimizer's state in the parameters' type: optimizer_precision and moments are left out"
         )
     recomputed = settings["grad_checkpoint"]
-    settings["grad_checkpoint"] = recomputed not in (False, "auto")
+    settings["grad_checkpoint"] = recomputed not in (False, AUTO)
     if settings["grad_checkpoint"] and recomputed is not True:
         notes.append("mlx-lm recomputes all layers or none: grad_checkpoint is true here")
     if settings.pop("max_grad_norm", None) is not None:
         notes.append("mlx-lm has no max_grad_norm: it is left out")
+    epochs = settings.pop("epochs", None)
+    if epochs is not None and sizes.examples is not None:
+        settings["iters"] = epoch_iterations(epochs, sizes.examples, int(settings["batch_size"]))
+        what = f"{epochs:g} x {sizes.examples} examples in batches of {settings['batch_size']}"
+        notes.append(f"mlx-lm has no epochs: iters is {settings['iters']} here, {what}")
+    elif epochs is not None:
+        notes.append("mlx-lm has no epochs: add --iters, epochs x examples / batch_size, or it trains 1000 iterations")
+    for key in ("save_best", "patience"):
+        if settings.pop(key, None):
+            notes.append(f"mlx-lm has no {key}: it is left out")
+    if settings.pop("wire", "auto") != "auto":
+        notes.append("mlx-lm sends gradients in their own type: wire is left out")
     return settings
 
 

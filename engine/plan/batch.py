@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.plan.context import PlanContext
+from engine.plan.context import PlanContext, job_iterations
 from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
 
 ScalingRule = Literal["linear", "sqrt"]
@@ -178,7 +178,8 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     rule = scaling_rule(str(context.settings["optimizer"]))
     rate = scaled_rate(total, rule)
     per_epoch = context.inputs.examples / total if context.inputs.examples else None
-    warm = warmup_steps(math.ceil(int(context.settings["iters"]) / steps), per_epoch)
+    iterations = job_iterations({**context.settings, "batch_size": per_rank * context.ranks}, context.inputs.examples)
+    warm = warmup_steps(math.ceil(iterations / steps), per_epoch) if iterations is not None else None
     keys = {"batch_size": per_rank * context.ranks, "grad_accumulation_steps": steps, "learning_rate": f"{rate:.2g}"}
     return SuggestedBatch(
         per_gpu_batch_size=per_rank,
@@ -187,6 +188,6 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
         learning_rate=rate,
         learning_rate_rule=rule,
         warmup_steps=warm,
-        warmup_epochs=warm / per_epoch if per_epoch else None,
+        warmup_epochs=warm / per_epoch if warm is not None and per_epoch else None,
         job_keys="\n".join(f"{key} = {value}" for key, value in keys.items()),
     )

@@ -52,7 +52,8 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
     else:
         _approach(context, rationale)
         frequency = int(context.settings["save_every"])
-        suggested = save_every(int(context.settings["iters"]), full=context.full)
+        if context.iterations is not None:
+            suggested = save_every(context.iterations, full=context.full)
         _frequency(context, rationale, frequency, suggested)
         where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own part"
         storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
@@ -82,20 +83,22 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
         rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank ends the run")
 
 
-def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int) -> None:
+def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int | None) -> None:
     given = context.given("save_every")
     limit = max_save_every(full=context.full)
     updates = state_every(context.inputs.config)
     state = f"the training state every {updates} updates" if updates else _NO_STATE
+    gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
     rationale.explain(
         _KEY + "frequency",
         Source.USER if given else Source.DEFAULT,
         f"{'the job sets save_every' if given else 'save_every is the default'}; {state}; the rule, min(1000, iters/20)"
-        f"{' and at most 500 in full fine-tuning' if context.full else ''}, gives {suggested}",
+        f"{' and at most 500 in full fine-tuning' if context.full else ''}, {gives}",
     )
     if frequency > limit:
-        text = f"save_every = {frequency} can lose that many iterations: use at most {limit} (the rule: {suggested})"
+        rule = f" (the rule: {suggested})" if suggested is not None else ""
+        text = f"save_every = {frequency} can lose that many iterations: use at most {limit}{rule}"
         rationale.warn("checkpoint_strategy", text)
-    if frequency > int(context.settings["iters"]):
-        text = f"save_every = {frequency} exceeds the {context.settings['iters']} iterations: only the end is saved"
+    if context.iterations is not None and frequency > context.iterations:
+        text = f"save_every = {frequency} exceeds the {context.iterations} iterations: only the end is saved"
         rationale.warn("checkpoint_strategy", text)

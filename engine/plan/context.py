@@ -19,6 +19,7 @@ from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
+from engine.protocol.partition import epoch_iterations
 
 _M4_MAX_BYTES = 136 * 10**9
 """Above the largest M4 Max (128 GiB)."""
@@ -83,6 +84,14 @@ def why_unused(inputs: PlanInputs) -> str | None:
     if is_stale(inputs.config, taken, inputs.now):
         return f"the calibration is {age_days(taken, inputs.now):.0f} days old"
     return None
+
+
+def job_iterations(settings: Mapping[str, Any], examples: int | None) -> int | None:
+    """The iterations of a job with these mlx-lm keys; None where they depend on an unknown number of examples."""
+    epochs = settings.get("epochs")
+    if epochs is None:
+        return int(settings["iters"])
+    return epoch_iterations(float(epochs), examples, int(settings["batch_size"])) if examples is not None else None
 
 
 @dataclass(frozen=True)
@@ -153,9 +162,14 @@ class PlanContext:
         return int(self.settings["batch_size"]) * self.accumulation if self.settings else None
 
     @property
+    def iterations(self) -> int | None:
+        """None for a custom command, and for epochs over an unknown number of examples."""
+        return job_iterations(self.settings, self.inputs.examples) if self.settings else None
+
+    @property
     def updates(self) -> int | None:
         """Optimizer updates in the whole run; an incomplete last accumulation is applied too."""
-        return -(-int(self.settings["iters"]) // self.accumulation) if self.settings else None
+        return -(-self.iterations // self.accumulation) if self.iterations is not None else None
 
     @property
     def updates_per_epoch(self) -> float | None:

@@ -118,8 +118,8 @@ def _saves(section: CheckpointSection) -> str:
     if section.frequency is None:
         return "by the command itself"
     state = "with the training state in the background" if section.async_ else "without the training state"
-    frequency = f"every {section.frequency:,} iterations (rule: {section.suggested_frequency:,})"
-    return f"adapters {frequency}, {state}, to {section.storage}"
+    rule = f" (rule: {section.suggested_frequency:,})" if section.suggested_frequency is not None else ""
+    return f"adapters every {section.frequency:,} iterations{rule}, {state}, to {section.storage}"
 
 
 def _data(plan: TrainingPlan) -> str:

@@ -24,6 +24,7 @@ STEP_KEYS = (
     "optimizer_config",
     "optimizer_precision",
     "moments",
+    "wire",
 )
 """The mlx-lm keys that affect the time or memory of a step."""
 

@@ -43,7 +43,7 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     if found.examples_per_s is None:
         source, reason = Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
-    iterations = int(context.settings["iters"]) if context.settings else None
+    iterations = context.iterations
     return PerformanceSection(
         throughput=found.examples_per_s,
         tokens_per_second=found.tokens_per_s,

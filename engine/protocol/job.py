@@ -60,11 +60,18 @@ class Job:
     """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
     batch_size: int = 4
     iters: int = 1000
+    """With `epochs`, the trainer computes it from its dataset."""
+    epochs: float | None = None
+    """Ours: in place of `iters`."""
     val_batches: int = 25
     """-1: the whole validation set; 0: no validation."""
     learning_rate: float = 1e-5
     steps_per_report: int = 10
     steps_per_eval: int = 200
+    save_best: bool = False
+    """Ours: also save the trained weights after each validation that is the best so far."""
+    patience: int | None = None
+    """Ours: end the training after this many validations in a row that are not better than the best; None: never."""
     resume_adapter_file: str | None = None
     save_every: int = 100
     test: bool = False
@@ -91,6 +98,9 @@ class Job:
     """Ours: one of OPTIMIZER_PRECISIONS. "auto", where no plan has resolved it: "float32"."""
     moments: str = AUTO
     """Ours: one of MOMENTS. "auto", where no plan has resolved it: "float32"."""
+    wire: str = "auto"
+    """Ours, of strategy "data": gradients travel in their own type or float32, whichever is less ("auto"), in
+    "float32", or in "int8"."""
     chunking: bool = True
     """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
@@ -136,6 +146,7 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
 
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
-    split, so that another number of ranks can resume with another split."""
-    job = {key: value for key, value in raw.items() if key != "layer_split"}
+    split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
+    which a saved state shows itself."""
+    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

@@ -41,6 +41,8 @@ class MeasureSpec:
     seconds: float
     """Duration of measuring, without loading and warming up."""
     env: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    """The ranks of the job: several keep their gradients otherwise than one does."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

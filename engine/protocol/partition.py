@@ -49,6 +49,12 @@ def chunk_plan(dataset_size: int, chunk_size: int = COORDINATOR_CHUNK_SIZE) -> C
     return ChunkPlan(dataset_size >= chunk_size, dataset_size, chunk_size, num_chunks)
 
 
+def epoch_iterations(epochs: float, dataset_size: int, batch_size: int) -> int:
+    """Iterations that make `epochs`, to the nearest whole number, at least 1. Each epoch has only full batches, as the
+    trainer's sampler forms them."""
+    return max(1, round(epochs * (dataset_size // batch_size)))
+
+
 def progress_text(chunk: int, num_chunks: int) -> str:
     """The progress line after the `chunk`-th of `num_chunks` chunks, from 1. Raises ValueError for a chunk out of
     range."""
@@ -91,7 +97,7 @@ def padded_width(length: int) -> int:
 
 
 _LOGIT_BYTES = 128 * 2**20
-"""Of one array of a chunk's logits in float32. A chunk of 64 tokens and more computes longer on a GPU than it reads the
+"""Limit of one array of a chunk's logits, in float32. With 64 tokens and more a GPU computes longer than it reads the
 head's weights, and there are several such arrays."""
 _TILE = 64
 """Rows of the largest tile of Metal's matrix product."""

@@ -87,6 +87,8 @@ class Verdict:
 @dataclass(frozen=True)
 class Figures:
     iteration: int | None = None
+    iterations: int | None = None
+    """In the whole run, as its trainers reported: only they know those of epochs."""
     train_loss: float | None = None
     val_loss: float | None = None
     tokens_per_second: float | None = None

@@ -177,7 +177,9 @@ _CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "en
 
 
 def _reopen(history: RunHistory) -> RunHistory:
-    cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(Figures())}
+    # It is the same run: it has the same iterations.
+    figures = replace(Figures(), iterations=history.record.iterations)
+    cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(figures)}
     return replace(
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),

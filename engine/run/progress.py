@@ -233,6 +233,8 @@ class EventIntake:
     def _take(self, rank: int, event: dict[str, Any]) -> None:
         self.progress.take(rank, event, time.monotonic())
         match event.get("event"):
+            case "start" if rank == 0:
+                self.latest = replace(self.latest, iterations=count_or_none(event.get("iterations")))
             case "checkpoint":
                 self._consistency.checkpoint(event)
             case "replica_check":
@@ -255,6 +257,7 @@ class EventIntake:
 def _updated(latest: Figures, row: Mapping[str, Any]) -> Figures:
     """A command of the user's own may report anything: only numbers are taken."""
     known = {each.name: row[each.name] for each in fields(Figures) if isinstance(row.get(each.name), int | float)}
-    if not isinstance(known.get("iteration", 0), int):
-        del known["iteration"]
+    for name in ("iteration", "iterations"):
+        if not isinstance(known.get(name, 0), int):
+            del known[name]
     return replace(latest, **known)

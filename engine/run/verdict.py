@@ -22,7 +22,7 @@ from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import SignatureKind
 from engine.security.redact import redact
-from engine.security.sanitise import last_line, plain, sanitise
+from engine.security.sanitise import last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir
 
 
@@ -52,7 +52,9 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
     if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
         # Also when an abort was requested: it came too late to change anything.
-        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
+        ends = (rank.end or {} for rank in evidence.ranks if evidence.trainer)
+        early = next((text for end in ends if (text := text_or_none(end.get("early"), CAUSE_CHARACTERS))), None)
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, early)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
     faults = sorted(_faults_of(evidence), key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import Job
+from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import ResumePoint
@@ -46,6 +47,8 @@ class Outcome:
     completed: bool
     stopped: bool
     iteration: int
+    early: str | None = None
+    """Why it is complete before the job's last iteration."""
 
 
 @dataclass
@@ -67,9 +70,14 @@ class Loop:
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
         self._window = ReportWindow(**self.start.window)
+        self._best = BestValidation(**self.start.best)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
         self._updates = self.start.update
+        self._updated_at = self.start.iteration
+        """The last iteration of the last update."""
+        self._best_at_update = self._best.state()
+        """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
         """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
@@ -79,10 +87,14 @@ class Loop:
         try:
             self._check_replicas(done)
             for iteration in range(done + 1, self.job.iters + 1):
-                if self._validation_due(iteration):
+                if self._validation_due(iteration) and not self._patience_over:
                     self._validate(iteration - 1)
                     if self._stop:
-                        return self._finish(Outcome(False, True, iteration - 1))
+                        return self._finish(Outcome(False, True, self._updated_at))
+                # In the middle of an accumulation, its update comes first.
+                if self._patience_over and not self._pending:
+                    early = self._best.early_stop(self._updated_at)
+                    return self._finish(Outcome(True, False, self._updated_at, early))
                 self._train(iteration)
                 if self._stop and iteration < self.job.iters:
                     return self._finish(Outcome(False, True, iteration))
@@ -124,13 +136,25 @@ class Loop:
         if loss is not None:
             seconds = time.perf_counter() - started
             self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+            best = self._best.add(iteration, loss)
+            # What was never trained must not replace what an earlier run has left.
+            if best and self.job.save_best and self._updates > 0:
+                self._check_replicas(iteration)
+                self._saver.save_best(iteration, loss)
+
+    @property
+    def _patience_over(self) -> bool:
+        return self.job.patience is not None and self._best.since >= self.job.patience
 
     def _train(self, iteration: int) -> None:
         """One iteration, and the update and the periodic checkpoint that end with it."""
         self.reporter.phase("training")
         mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
-        self._pending[iteration] = self.strategy.accumulate(iteration - 1)
-        if iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters:
+        last = iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters
+        self._pending[iteration] = self.strategy.accumulate(
+            iteration - 1, last=last, exact=self.periodic.planned(self._updates + 1)
+        )
+        if last:
             try:
                 self._update()
             except Diverged:
@@ -148,8 +172,6 @@ class Loop:
         """Sum over the ranks, take one optimizer step, and report the iterations."""
         *_, (last, step) = self._pending.items()
         started = time.perf_counter()
-        own = self._own_facts()
-        measured = time.perf_counter()
         counters = [step.loss_sum for step in self._pending.values()]
         counters += [float(step.tokens) for step in self._pending.values()]
         counters += [float(self.control.stop_requested), *self.periodic.counters()]
@@ -160,34 +182,40 @@ class Loop:
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
         summed = time.perf_counter()
-        for iteration, loss in zip(self._pending, losses, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(f"loss is not finite at iteration {iteration}")
+        self._check_losses(losses)
         with self.emergency.changing():
             norm = self.strategy.apply(sum(tokens))
+            if (late := self.strategy.late_loss) is not None:
+                losses, step = [late], replace(step, loss_sum=late)
+                self._check_losses(losses)
             if norm is None:
                 self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
             elif not math.isfinite(norm):
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
+            self._updated_at, self._best_at_update = last, self._best.state()
             self._pending[last] = replace(
                 step,
-                compute_s=step.compute_s + measured - started,
-                communicate_s=step.communicate_s + summed - measured,
+                communicate_s=step.communicate_s + summed - started,
                 update_s=time.perf_counter() - summed,
             )
-            self._report_update(losses, tokens, {**own, "grad_norm": norm})
+            self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
 
+    def _check_losses(self, losses: list[float]) -> None:
+        for iteration, loss in zip(self._pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {iteration}")
+
     def _own_facts(self) -> dict[str, float | None]:
-        """This rank's loss and gradient norm before they are summed: the validators compare the ranks by them."""
+        """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""
         tokens = sum(step.tokens for step in self._pending.values())
         loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
-        return {"update": self._updates + 1, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
+        return {"update": self._updates, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state())
+        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best_at_update)
 
     def _report_update(self, losses: list[float], tokens: list[float], of_update: dict[str, float | None]) -> None:
         """`of_update`: for the event of the last iteration."""

@@ -1,12 +1,15 @@
-"""The optimizer over a flat dict of parameters, with float32 master weights and moments.
+"""The optimizer over a flat dict of parameters, whose state is kept in one of the forms of optimizer_state.
 
-In bfloat16 Adam's beta2 of 0.999 rounds to 1 and small steps vanish; so parameters of 16 bits keep a float32 master,
-and the model is given its rounding after each update.
+In bfloat16 Adam's beta2 of 0.999 rounds to 1 and small steps vanish; so the steps of 16-bit parameters are computed in
+float32 (but with optimizer_precision "parameter"), and the model is given what that rounds to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +20,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import build_schedule
 
 from engine.protocol.job import Job, JobError
+from engine.trainer.collective import packed
+from engine.trainer.optimizer_state import COMPENSATION, SCALE, StateForm
 from engine.trainer.weights import scalar
 
 _OPTIMIZERS = {
@@ -27,8 +32,15 @@ _OPTIMIZERS = {
     "adafactor": optim.Adafactor,
 }
 
-_MOMENT_SEPARATOR = ":"
+_SEPARATOR = ":"
 """Between the name of a parameter and of its moment; occurs in neither."""
+_PARTS = 256
+"""An update evaluates about this part of all trained elements at once, for float32 intermediates that are small beside
+the model: each takes 4 / 256 bytes per trained element."""
+_LEAST_ELEMENTS = 2**16
+"""A smaller part saves nothing worth an evaluation."""
+_Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
+"""Updater._step of one type."""
 
 
 class Updater:
@@ -37,43 +49,81 @@ class Updater:
     def __init__(self, job: Job, model: nn.Module) -> None:
         """Raises JobError for settings that the optimizer or its schedule rejects."""
         self._optimizer = _make_optimizer(job)
+        self._form = StateForm.of(job)
         self._model = model
+        self._max_norm = job.max_grad_norm
         trainable = dict(tree_flatten(model.trainable_parameters()))
         self._dtypes = {name: value.dtype for name, value in trainable.items()}
-        keep = job.optimizer_precision == "parameter"
-        self.masters = trainable if keep else {name: value.astype(mx.float32) for name, value in trainable.items()}
-        self._optimizer.init(self.masters)
-        self._max_norm = job.max_grad_norm
-        state = [self._optimizer.state, self.masters]
-        self._apply = partial(mx.compile, inputs=state, outputs=state)(self._step)
+        self._keys = {name: _random_key(job.seed, name) for name in trainable}
+        self._most_elements = max(sum(value.size for value in trainable.values()) // _PARTS, _LEAST_ELEMENTS)
+        self.masters = {name: self._form.keep(value) for name, value in trainable.items()}
+        """The trained weights as they are kept between updates: float32 masters, or the model's own."""
+        self._scalars: dict[str, mx.array] = dict(self._optimizer.state)
+        """The optimizer's step, and what is on a schedule."""
+        self._stored = {name: self._initial(value) for name, value in trainable.items()}
+        self._functions: dict[mx.Dtype, _Step] = {
+            dtype: partial(self._step, dtype) for dtype in set(self._dtypes.values())
+        }
+        # One function for all parameters of a type: those of equal shape share what it is compiled to.
+        self._compiled = {dtype: mx.compile(step) for dtype, step in self._functions.items()}
 
     def evaluate(self) -> None:
         """Allocate masters and moments, as the first update would: until then they are lazy."""
-        mx.eval(self.masters, self._optimizer.state)
+        mx.eval(self.arrays)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The containers of everything that an update changes beside the model, for mx.compile's inputs and outputs."""
+        return [self._scalars, self.masters, self._stored]
 
     @property
     def learning_rate(self) -> float:
-        return scalar(self._optimizer.learning_rate)
+        return scalar(self._scalars["learning_rate"])
 
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:
         """One step with the gradients in `pieces` over `divisor`, together one of each trained parameter; their norm
-        before clipping. A piece is dropped before the next is taken. `norm`: the global norm of all ranks' quotients,
-        where it is known; it must be for clipping, and where the gradients are only this rank's part."""
-        gradients = {name: value / divisor for piece in pieces for name, value in piece.items()}
-        found = self._apply(gradients) if norm is None else self._apply(gradients, mx.array(norm))
-        self._update_model()
-        mx.eval(found, self._model.trainable_parameters(), self.masters, self._optimizer.state)
-        return scalar(found)
+        before clipping. `norm`: the global norm of all ranks' quotients, where it is known; it must be for clipping,
+        and where the gradients are only this rank's part.
+
+        Gradients may be lazy. Each piece is evaluated with its new weights and moments, and dropped before the next is
+        taken; a large one in parts. After an error the state is between two updates.
+        """
+        assert norm is not None or self._max_norm is None
+        clip = None if norm is None else self._clip(mx.array(norm))
+        scale, total = mx.array(divisor, mx.float32), mx.array(0.0)
+        self._begin_step()
+        for piece in pieces:
+            gradients = dict(piece)
+            del piece
+            for names in packed(list(gradients), lambda name: self.masters[name].size, self._most_elements):
+                part = {name: gradients.pop(name) for name in names}
+                weights, square = self._advance(self._compiled, part, scale, clip)
+                # The last references: each array is freed as soon as it has been used.
+                del part
+                if norm is None:
+                    total = total + square
+                mx.eval(total, weights, [(self.masters[name], self._stored[name]) for name in names])
+                del weights, square
+        mx.eval(self._scalars)
+        return math.sqrt(scalar(total)) if norm is None else norm
+
+    def apply(self, gradients: Mapping[str, mx.array], divisor: mx.array) -> mx.array:
+        """One lazy step with all gradients over `divisor`; the sum of squares of the quotients before clipping. For a
+        compiled function with forward and backward pass, whose inputs and outputs `arrays` and the model's state are.
+        """
+        self._begin_step()
+        clip = None
+        if self._max_norm is not None:
+            squares = [mx.square(_quotient(gradient, divisor)).sum() for gradient in gradients.values()]
+            clip = self._clip(mx.sqrt(mx.stack(squares).sum()))
+        return self._advance(self._functions, gradients, divisor, clip)[1]
 
     def state(self) -> dict[str, dict[str, mx.array]]:
         """References to everything that an update changes. The model's own parameters are the rounded masters."""
-        moments = {}
-        for name, value in self._optimizer.state.items():
-            if isinstance(value, mx.array):
-                moments[name] = value
-            else:
-                moments |= {f"{name}{_MOMENT_SEPARATOR}{kind}": moment for kind, moment in value.items()}
-        return {"weights": dict(self.masters), "optimizer": moments}
+        stored = {
+            f"{name}{_SEPARATOR}{kind}": value for name, kinds in self._stored.items() for kind, value in kinds.items()
+        }
+        return {"weights": dict(self.masters), "optimizer": {**self._scalars, **stored}}
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`restore` accepts `state`."""
@@ -85,40 +135,107 @@ class Updater:
             raise ValueError(difference)
         self.masters.update(state["weights"])
         for name, value in state["optimizer"].items():
-            parameter, _, kind = name.rpartition(_MOMENT_SEPARATOR)
+            parameter, _, kind = name.rpartition(_SEPARATOR)
             if parameter:
-                self._optimizer.state[parameter][kind] = value
+                self._stored[parameter][kind] = value
             else:
-                self._optimizer.state[name] = value
-        self._update_model()
+                self._scalars[name] = value
+        self._update_model({name: value.astype(self._dtypes[name]) for name, value in self.masters.items()})
         mx.eval(self._model.trainable_parameters())
 
     def _difference(self, state: Mapping[str, Mapping[str, mx.array]]) -> str | None:
         """The first name, shape or type that is not this job's."""
         for group, ours in self.state().items():
             theirs = state.get(group, {})
-            for name in ours.keys() | theirs.keys():
-                if name not in ours or name not in theirs:
-                    where = "this job's" if name in ours else "the saved"
-                    return f"{name} is only in {where} {group}"
-                here, there = ((value.shape, value.dtype) for value in (ours[name], theirs[name]))
-                if here != there:
-                    return f"{name} of the saved {group} is {there[0]} {there[1]}, this job's is {here[0]} {here[1]}"
+            for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (not name.endswith(COMPENSATION), name)):
+                here, there = ours.get(name), theirs.get(name)
+                if here is None or there is None:
+                    where = "this job's" if there is None else "the saved"
+                    message, of_form = f"{name} is only in {where} {group}", name.endswith((COMPENSATION, SCALE))
+                elif (here.shape, here.dtype) != (there.shape, there.dtype):
+                    message = (
+                        f"{name} of the saved {group} is {there.shape} {there.dtype}, "
+                        f"this job's is {here.shape} {here.dtype}"
+                    )
+                    of_form = here.shape == there.shape
+                else:
+                    continue
+                key = "optimizer_precision" if group == "weights" or name.endswith(COMPENSATION) else "moments"
+                return f"it was saved with another {key}: {message}" if of_form else message
         return None
 
-    def _update_model(self) -> None:
-        parameters = [(name, master.astype(self._dtypes[name])) for name, master in self.masters.items()]
-        self._model.update(tree_unflatten(parameters))
+    def _initial(self, weight: mx.array) -> dict[str, mx.array]:
+        moments: dict[str, mx.array] = {}
+        self._optimizer.init_single(mx.zeros(weight.shape, self._form.computed(weight.dtype)), moments)
+        return self._form.initial(weight, moments)
 
-    def _step(self, gradients: dict[str, mx.array], norm: mx.array | None = None) -> Any:
-        if norm is None:
-            norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in gradients.values()), start=mx.array(0.0)))
-        if self._max_norm is not None:
-            factor = mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
-            gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        gradients = {name: gradient.astype(self.masters[name].dtype) for name, gradient in gradients.items()}
-        self.masters.update(self._optimizer.apply_gradients(gradients, self.masters))
-        return norm
+    def _begin_step(self) -> None:
+        """As Optimizer.apply_gradients, once per update."""
+        step = self._scalars["step"]
+        self._scalars |= {name: schedule(step) for name, schedule in self._optimizer._schedulers.items()}
+        self._scalars["step"] = step + 1
+
+    def _clip(self, norm: mx.array) -> mx.array | None:
+        return None if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
+
+    def _advance(
+        self,
+        functions: Mapping[mx.Dtype, _Step],
+        gradients: Mapping[str, mx.array],
+        divisor: mx.array,
+        clip: mx.array | None,
+    ) -> tuple[dict[str, mx.array], mx.array]:
+        """Replace the parameters of `gradients` and their state by lazy ones; these weights, and the sum of squares of
+        the gradients before clipping."""
+        weights, squares = {}, []
+        for name, gradient in gradients.items():
+            step, stored = functions[self._dtypes[name]], self._stored[name]
+            own = self.masters[name], stored, self._keys[name]
+            weights[name], self.masters[name], stepped, square = step(gradient, own, self._scalars, (divisor, clip))
+            stored.update(stepped)
+            squares.append(square)
+        self._update_model(weights)
+        return weights, mx.stack(squares).sum()
+
+    def _step(
+        self,
+        dtype: mx.Dtype,
+        gradient: mx.array,
+        own: tuple[mx.array, Mapping[str, mx.array], mx.array],
+        scalars: Mapping[str, mx.array],
+        scaling: tuple[mx.array, mx.array | None],
+    ) -> tuple[mx.array, mx.array, dict[str, mx.array], mx.array]:
+        """One parameter's step, a pure function of what is kept and stored of it and its key (`own`), and of the
+        gradient's divisor and factor (`scaling`). The model's weight of `dtype`, what is kept and stored, and the sum
+        of squares of the gradient before clipping."""
+        (kept, stored, key), (divisor, clip) = own, scaling
+        mean = _quotient(gradient, divisor)
+        square = mx.square(mean).sum()
+        parameter, moments = self._form.decode(kept, stored)
+        # Its state holds only what is passed: a compiled function would make constants of anything else.
+        optimizer = copy.copy(self._optimizer)
+        optimizer.state = dict(scalars)
+        clipped = mean if clip is None else mean * clip
+        parameter = optimizer.apply_single(clipped.astype(parameter.dtype), parameter, moments)
+        kept, stepped = self._form.encode(parameter, moments, dtype, key + scalars["step"].astype(mx.uint32))
+        # The gradient must not wait in memory for the squares of all others.
+        weight = kept.astype(dtype)
+        square = mx.depends(square, [weight, kept, *stepped.values()])
+        return weight, kept, stepped, square
+
+    def _update_model(self, weights: Mapping[str, mx.array]) -> None:
+        # Not strict: in a list of layers, those without any of `weights` are left as they are.
+        self._model.update(tree_unflatten(list(weights.items())), strict=False)
+
+
+def _quotient(gradient: mx.array, divisor: mx.array) -> mx.array:
+    return gradient.astype(mx.float32) / divisor
+
+
+def _random_key(seed: int, name: str) -> mx.array:
+    """64 bits, uint32 [2], for a parameter's random rounding."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return mx.array([int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")], mx.uint32)
 
 
 def _make_optimizer(job: Job) -> optim.Optimizer:

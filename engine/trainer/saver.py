@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlx_lm.utils import load_config, save_config
 
 from engine.protocol.attempt import replacing, write_atomic
 from engine.protocol.job import Job
+from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.checkpoint.files import replace_folder
 from engine.trainer.collective import Collective, packed
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
@@ -49,6 +51,27 @@ def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tup
     with latest.open("rb") as source, replacing(numbered) as copy:
         shutil.copyfileobj(source, copy)
     return numbered, numbered.stat().st_size
+
+
+BEST_FILE = "best_adapters.safetensors"
+
+
+def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float) -> tuple[Path, int]:
+    """Write trained `weights` as BEST_FILE, whose metadata has the run, `iteration` and `val_loss`; returns its path
+    and bytes. A reader sees a complete file or the previous one. Raises OSError."""
+    path = job.adapter_path / BEST_FILE
+    metadata = {"run": job.home.name, "iteration": str(iteration), "val_loss": repr(val_loss)}
+    write_safetensors(path, weights.entries, weights.arrays, metadata)
+    return path, path.stat().st_size
+
+
+def has_better(job: Job, val_loss: float) -> bool:
+    """BEST_FILE is of this run and has a lower loss: a resumed run repeats validations before that of the file."""
+    try:
+        metadata = check_header(job.adapter_path / BEST_FILE).metadata
+        return metadata["run"] == job.home.name and float(metadata["val_loss"]) < val_loss
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+        return False
 
 
 _FILE_BYTES = 5 * 10**9
@@ -103,21 +126,9 @@ class Saver:
     def save(self, iteration: int, *, last: bool) -> None:
         """Write the adapters. A full disk is a warning, except for the last save. Corrupted parameters are not written:
         those of an intact rank are. Raises Corrupted when there is none, at the last save; OSError, PeerLost."""
-        self.reporter.phase("saving")
-        source = self.replicas.intact_rank
-        if source is None:
-            mismatch, message = self.replicas.difference, f"not saved: {self.replicas.message()}"
-            if last:
-                assert mismatch is not None
-                raise Corrupted(message, mismatch)
-            self.reporter.warn(message)
+        weights = self._intact_weights(last=last)
+        if weights is None:
             return
-        if source == 0:
-            weights = self.strategy.trained_weights()
-        else:
-            weights = WeightStream.of(self.replicas.broadcast_trained(source))
-            if self.collective.rank == 0:
-                self.reporter.warn(f"saving the parameters of rank {source}: those of rank 0 are corrupted")
         written = self._write(weights, iteration, last=last)
         if last and self.job.fine_tune_type == "full" and isinstance(self.strategy, PartitionedStrategy):
             # No rank has the whole model otherwise.
@@ -126,6 +137,41 @@ class Saver:
         # Also a barrier: no rank continues before the save is done.
         if scalar(self.collective.all_sum(mx.array(float(written)))) > 0:
             self.saved = iteration
+
+    def save_best(self, iteration: int, val_loss: float) -> None:
+        """Write the weights of the best validation so far, unless their file has better ones of the same run. What
+        cannot be saved is a warning. Raises PeerLost."""
+        weights = self._intact_weights(last=False)
+        if weights is None:
+            return
+        try:
+            if self.collective.rank == 0 and has_better(self.job, val_loss):
+                weights.drain()
+            else:
+                write = partial(save_best_adapters, self.job, weights, iteration, val_loss)
+                self._report(iteration, self.job.adapter_path / BEST_FILE, weights, write, val_loss=val_loss)
+        except OSError as error:
+            self.reporter.warn(f"iteration {iteration}: the best weights were not saved: {error}")
+        # No rank continues before the save is done.
+        self.collective.barrier()
+
+    def _intact_weights(self, *, last: bool) -> WeightStream | None:
+        """The weights to save; None, reported, when all ranks' are corrupted. Raises Corrupted at the last save;
+        PeerLost."""
+        self.reporter.phase("saving")
+        source = self.replicas.intact_rank
+        if source is None:
+            mismatch, message = self.replicas.difference, f"not saved: {self.replicas.message()}"
+            if last:
+                assert mismatch is not None
+                raise Corrupted(message, mismatch)
+            self.reporter.warn(message)
+            return None
+        if source == 0:
+            return self.strategy.trained_weights()
+        if self.collective.rank == 0:
+            self.reporter.warn(f"saving the parameters of rank {source}: those of rank 0 are corrupted")
+        return WeightStream.of(self.replicas.broadcast_trained(source))
 
     def _write(self, weights: WeightStream, iteration: int, *, last: bool) -> bool:
         """True on a rank that has written, False when its disk did not take it. Raises OSError at the last save."""
@@ -141,7 +187,12 @@ class Saver:
         return self.collective.rank == 0
 
     def _report(
-        self, iteration: int, target: Path, weights: WeightStream, write: Callable[[], tuple[Path, int]]
+        self,
+        iteration: int,
+        target: Path,
+        weights: WeightStream,
+        write: Callable[[], tuple[Path, int]],
+        **facts: float,
     ) -> None:
         """On rank 0 `write` the `weights` into `target`; it returns the last path and its bytes."""
         try:
@@ -152,7 +203,13 @@ class Saver:
             path, size = write()
             seconds = time.perf_counter() - started
             self.reporter.event(
-                "checkpoint", phase="committed", iteration=iteration, path=str(path), bytes=size, seconds=seconds
+                "checkpoint",
+                phase="committed",
+                iteration=iteration,
+                path=str(path),
+                bytes=size,
+                seconds=seconds,
+                **facts,
             )
             self.reporter.print(f"saved {path}")
         finally:

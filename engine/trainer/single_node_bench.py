@@ -20,7 +20,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
+from engine.trainer.collective import Collective
 from engine.trainer.data import Batch, load_train_split
+from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
@@ -80,12 +82,12 @@ def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
     if spec.job is None:
         job, model = synthetic_model(spec.batch, home)
         return SingleNodeTrainer(
-            job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch
+            job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch, spec.ranks
         )
     job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
     model, tokenizer = load_model(job)
     train = load_train_split(job, tokenizer, lambda longest: None)
-    return SingleNodeTrainer(job, model, train, train.sampler(job.batch_size, job.seed).batch)
+    return SingleNodeTrainer(job, model, train, train.sampler(job.batch_size, job.seed).batch, spec.ranks)
 
 
 PROBE_BATCHES = (1, 2)
@@ -108,15 +110,18 @@ class BatchSource(Protocol):
 class SingleNodeTrainer:
     """The trainer's iterations, without peers, checkpoints or reports."""
 
-    def __init__(self, job: Job, model: nn.Module, data: BatchSource, order: Callable[[int], Indices]) -> None:
-        """`order` returns the examples of the n-th global batch."""
+    def __init__(
+        self, job: Job, model: nn.Module, data: BatchSource, order: Callable[[int], Indices], ranks: int = 1
+    ) -> None:
+        """`order` returns the examples of the n-th global batch. `ranks`: of the job; several keep their gradients as
+        if they exchanged them."""
         self._job = job
         self._data = data
         self._order = order
-        self._gradients = Gradients(model)
+        wire = GradientWire(Collective("any", 1, 0), job.wire) if ranks > 1 else None
+        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
         self._updater = Updater(job, model)
         self._updater.evaluate()
-        self._sums: list[mx.array] = []
         self._targets = 0
         self._position = 0
         model.train()
@@ -131,35 +136,41 @@ class SingleNodeTrainer:
         batch = self._data.batch(indices)
         self._position += 1
         mx.random.seed(dropout_seed(self._job.seed, self._position, 0))
-        self._accumulate(batch)
-        if self._position % self._job.grad_accumulation_steps == 0:
+        last = self._position % self._job.grad_accumulation_steps == 0
+        self._accumulate(batch, last=last)
+        if last:
             self._update()
         if mx.get_cache_memory() > (self._job.clear_cache_threshold or _CACHE_BYTES):
             mx.clear_cache()
         return time.perf_counter() - started, batch.targets
 
     def probe(self, batch_size: int) -> tuple[int, int]:
-        """Steps of full length; MLX's bytes of the state (weights, gradients, moments) in the first, and the peak."""
+        """Steps of full length; MLX's bytes of the state (weights, moments, and the gradients held until the update) in
+        the first, and the peak."""
         batch = self._full(batch_size)
         states = []
         mx.clear_cache()
         mx.reset_peak_memory()
         for _ in range(_PROBE_STEPS):
-            self._accumulate(batch)
+            before = mx.get_active_memory()
             if self._job.grad_accumulation_steps > 1:
-                self._accumulate(batch)
-            states.append(mx.get_active_memory())
+                self._accumulate(batch, last=False)
+            self._accumulate(batch, last=True)
+            self._gradients.finish()
+            states.append(before + self._gradients.nbytes)
             self._update()
         return states[0], mx.get_peak_memory()
 
-    def _accumulate(self, batch: Batch) -> None:
-        _, self._sums = self._gradients.add(batch, self._sums)
+    def _accumulate(self, batch: Batch, *, last: bool) -> None:
+        self._gradients.add(batch, last=last)
         self._targets += batch.targets
 
     def _update(self) -> None:
+        self._gradients.finish()
         if self._targets:
-            self._updater.update([self._gradients.unpack(self._sums)], self._targets)
-        self._sums, self._targets = [], 0
+            self._gradients.apply(self._updater, self._targets)
+        self._gradients.clear()
+        self._targets = 0
 
     def _full(self, batch_size: int) -> Batch:
         """Real tokens, repeated to the job's full length."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
+from engine.protocol.partition import LayerSplit, epoch_iterations, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.files import Origin, packer
 from engine.trainer.checkpoint.locations import CheckpointLocations
@@ -50,6 +50,9 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     maybe_set_recommended_wired_limit()
     model, tokenizer = load_model(job)
     examples, valid, test = setup.load_splits(tokenizer)
+    if job.epochs is not None:
+        job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
+        setup = replace(setup, job=job)
     checksum = setup.check_ranks_agree(model, examples, valid)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
@@ -71,8 +74,9 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     except PeerLost:
         loop.emergency.save_on_peer_loss()
         raise
-    reporter.event("end", completed=outcome.completed, stopped=outcome.stopped, iteration=outcome.iteration)
-    reporter.print(f"{'completed' if outcome.completed else 'stopped'} at iteration {outcome.iteration}")
+    reporter.event("end", **asdict(outcome))
+    how = "completed" if outcome.completed else "stopped"
+    reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
 
 
 def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
@@ -105,6 +109,9 @@ class _Setup:
 
         train = load_train_split(job, tokenizer, truncated)
         valid = load_split(job, "valid", tokenizer, truncated)
+        wants_validation = "patience" if job.patience is not None else "save_best" if job.save_best else None
+        if not len(valid) and wants_validation is not None:
+            raise JobError(f"{job.data / 'valid.jsonl'} is missing or empty, and {wants_validation} needs it")
         if not len(valid):
             reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training continues without validation")
         test = load_split(job, "test", tokenizer, truncated) if job.test else None
@@ -153,6 +160,8 @@ class _Setup:
     def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
         """Raises JobError, PeerLost."""
         job, collective = self.job, self.collective
+        if job.wire == "int8" and job.strategy != "data":
+            raise JobError(f'[job] wire = "int8" needs strategy = "data", not "{job.strategy}"')
         if job.strategy == "pipeline":
             layers = self._layer_split(len(model.layers))
             self.reporter.print(f"pipeline: layers {format_split(layers)} on ranks 0 to {collective.size - 1}")

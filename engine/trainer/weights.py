@@ -61,18 +61,20 @@ class WeightStream:
             pass
 
 
-def write_safetensors(path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array]) -> None:
+def write_safetensors(
+    path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write one of `arrays` per entry; `path` is complete and on disk afterwards, or as before. Raises OSError."""
     with replacing(path) as file:
-        header = _header(entries)
+        header = _header(entries, metadata or {})
         file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)
         for _ in entries:
             flat = next(arrays).reshape(-1)
             file.write(np.asarray(flat.view(mx.uint8)).data)
 
 
-def _header(entries: Mapping[str, TensorSpec]) -> bytes:
-    described: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+def _header(entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": "mlx", **metadata}}
     start = 0
     for name, entry in entries.items():
         end = start + entry.nbytes

@@ -82,8 +82,8 @@ class Training:
     def step(self) -> None:
         batch = self._data.batch(np.arange(BATCH) + self._position * BATCH)
         self._position += 1
-        _, sums = self._gradients.add(batch)
-        self.updater.update([self._gradients.unpack(sums)], batch.targets)
+        self._gradients.add(batch)
+        self._gradients.apply(self.updater, batch.targets)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._position, self._position, {}, self.updater.state())

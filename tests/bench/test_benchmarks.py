@@ -19,6 +19,7 @@ SMALLEST = {
     "chunks": ["50000"],
     "flood": ["--seconds", "4"],
     "launch": ["--rounds", "1"],
+    "loss": ["--rounds", "1", "--tokens", "256"],
     "logs": ["--seconds", "4", "--lines", "200000"],
     "memory": ["--only", "full, adafactor"],
     "partitioned": ["--only", "pipeline 0-1"],

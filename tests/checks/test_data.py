@@ -93,6 +93,18 @@ async def test_missing_validation_only_warns_and_its_fix_splits_the_training_lin
     assert (await run_check(check.run, config)).status is CheckStatus.PASS
 
 
+@pytest.mark.parametrize("keys", [{"patience": 2}, {"save_best": True}])
+async def test_missing_validation_blocks_a_job_that_needs_it(
+    model: Path, data: Path, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    (data / "valid.jsonl").unlink()
+    config = make_config(model, data, tmp_path, settings=keys)
+    result = await run_check(check.run, config)
+    assert (result.status, f"and {next(iter(keys))} needs it" in result.summary) == (CheckStatus.FAIL, True)
+    apply(result)
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+
+
 async def test_validation_data_is_not_required_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
     (data / "valid.jsonl").unlink()
     result = await run_check(check.run, make_config(model, data, tmp_path, settings={"val_batches": 0}))

@@ -60,25 +60,30 @@ def loaded(path: Path) -> dict[str, mx.array]:
     return arrays
 
 
-def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:
-    """Run the cases on so many ranks; by name."""
-    directory.mkdir(parents=True)
-    (directory / "cases.json").write_text(json.dumps(cases))
+def start_ranks(program: str, directory: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """Start a module, with `directory` as its argument, on so many ranks of a ring on this machine."""
     first = ring_ports(ranks)
     hosts = directory / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(ranks)]))
     own = {"RANKS": str(ranks), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if ranks > 1:
         own["MLX_HOSTFILE"] = str(hosts)
-    started = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.partitioned_program", str(directory)],
+            [sys.executable, "-m", program, str(directory)],
             env={**os.environ, **own, "MLX_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
         for rank in range(ranks)
     ]
+
+
+def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:
+    """Run the cases on so many ranks; by name."""
+    directory.mkdir(parents=True)
+    (directory / "cases.json").write_text(json.dumps(cases))
+    started = start_ranks("tests.training.partitioned_program", directory, ranks)
     try:
         output = [process.communicate(timeout=LIMIT_S)[1].decode(errors="replace") for process in started]
     finally:
@@ -123,7 +128,7 @@ MORE = {
     "muon": Case(keys={"optimizer": "muon"}),
     "adafactor": Case(keys={"optimizer": "adafactor"}),
     "sgd": Case(keys={"optimizer": "sgd"}),
-    "checkpointed": Case(keys={"grad_checkpoint": True}),
+    "checkpointed": Case(keys={"grad_checkpoint": 1}),
     "bfloat16": Case("bfloat16", tolerance=0.02, gradients=0.02),
     "float16": Case("float16", tolerance=0.01, gradients=0.01),
 }

@@ -24,6 +24,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.data import DataLoader, load_split
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter
+from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
@@ -43,8 +44,11 @@ def gradients(training: Any, job: Job, tokens: float) -> dict[str, mx.array]:
     """This rank's mean gradients, between exchange and apply."""
     if job.strategy != "data":
         return {name: value / tokens for name, value in training.sums.items()}
-    found: dict[str, mx.array] = training._gradients.unpack(training._sums, tokens)
-    return found
+    held, sums = training._gradients, list(training._gradients._sums)
+    found = {name: value for piece in held.pieces() for name, value in piece.items()}
+    # Back to where they were taken from.
+    held._sums, held._unevaluated = sums, {} if sums else dict(found)
+    return {name: value / tokens for name, value in found.items()}
 
 
 def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[str, Any]:
@@ -58,6 +62,8 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     if case.get("embeddings"):
         model.model.embed_tokens.unfreeze()
     train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
+    if "bucket" in case:
+        data_parallel._LEAST_ELEMENTS = case["bucket"]
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before
@@ -65,8 +71,9 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     training.model.train()
     for iteration in range(1, job.iters + 1):
         started = time.perf_counter()
-        share = training.accumulate(iteration - 1)
-        if iteration % job.grad_accumulation_steps and iteration < job.iters:
+        last = iteration % job.grad_accumulation_steps == 0 or iteration == job.iters
+        share = training.accumulate(iteration - 1, last=last)
+        if not last:
             continue
         # Gradients' sums, weights and moments: what a rank holds between two steps.
         state = max(state, mx.get_active_memory() - before)

@@ -119,7 +119,7 @@ def test_killed_at_a_random_step_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_many_random_steps_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, seed: int) -> None:
-    kinds = [DROPOUT, {"optimizer": "adafactor"}, {"optimizer": "muon"}, {}]
+    kinds = [DROPOUT, {"optimizer": "adafactor"}, {"optimizer": "muon", "moments": "8bit"}, {"moments": "bfloat16"}, {}]
     what = job(tiny, **kinds[seed % len(kinds)], grad_accumulation_steps=1 + seed % 3)
     dice = random.Random(seed)
     whole = run_training(tmp_path / "whole", what, every=0).succeeded()

@@ -57,7 +57,7 @@ def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
     # Of each rank: update, part, parts.
     rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
     found = complete_states(
-        StateCopy(rank, index, Manifest("job", 2, part, parts, update, 2 * update, {}, {}, ()), None)
+        StateCopy(rank, index, Manifest("job", 2, part, parts, update, 2 * update, {}, {}, {}, ()), None)
         for rank, copies in enumerate(rows)
         for index, (update, part, parts) in enumerate(copies)
     )
@@ -192,6 +192,8 @@ def test_emergency_checkpoints_of_different_attempts_may_differ(tmp_path: Path) 
         {"window": {"losses": "many"}},
         {"window": []},
         {"window": {"losses": 1, "gradient_sum": 2.0}},
+        {"best": {"loss": None}},
+        {"best": {"loss": 1.5, "rank": 1}},
     ],
 )
 def test_a_manifest_with_impossible_facts_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:

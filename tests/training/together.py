@@ -21,12 +21,27 @@ class _Table:
 
 
 class Member:
-    """One rank's side: a Collective's `all_sum` and `gather_arrays`."""
+    """One rank's side: a Collective's `all_sum` and `gather_arrays`, whose parts run one after the other."""
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
         self.rank = rank
         self.size = len(table.rows)
+        self.waited_s = 0.0
+        self._under_way: Callable[[], mx.array] | None = None
+
+    def start_sum(self, array: mx.array) -> None:
+        assert self._under_way is None
+        self._under_way = lambda: self.all_sum(array)
+
+    def start_gather(self, array: mx.array) -> None:
+        assert self._under_way is None
+        self._under_way = lambda: self.gather_arrays(array)
+
+    def finish(self) -> mx.array:
+        assert self._under_way is not None
+        operation, self._under_way = self._under_way, None
+        return operation()
 
     def all_sum(self, array: mx.array) -> mx.array:
         mx.eval(array)

@@ -144,6 +144,15 @@ def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> No
     assert (document["id"], document["supervised"]) == (failed.id, False)
 
 
+def test_show_tells_why_a_run_stopped_early(home: Path) -> None:
+    why = "stopped early at iteration 40: the validation loss has not improved for 3 validations"
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running", "finishing")
+    run.state("succeeded", reason="completed", cause=why, iteration=40).close()
+    done = flightdeck(home, "show")
+    assert "succeeded: completed, iteration 40/60" in done.out
+    assert f"  early stop {why}" in done.out
+
+
 def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:
     run = MadeRun(home).state("preflight", "launching").attempt().close()
     listed = shell(home, "runs")

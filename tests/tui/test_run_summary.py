@@ -12,7 +12,7 @@ from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import Glyphs
 from tui.state import DeckState
-from tui.widgets.run_summary import SHOWN_ALARMS, alarms, verification
+from tui.widgets.run_summary import SHOWN_ALARMS, alarms, outcome, verification
 
 LINES = (
     Verification("backend", True, "ring, world of 2, on Device(gpu, 0)"),
@@ -41,6 +41,15 @@ def test_every_line_has_its_mark_in_both_alphabets_and_what_is_grave_fails() -> 
     assert shapes == ["✓", "?", "▲", "✗"]
     plain = state(snapshot, glyphs=Glyphs(ascii=True))
     assert [line.plain[0] for line in verification(plain, snapshot, 80, every=True)] == ["+", "?", "!", "x"]
+
+
+def test_a_run_that_stopped_early_tells_how_far_it_came_and_why() -> None:
+    ended = fake_engine.succeeded()
+    assert text(outcome(state(ended), ended, 100)).splitlines()[0].endswith("60 iterations in 1:00")
+    why = "stopped early at iteration 40: the validation loss has not improved for 3 validations"
+    early = replace(ended, record=ended.record.model_copy(update={"iteration": 40, "cause": why}))
+    first, second = text(outcome(state(early), early, 120)).splitlines()
+    assert "40 of 60 iterations in" in first and why in second
 
 
 def test_where_there_is_little_room_only_what_is_wrong_is_told() -> None:

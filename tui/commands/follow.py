@@ -162,6 +162,8 @@ def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
     record = snapshot.record
     lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
     if record.state is RunState.SUCCEEDED:
+        if record.cause:
+            lines.say(f"  {record.cause}")
         return
     for label, text in (("cause", snapshot.cause), ("fix", snapshot.fix)):
         if text:

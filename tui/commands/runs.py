@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
 from engine.errors import InputError, plural
-from engine.models import RunRecord
+from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
 from tui.commands.terminal import Lines, print_json
@@ -105,7 +105,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     lines.say(f"{record.id}   {state}" + (f": {ending(record)}" if record.state.ended else ""))
     if not record.state.ended and not snapshot.supervised:
         lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
-    for label, text in (("cause", snapshot.cause), ("fix", snapshot.fix)):
+    cause = "early stop" if record.state is RunState.SUCCEEDED else "cause"
+    for label, text in ((cause, snapshot.cause), ("fix", snapshot.fix)):
         if text:
             lines.say(f"  {label:<10} {text}")
     for line in engine.runs.evidence(directory.id, snapshot, limit=_EVIDENCE_LINES):

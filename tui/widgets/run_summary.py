@@ -238,7 +238,10 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lasted = record.ended_at - record.created_at if record.ended_at else None
         took = duration(lasted.total_seconds() if lasted is not None else None)
         steps = plural(record.iterations, "iteration") if record.iterations else "all ranks"
-        return [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
+        if record.cause and record.iteration:
+            steps = f"{record.iteration:,} of {steps}"
+        lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
+        return [*lines, *([pair("early stop", record.cause, width)] if record.cause else [])]
     diagnosis = snapshot.diagnosis
     if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
         if not snapshot.supervised and not snapshot.record.ended_at:

@@ -147,10 +147,9 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         lora_rank=int(lora.get("rank", 8)),
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
-        # A sharded layer is always recomputed in the backward pass.
-        grad_checkpoint=bool(settings.get("grad_checkpoint")) or context.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
-        optimizer_precision="parameter" if settings.get("optimizer_precision") == "parameter" else "float32",
+        clipping=settings.get("max_grad_norm") is not None,
+        wire=str(settings.get("wire", AUTO)),
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,

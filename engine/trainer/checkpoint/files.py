@@ -34,7 +34,7 @@ from engine.protocol.safetensors import CheckpointError
 
 Document = TypeVar("Document", "Manifest", "FileEntry")
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 22
 _MAX_FILES = 1000
@@ -75,6 +75,8 @@ class Manifest(Origin):
     iteration: int
     window: dict[str, Any]
     """The sums since the last report (reporting.ReportWindow)."""
+    best: dict[str, Any]
+    """The best validation so far (best_validation.BestValidation)."""
     versions: dict[str, str]
     """Package → version that wrote the checkpoint."""
     files: tuple[FileEntry, ...]
@@ -134,6 +136,10 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < math.inf
 
 
+def _is_table_of_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_finite, value.values()))
+
+
 _VALID: Mapping[str, Callable[[Any], bool]] = {
     "config_hash": _text(rf".{{0,{_MAX_TEXT}}}"),
     "world_size": _number(least=1),
@@ -141,7 +147,8 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "parts": _number(1, _MAX_PARTS + 1),
     "update": _number(),
     "iteration": _number(),
-    "window": lambda value: isinstance(value, dict) and all(map(_is_finite, value.values())),
+    "window": _is_table_of_numbers,
+    "best": _is_table_of_numbers,
     "versions": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
     "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
     "name": _text(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?"),

@@ -67,9 +67,13 @@ class PeriodicCheckpoints:
             self.committed = self._last.update
         return first and self.committed is not None
 
+    def planned(self, update: int) -> bool:
+        """A checkpoint begins after `update`, unless one is still being written. The same on every rank."""
+        return self.on and update % self._policy.every == 0
+
     def due(self, update: int) -> bool:
         """A checkpoint begins after `update`. The same on every rank."""
-        if not self.on or update % self._policy.every:
+        if not self.planned(update):
             return False
         if not self._idle:
             self._reporter.event("checkpoint", phase="skipped", kind="state", background=True, update=update)

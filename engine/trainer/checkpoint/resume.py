@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
+from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.files import FileEntry, Manifest
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
@@ -98,6 +99,8 @@ class ResumePoint:
     """"emergency", "checkpoint", "adapter" or "none"."""
     rank: int | None = None
     """Whose state it is; None where each rank has its own part."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """The best validation so far."""
 
 
 @dataclass
@@ -159,8 +162,9 @@ class Resume:
         manifest = store.verify(path, check_hashes=False).manifest
         if manifest.config_hash != self.config_hash:
             raise CheckpointError("it is of another job")
-        if unknown := manifest.window.keys() - ReportWindow.__dataclass_fields__.keys():
-            raise CheckpointError(f"its manifest has a window with {ascii(min(unknown))[:80]}")
+        for name, kind in (("window", ReportWindow), ("best", BestValidation)):
+            if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():
+                raise CheckpointError(f"its manifest has {name} with {ascii(min(unknown))[:80]}")
         return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
@@ -263,7 +267,7 @@ class Resume:
                 "resume again"
             )
         source = "checkpoint" if copy.author is None else "emergency"
-        return ResumePoint(found.iteration, found.update, found.window, source, rank)
+        return ResumePoint(found.iteration, found.update, found.window, source, rank, found.best)
 
     def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
         self.reporter.event(

@@ -14,7 +14,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -52,6 +52,8 @@ class Snapshot:
     window: Mapping[str, Any]
     """The sums since the last report (reporting.ReportWindow)."""
     state: State
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """The best validation so far (best_validation.BestValidation)."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
             update=snapshot.update,
             iteration=snapshot.iteration,
             window=dict(snapshot.window),
+            best=dict(snapshot.best),
             versions=package_versions(),
             files=tuple(entries),
             **asdict(origin),

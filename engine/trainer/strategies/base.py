@@ -30,20 +30,22 @@ class LocalStep:
     """One rank's part of an iteration, and the seconds of each part of the work."""
 
     loss_sum: float
-    """Sum of cross-entropies; 0 on a rank that does not compute the loss."""
+    """Sum of cross-entropies; 0 on a rank that does not compute the loss, and before a late one is known."""
     tokens: int
     """Targets in `loss_sum`."""
     data_s: float
     compute_s: float
     communicate_s: float
     update_s: float = 0.0
+    """With one rank, of the backward pass too."""
 
 
 class Strategy(ABC):
     """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local.
 
     An update is `accumulate` for each of its iterations, `exchange`, `apply`. The state changes in `apply` only: a rank
-    that loses a peer before has the complete state of the last update.
+    that loses a peer before has the complete state of the last update. What can be exchanged in the last `accumulate`
+    already is, beside its computation.
     """
 
     replicated: bool
@@ -59,31 +61,38 @@ class Strategy(ABC):
         """Seconds spent waiting for other ranks in the iteration under way."""
 
     @property
+    def late_loss(self) -> float | None:
+        """The last iteration's `loss_sum`, where only `apply` computes it. Local."""
+        return None
+
+    @property
     def learning_rate(self) -> float:
         """The last update's rate. Local."""
         return self._updater.learning_rate
 
-    def accumulate(self, position: int) -> LocalStep:
-        """Forward and backward of the `position`-th global batch, from 0, added to the update under way; evaluated."""
+    def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
+        """Forward and backward of the `position`-th global batch, from 0, added to the update under way, whose `last`
+        it may be. `exact`: a checkpoint is due after the update, so no part of its gradient may be left to the next."""
         started = time.perf_counter()
         batch = self.loader.batch(position)
         ready, self._waited_s = time.perf_counter(), 0.0
-        loss, tokens = self._forward_backward(batch)
+        loss, tokens = self._forward_backward(batch, last=last, exact=exact)
         seconds = time.perf_counter() - ready
         return LocalStep(loss, tokens, ready - started, seconds - self._waited_s, self._waited_s)
 
     @abstractmethod
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
         """Add the gradients of this rank's `batch`; `loss_sum` and `tokens` of a LocalStep."""
 
     @abstractmethod
     def local_norm(self, tokens: int) -> float | None:
-        """The norm of this rank's own gradients, as a mean over its `tokens`; None where a rank has none. Local."""
+        """The norm of this rank's own gradients of the last update, as a mean over its `tokens`; None where a rank has
+        none. Local."""
 
     @abstractmethod
     def exchange(self, counters: list[float]) -> list[float]:
-        """Sum gradients and `counters` (float32: exact for integers up to 2^24) over the ranks; returns the sums of the
-        counters. Everything is evaluated; the state does not change."""
+        """Finish summing the gradients, and sum `counters` (float32: exact for integers up to 2^24) over the ranks;
+        returns the sums of the counters. The state does not change."""
 
     @abstractmethod
     def apply(self, tokens: float) -> float | None:

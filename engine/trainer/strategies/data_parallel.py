@@ -1,12 +1,14 @@
 """Strategy "data": every rank holds the whole model and computes its share of each global batch.
 
-An update equals the single machine's: gradients, losses and tokens are summed in one all_sum, then divided.
+An update equals the single machine's: gradients, losses and tokens are sums over the ranks, then divided. A single
+rank's gradients stay lazy until their parameters are updated; those of several travel bucket by bucket, beside the
+rest of the backward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,74 +19,200 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.gradient_wire import GradientWire, unscaled
+from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.weights import WeightStream, floats, scalar
 
-_BUCKET_FLOATS = 16 * 2**20
-"""64 MiB: large enough to use the ring both ways, small beside a model's gradients."""
-_PIECE_FLOATS = 2**20
+_BUCKETS = 64
+"""About so many: one is small beside the model, and large enough to use the ring both ways."""
+_LEAST_ELEMENTS = 2**18
+_PIECE_ELEMENTS = 2**20
 
 
 class Gradients:
-    """Forward and backward passes of this rank's examples: sums, not means, in flat float32 buckets."""
+    """The gradients of one update: sums, not means, over this rank's examples and over the ranks."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wire: GradientWire | None = None, *, held: bool = False) -> None:
+        """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before the first is
+        applied, for their norm."""
         self._model = model
-        trainable = tree_flatten(model.trainable_parameters())
-        self._shapes = {name: value.shape for name, value in trainable}
-        self._buckets = packed(self._shapes, lambda name: math.prod(self._shapes[name]), _BUCKET_FLOATS)
-        self._half = any(value.dtype == mx.float16 for _, value in trainable)
+        self._wire = wire
+        self._lazy = wire is None and not held
+        trainable = dict(tree_flatten(model.trainable_parameters()))
+        self._shapes = {name: value.shape for name, value in trainable.items()}
+        self._buckets = _bucketed(trainable)
+        self._half = any(value.dtype == mx.float16 for value in trainable.values())
         state = [model.state, mx.random.state]
         self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
+        self._own: list[mx.array] = []
+        """This rank's sums of several micro-batches by bucket, float32."""
+        self._sums: list[mx.array] = []
+        """All ranks' sums of the update by bucket."""
+        self._unevaluated: dict[str, mx.array] = {}
+        """By parameter, instead of sums."""
+        self._own_squares: list[mx.array] = []
+        self._squares: list[mx.array] = []
 
-    def add(self, batch: Batch, sums: Sequence[mx.array] = ()) -> tuple[float, list[mx.array]]:
-        """The sum of cross-entropies over `batch`, and that of gradients in buckets, with `sums` added; evaluated."""
+    def add(self, batch: Batch, *, last: bool = True, exact: bool = False) -> float:
+        """The sum of cross-entropies over `batch`; its gradients are added to the update's. With its `last` batch, the
+        sums over the ranks begin. `exact`: see GradientWire. Raises PeerLost."""
         rows = Rows.of(batch, half=self._half)
-        loss, buckets = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
-        mx.eval(loss, buckets)
-        if sums:
-            buckets = [bucket + before for bucket, before in zip(buckets, sums, strict=True)]
-            mx.eval(buckets)
-        return scalar(loss), buckets
+        scale = mx.array(rows.scale) if self._half else None
+        loss, gradients = self._forward_backward(rows.tokens, rows.bounds, mx.array(rows.scale))
+        only = last and not self._own
+        if only and self._lazy:
+            mx.eval(loss)
+            self._unevaluated = {name: unscaled(value, scale) for name, value in gradients.items()}
+            return scalar(loss)
+        scales = self._wire.gather_scales(rows.scale) if self._wire and only and self._half else None
+        before, self._own = self._own[::-1], []
+        self._own_squares = []
+        for number, names in enumerate(self._buckets):
+            bucket = mx.concatenate([gradients.pop(name).reshape(-1) for name in names])
+            if not only or (self._half and self._wire is None):
+                bucket = unscaled(bucket, scale)
+            if before:
+                bucket = bucket + before.pop()
+            if last:
+                self._send(number, bucket, loss, scales, exact=exact)
+            else:
+                mx.eval(bucket, loss)
+                self._own.append(bucket)
+        return scalar(loss)
+
+    def _send(self, number: int, bucket: mx.array, loss: mx.array, scales: mx.array | None, *, exact: bool) -> None:
+        """Evaluate the bucket, beside the exchange of the one before, and begin its own."""
+        square = _square(bucket)
+        mx.eval(bucket, square, loss)
+        if self._wire is None:
+            self._sums.append(bucket)
+            self._squares.append(square)
+            return
+        self._own_squares.append(square if scales is None else square / mx.square(scales[self._wire.rank]))
+        self.finish()
+        self._wire.start(number, bucket, scales, exact=exact)
+
+    def finish(self) -> None:
+        """Wait for the sum under way, if any. Raises PeerLost."""
+        total = self._wire.finish() if self._wire is not None else None
+        if total is not None:
+            square = _square(total)
+            mx.eval(square)
+            self._sums.append(total)
+            self._squares.append(square)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the sums that are held."""
+        return sum(bucket.nbytes for bucket in (*self._own, *self._sums))
+
+    def own_norm(self, divisor: float) -> float:
+        """The norm of this rank's own sums of the last update over `divisor`, where there are several ranks."""
+        return _norm(self._own_squares, divisor)
+
+    def apply(self, updater: Updater, divisor: float) -> float:
+        """One step with the sums over `divisor`, each dropped when it has been applied; their norm before clipping."""
+        norm = None if self._unevaluated else _norm(self._squares, divisor)
+        try:
+            return updater.update(self.pieces(), divisor, norm)
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Begin another update."""
+        self._own, self._sums, self._unevaluated, self._squares = [], [], {}, []
+
+    def pieces(self) -> Iterator[dict[str, mx.array]]:
+        """The sums by parameter, float32, bucket by bucket; no longer held here afterwards."""
+        lazy = bool(self._unevaluated)
+        self._sums.reverse()
+        for names in self._buckets:
+            if lazy:
+                yield {name: self._unevaluated.pop(name) for name in names}
+            else:
+                yield self._unpacked(names, self._sums.pop())
 
     def loss(self, batch: Batch) -> float:
         """The sum of cross-entropies over `batch`."""
         rows = Rows.of(batch)
         return scalar(self._forward(rows.tokens, rows.bounds, mx.array(rows.scale)))
 
-    def norm(self, buckets: list[mx.array], divisor: float) -> float:
-        """The norm of `buckets` over `divisor`, in pieces: the square of a whole bucket would take another bucket."""
-        parts = [
-            mx.square(bucket[start : start + _PIECE_FLOATS]).sum()
-            for bucket in buckets
-            for start in range(0, bucket.size, _PIECE_FLOATS)
-        ]
-        return scalar(mx.sqrt(mx.stack(parts).sum())) / divisor
-
-    def unpack(self, buckets: list[mx.array]) -> dict[str, mx.array]:
-        """The gradients by parameter."""
-        gradients = {}
-        for names, bucket in zip(self._buckets, buckets, strict=True):
-            start = 0
-            for name in names:
-                end = start + math.prod(self._shapes[name])
-                gradients[name] = bucket[start:end].reshape(self._shapes[name])
-                start = end
+    def _unpacked(self, names: list[str], bucket: mx.array) -> dict[str, mx.array]:
+        gradients, start = {}, 0
+        for name in names:
+            end = start + math.prod(self._shapes[name])
+            gradients[name] = bucket[start:end].reshape(self._shapes[name]).astype(mx.float32)
+            start = end
         return gradients
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
         loss, gradients = nn.value_and_grad(self._model, loss_sum)(
             self._model, tokens, bounds, scale, trained=self._shapes
         )
-        flat = dict(tree_flatten(gradients))
-        # Concatenated before the cast to float32; and a division by 1 would read and write all of it once more.
-        buckets = [
-            mx.concatenate([flat[name].reshape(-1) for name in names]).astype(mx.float32) for names in self._buckets
-        ]
-        return (loss / scale, [bucket / scale for bucket in buckets]) if self._half else (loss, buckets)
+        return loss / scale, dict(tree_flatten(gradients))
+
+
+class WholeStep:
+    """Forward pass, backward pass and update of one rank as one compiled function, as in mlx-lm: the host waits for
+    the device once a step."""
+
+    def __init__(self, model: nn.Module, updater: Updater) -> None:
+        self._model = model
+        self._updater = updater
+        trainable = dict(tree_flatten(model.trainable_parameters()))
+        self._trained = set(trainable)
+        self._half = any(value.dtype == mx.float16 for value in trainable.values())
+        self._state = [model.state, mx.random.state, *updater.arrays]
+        self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
+
+    def run(self, batch: Batch) -> tuple[float, float]:
+        """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
+        clipping."""
+        rows = Rows.of(batch, half=self._half)
+        scale, divisor = mx.array(rows.scale), mx.array(batch.targets, mx.float32)
+        loss, square = self._step(rows.tokens, rows.bounds, scale, divisor)
+        mx.eval(loss, square, self._state)
+        return scalar(loss), math.sqrt(scalar(square))
+
+    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array, divisor: mx.array) -> Any:
+        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
+            self._model, tokens, bounds, scale, trained=self._trained
+        )
+        # The scale is 1 but for float16.
+        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)), divisor * scale)
+
+
+def _compiles() -> bool:
+    """As the trainer sets it: on the CPU each kernel would cost seconds of the C++ compiler."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:
+    """The parameters in buckets of one type, in the order in which a backward pass has their gradients."""
+    backwards = list(reversed(trainable))
+    room = max(_LEAST_ELEMENTS, sum(value.size for value in trainable.values()) // _BUCKETS)
+    kinds = {name: str(value.dtype) for name, value in trainable.items()}
+    buckets = [
+        bucket
+        for kind in sorted(set(kinds.values()))
+        for bucket in packed([n for n in backwards if kinds[n] == kind], lambda name: trainable[name].size, room)
+    ]
+    return sorted(buckets, key=lambda names: backwards.index(names[-1]))
+
+
+def _square(flat: mx.array) -> mx.array:
+    """The sum of the squares, float32, in pieces: the square of a whole bucket would take another bucket."""
+    starts = range(0, flat.size, _PIECE_ELEMENTS)
+    pieces = (mx.square(flat[start : start + _PIECE_ELEMENTS].astype(mx.float32)).sum() for start in starts)
+    return sum(pieces, start=mx.array(0.0))
+
+
+def _norm(squares: list[mx.array], divisor: float) -> float:
+    return scalar(mx.sqrt(mx.stack(squares).sum())) / divisor
 
 
 class DataParallel(Strategy):
@@ -92,26 +220,50 @@ class DataParallel(Strategy):
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         super().__init__(job, model, loader, collective)
-        self._gradients = Gradients(model)
-        self._sums: list[mx.array] = []
+        wire = GradientWire(collective, job.wire) if collective.size > 1 else None
+        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
+        whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
+        self._whole_step = WholeStep(model, self._updater) if whole else None
+        self._batch: Batch | None = None
+        """The batch of the whole step under way."""
+        self._late_loss: float | None = None
+        self._norm = 0.0
+        """The last update's."""
 
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
-        loss, self._sums = self._gradients.add(batch, self._sums)
+    @property
+    def late_loss(self) -> float | None:
+        return self._late_loss
+
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+        if self._whole_step is not None:
+            self._batch, self._late_loss = batch, None
+            return 0.0, batch.targets
+        before = self._collective.waited_s
+        loss = self._gradients.add(batch, last=last, exact=exact)
+        self._waited_s = self._collective.waited_s - before
         return loss, batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
-        return self._gradients.norm(self._sums, tokens) if tokens else None
+        if not tokens:
+            return None
+        return self._norm if self._collective.size == 1 else self._gradients.own_norm(tokens)
 
     def exchange(self, counters: list[float]) -> list[float]:
-        *buckets, last = self._sums
+        if self._collective.size == 1:
+            return counters
+        self._gradients.finish()
         # float32 counts up to 16 million tokens per iteration exactly.
-        tail = mx.concatenate([last, mx.array(counters)])
-        self._sums = [self._collective.all_sum(bucket) for bucket in [*buckets, tail]]
-        return floats(self._sums[-1][last.size :])
+        return floats(self._collective.all_sum(mx.array(counters)))
 
     def apply(self, tokens: float) -> float | None:
-        totals, self._sums = self._sums, []
-        return self._updater.update([self._gradients.unpack(totals)], tokens) if tokens else None
+        if not tokens:
+            self._gradients.clear()
+            return None
+        if self._whole_step is not None and self._batch is not None:
+            self._late_loss, self._norm = self._whole_step.run(self._batch)
+        else:
+            self._norm = self._gradients.apply(self._updater, tokens)
+        return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)

@@ -131,7 +131,7 @@ class Pipeline(PartitionedStrategy):
         self._first_trained = min(parameter.ranks[0] for parameter in self._trained)
         self._batches = 0
 
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
         return self._run(batch, train=True)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:

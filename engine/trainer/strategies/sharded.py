@@ -159,25 +159,25 @@ class Sharded(PartitionedStrategy):
             hidden = self._forward(section, rows, hidden)
         return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
-    def _forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
         shards, rows = self._shards, Rows.of(batch, half=self._half)
-        last = len(shards.sections) - 1
+        final = len(shards.sections) - 1
         # Dropout: a section runs twice, and must draw the same numbers both times.
-        seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (last + 1,))).tolist()
+        seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (final + 1,))).tolist()
         inputs: list[mx.array | None] = [None]
-        for section in range(last):
+        for section in range(final):
             mx.random.seed(seeds[section])
             inputs.append(self._forward(section, rows, inputs[-1]))
         loss, cotangent = 0.0, mx.array(1.0)
-        for section in range(last, self._first_trained - 1, -1):
+        for section in range(final, self._first_trained - 1, -1):
             mx.random.seed(seeds[section])
             parameters = self._gather(section)
             trained = {name: parameters[name] for name in shards.trained_in(section)}
             output, gradients, below = shards.sections[section].forward_backward(
                 trained, rows, inputs.pop(), cotangent, below=section > self._first_trained
             )
-            mx.eval(gradients, [] if below is None else below, *([output] if section == last else []))
-            if section == last:
+            mx.eval(gradients, [] if below is None else below, *([output] if section == final else []))
+            if section == final:
                 loss = scalar(output) / rows.scale
             del output, parameters, trained
             shards.release(section)

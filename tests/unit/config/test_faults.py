@@ -181,6 +181,10 @@ CASES = [
     (NODES + JOB + "chunk_size = -100", "job.chunk_size", "1 or more"),
     (NODES + JOB + "chunk_size = 'all'", "job.chunk_size", "a whole number"),
     (NODES + JOB + "chunking = 'no'", "job.chunking", "true or false"),
+    (NODES + JOB + "grad_checkpoint = 0", "job.grad_checkpoint", "a whole number, 1 or more"),
+    (NODES + JOB + "grad_checkpoint = 'all'", "job.grad_checkpoint", "auto"),
+    (NODES + JOB + "wire = 'int4'", "job.wire", "auto, float32, int8"),
+    (NODES + JOB + "strategy = 'sharded'\nwire = 'int8'", "job.wire", 'strategy = "sharded" sends no int8'),
     (NODES + JOB + "max_grad_norm = 0", "job.max_grad_norm", "above 0"),
     (NODES + JOB + "optimizer_precision = 'bfloat16'", "job.optimizer_precision", "kahan, stochastic, parameter"),
     (NODES + JOB + "moments = '4bit'", "job.moments", "one of auto, float32, bfloat16, 8bit"),
@@ -188,6 +192,14 @@ CASES = [
     (NODES + JOB + "lr_schedule = {name = 'warm'}", "job.lr_schedule", "cosine_decay"),
     (NODES + JOB + "train = false", "job.train", "true"),
     (NODES + JOB + "iters = 4\ngrad_accumulation_steps = 5", "job.grad_accumulation_steps", "never updated"),
+    (NODES + JOB + "iters = 4\nepochs = 5", "job.epochs", "iters is set, and it is one or the other"),
+    (NODES + JOB + "epochs = 0", "job.epochs", "a number above 0"),
+    (NODES + JOB + "epochs = inf", "job.epochs", "a number above 0"),
+    (NODES + JOB + "epochs = true", "job.epochs", "a number above 0"),
+    (NODES + JOB + "patience = 0", "job.patience", "1 or more"),
+    (NODES + JOB + "save_best = 1", "job.save_best", "true or false"),
+    (NODES + JOB + "patience = 3\nval_batches = 0", "job.patience", "no validation to judge by"),
+    (NODES + JOB + "save_best = true\nval_batches = 0", "job.save_best", "no validation to judge by"),
     (NODES + JOB + "hf_dataset = {path = 'x'}", "job.hf_dataset", "not supported"),
     (NODES + '[job]\nmodel = "-m"\ndata = "d"\n', "job.model", "does not begin with -"),
     (NODES + '[job]\nmodel = "a\\nb"\ndata = "d"\n', "job.model", "control characters"),
@@ -244,12 +256,12 @@ def test_all_faults_come_at_once_and_each_is_one_line(tmp_path: Path) -> None:
     text = (
         "[cluster]\nbackend = 'mpi'\n[[node]]\nname = 'a'\nshare = 0\n[[node]]\nname = 'b'\nssh = 'localhost'\n"
         "[[node]]\nname = 'c'\n[[node]]\nname = 'c'\n"
-        "[job]\nmodel = 'm'\ndata = 'd'\nconfig = 'lora.yaml'\nbatch_size = 'x'\nepochs = 2\n[ui]\nascii = 1\n"
+        "[job]\nmodel = 'm'\ndata = 'd'\nconfig = 'lora.yaml'\nbatch_size = 'x'\npasses = 2\n[ui]\nascii = 1\n"
     )
     faults = faults_of(tmp_path, text)
     assert {fault.key for fault in faults} == {
         *("cluster.backend", "node[0].share", "node[1].ssh", "node[3].name"),
-        *("job.batch_size", "job.epochs", "iters", "learning_rte", "ui.ascii"),
+        *("job.batch_size", "job.passes", "iters", "learning_rte", "ui.ascii"),
     }
     assert {fault.file for fault in faults if fault.key in ("iters", "learning_rte")} == {str(tmp_path / "lora.yaml")}
     assert len(str(ConfigError(faults)).splitlines()) == len(faults)

@@ -20,7 +20,7 @@ kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": op
 arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
 print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
 """
-OURS = {"optimizer_precision", "moments", "max_grad_norm"}
+OURS = {"optimizer_precision", "moments", "max_grad_norm", "wire", "epochs", "save_best", "patience"}
 DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 
 

@@ -8,9 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.launch.manual_launch import manual_launch
+from engine.launch.manual_launch import JobSizes, manual_launch
 from engine.plan.document import Launching
 from engine.plan.network import NetworkPlan
 from tests.unit.launch.host_layouts import configured_network
@@ -23,9 +25,9 @@ def config(*nodes: NodeConfig, settings: dict[str, Any] | None = None, **job: An
     return Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(**{**keys, **job}))
 
 
-def typed(job_config: Config, layers: int | None = None, backend: str = "ring") -> Launching:
+def typed(job_config: Config, backend: str = "ring", **sizes: int) -> Launching:
     network: NetworkPlan = configured_network(job_config.nodes, backend)
-    return manual_launch(job_config, network, HOSTFILE, layers=layers)
+    return manual_launch(job_config, network, HOSTFILE, JobSizes(**sizes))
 
 
 def of_rank(launch: Launching, rank: int, home: Path) -> list[str]:
@@ -74,6 +76,30 @@ def test_what_mlx_lm_would_refuse_is_made_acceptable_and_noted(tmp_path: Path) -
     assert argv[argv.index("--batch-size") + 1] == "6" and argv[argv.index("--num-layers") + 1] == "2"
     assert any("must divide by the 2 ranks" in note for note in launch.launch_notes)
     assert any("mlx-lm refuses more" in note for note in launch.launch_notes)
+
+
+def test_keys_that_mlx_lm_does_not_have_are_left_out_and_noted(tmp_path: Path) -> None:
+    """The batch of 5 is 6 here, for two ranks: 100 examples fill 16 of them."""
+    keys = {"epochs": 1.5, "save_best": True, "patience": 3, "batch_size": 5}
+    launch = typed(config(node("a", tmp_path), node("b", tmp_path), settings=keys), examples=100)
+    argv = of_rank(launch, 0, tmp_path)
+    assert argv[argv.index("--iters") + 1] == "24"
+    assert not {"--epochs", "--save-best", "--patience"} & {*argv}
+    for note in ("no epochs: iters is 24 here", "no save_best", "no patience"):
+        assert any(note in each for each in launch.launch_notes)
+
+
+def test_epochs_of_an_unknown_number_of_examples_are_left_to_the_reader(tmp_path: Path) -> None:
+    launch = typed(config(node("a", tmp_path), settings={"epochs": 2}))
+    assert "--iters" not in of_rank(launch, 0, tmp_path)
+    assert any("add --iters" in note for note in launch.launch_notes)
+
+
+@pytest.mark.parametrize(("layers", "flag", "noted"), [("auto", 0, 0), (False, 0, 0), (True, 1, 0), (3, 1, 1)])
+def test_mlx_lm_recomputes_all_layers_or_none(tmp_path: Path, layers: object, flag: int, noted: int) -> None:
+    launch = typed(config(node("a", tmp_path), settings={"grad_checkpoint": layers}))
+    assert of_rank(launch, 0, tmp_path).count("--grad-checkpoint") == flag
+    assert sum("grad_checkpoint" in note for note in launch.launch_notes) == noted
 
 
 def test_keys_without_an_option_travel_as_a_file(tmp_path: Path) -> None:

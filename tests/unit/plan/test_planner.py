@@ -181,6 +181,17 @@ def test_a_sharded_layer_keeps_its_input_alone_as_with_gradient_checkpointing() 
         assert here.weights_bytes < 0.6 * there.weights_bytes
 
 
+def test_clipping_and_the_wire_are_in_the_estimate() -> None:
+    for changes in ({"max_grad_norm": 1.0}, {"wire": "int8"}):
+        nodes = ultra_and_max() if "wire" in changes else ultra_and_max()[:1]
+        without, found = (
+            make_plan(inputs(nodes, settings={"fine_tune_type": "full", **more})).memory for more in ({}, changes)
+        )
+        assert isinstance(without, MemorySection) and isinstance(found, MemorySection)
+        kept = [rank.gradients_bytes + rank.optimizer_bytes for rank in (without.ranks[0], found.ranks[0])]
+        assert kept[1] == kept[0] + 2 * without.trainable_parameters
+
+
 def test_a_model_type_that_cannot_be_partitioned_is_refused() -> None:
     for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
         plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
@@ -517,6 +528,20 @@ def test_a_report_that_cannot_be_read_warns() -> None:
 def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None:
     plan = make_plan(inputs(ultra_and_max(), settings=keys))
     assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
+
+
+def test_epochs_are_iterations_once_the_examples_are_counted() -> None:
+    """10,000 examples fill 1,250 batches of 8."""
+    asked = inputs(ultra_and_max(), settings={"epochs": 3, "batch_size": 8, "grad_accumulation_steps": 2})
+    counted = make_plan(asked)
+    assert (counted.batch_configuration.updates, counted.batch_configuration.epochs) == (1875, 3.0)
+    assert counted.checkpoint_strategy.suggested_frequency == 187
+    uncounted = make_plan(replace(asked, examples=None))
+    assert uncounted.batch_configuration.updates is None
+    assert uncounted.checkpoint_strategy.suggested_frequency is None
+    assert "adapters every 100 iterations, " in dict(summary(uncounted))["saves"]
+    reasons = {reason.key: reason.reason for reason in uncounted.reasons}
+    assert "needs the number of examples" in reasons["checkpoint_strategy.frequency"]
 
 
 @pytest.mark.parametrize("strategy", ["data", "sharded"])

@@ -16,7 +16,9 @@ from engine.protocol.partition import (
     chunk_plan,
     format_split,
     layer_split,
+    loss_tokens,
     micro_batches,
+    padded_width,
     parse_split,
     progress_text,
     schedule,
@@ -256,3 +258,35 @@ def test_no_stage_waits_for_ever_and_each_holds_few_micro_batches(stages: int, m
     for stage in range(stages):
         assert forward[stage] == list(range(micro))
         assert backward[stage] == (list(range(micro)) if stage >= first_trained else [])
+
+
+@given(st.integers(1, 2**20))
+def test_a_width_adds_little(length: int) -> None:
+    width = padded_width(length)
+    assert length <= width <= max(length + 7, 1.0625 * length)
+    assert padded_width(width) == width
+    assert padded_width(length + 1) >= width
+
+
+def test_widths_are_few() -> None:
+    widths = sorted({padded_width(length) for length in range(1, 32_769)})
+    assert len(widths) == 144
+    assert widths[:3] == [8, 16, 24] and widths[31:34] == [256, 272, 288] and widths[-2:] == [31_744, 32_768]
+
+
+@given(st.integers(1, 2**17), st.integers(1, 2**19))
+def test_the_logits_of_a_chunk_are_limited(tokens: int, vocabulary: int) -> None:
+    size = loss_tokens(tokens, vocabulary)
+    assert 1 <= size <= tokens
+    assert size in (tokens, min(tokens, 64)) or size % 64 == 0
+    assert size <= 64 or 4 * size * vocabulary <= 128 * 2**20
+    chunks = -(-tokens // size)
+    assert chunks == 1 or tokens - (chunks - 1) * size > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "size"),
+    [(4096, 384, 4096), (1024, 32_000, 1024), (4096, 32_000, 1024), (4096, 150_000, 192), (8192, 1_000_000, 64)],
+)
+def test_a_small_vocabulary_is_one_chunk_and_a_large_one_many(tokens: int, vocabulary: int, size: int) -> None:
+    assert loss_tokens(tokens, vocabulary) == size

@@ -192,6 +192,12 @@ def test_the_furthest_iteration_is_known_over_all_lives_of_a_run() -> None:
     assert fold([PLANNED, attempt(), stopped, RunReopened()]).newest_reached == 30, "it was stopped"
 
 
+def test_the_iterations_that_the_trainer_reported_are_those_of_a_resumed_run_too() -> None:
+    stopped = StateChanged(state=RunState.ABORTED, verdict=FAILED, figures=Figures(iteration=30, iterations=350))
+    record = fold([PLANNED, attempt(), stopped, RunReopened()]).record
+    assert (record.iteration, record.iterations) == (None, 350)
+
+
 def test_an_abort_is_of_one_life_and_one_without_grace_wins() -> None:
     gentle, now = RequestReceived(request="abort"), RequestReceived(request="abort", now=True)
     assert fold([PLANNED, gentle, now]).abort == now

@@ -111,10 +111,19 @@ def test_a_full_disk_delays_metrics_and_loses_none(tmp_path: Path, monkeypatch: 
     intake.close()
 
 
+def test_the_trainer_tells_how_many_iterations_there_are(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    intake = intake_of(run_dir, {0: 0})
+    write(run_dir, 0, event("start", iterations=350), report(1))
+    intake.poll()
+    intake.close()
+    assert (intake.latest.iteration, intake.latest.iterations) == (1, 350)
+
+
 def test_only_numbers_become_the_latest_figures(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     intake = intake_of(run_dir, {0: 0})
-    write(run_dir, 0, report(1), event("report", iteration="10", train_loss={"nan": 1}, tokens_per_second=50.0))
+    write(run_dir, 0, report(1), event("report", iteration="10", iterations=2.5, train_loss={}, tokens_per_second=50.0))
     intake.poll()
     intake.close()
     assert intake.latest == Figures(iteration=1, train_loss=9.0, tokens_per_second=50.0)

@@ -44,6 +44,13 @@ def test_all_records_0_and_all_completed_is_success() -> None:
     assert (verdict.state, verdict.reason, verdict.cause) == (RunState.SUCCEEDED, Reason.COMPLETED, None)
 
 
+def test_a_run_that_stopped_early_is_complete_and_says_why() -> None:
+    early = {**COMPLETED, "early": "stopped early at iteration 40:\x1b[31m no better"}
+    verdict = verdict_on(evidence(rank(0, end=early), rank(1, end=early), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
+    assert verdict.cause == "stopped early at iteration 40: no better"
+
+
 @pytest.mark.parametrize("end", [None, {"completed": False, "stopped": False, "iteration": 7}])
 def test_a_trainer_that_has_not_completed_is_no_success_though_it_exits_0(end: dict[str, Any] | None) -> None:
     verdict = verdict_on(evidence(rank(0), rank(1, end=end), trigger=Trigger.ENDED))

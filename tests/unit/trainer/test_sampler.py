@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.partition import ChunkPlan, chunk_plan, share_counts, share_slice
+from engine.protocol.partition import ChunkPlan, chunk_plan, epoch_iterations, share_counts, share_slice
 from engine.trainer.sampler import Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
@@ -32,6 +32,19 @@ def sampler_of(plan: ChunkPlan, sizes: list[int], batch_size: int, seed: int) ->
 def streamed(size: int, chunk_size: int) -> ChunkPlan:
     """Also of a dataset that is smaller than a chunk."""
     return replace(chunk_plan(size, chunk_size), enabled=True)
+
+
+@given(st.integers(1, 500), st.integers(1, 16), st.integers(1, 5))
+def test_whole_epochs_are_as_many_iterations_as_the_sampler_has_batches(
+    size: int, batch_size: int, epochs: int
+) -> None:
+    size += batch_size
+    batches = whole([1] * size, batch_size).batches_per_epoch
+    assert epoch_iterations(epochs, size, batch_size) == epochs * batches
+
+
+def test_a_part_of_an_epoch_is_the_nearest_number_of_batches_and_at_least_one() -> None:
+    assert [epoch_iterations(part, 101, 10) for part in (0.01, 0.26, 1.1, 2.5)] == [1, 3, 11, 25]
 
 
 @given(lengths, st.integers(1, 16), st.integers(0, 2**63), st.integers(0, 5))

@@ -173,7 +173,7 @@ def test_a_checkpoint_of_the_trainer_is_understood(here: Path) -> None:
         file.seek(-1, 2)
         file.write(b"\1")
     assert "does not have the SHA-256" in validate_checkpoint_layer([path]).problems[str(path)]
-    (path / "manifest.json").write_text('{"format": 2, "update": 40, "files": [["x"]]}')
+    (path / "manifest.json").write_text('{"format": 3, "update": 40, "files": [["x"]]}')
     assert "list of files is malformed" in validate_checkpoint_layer([path]).problems[str(path)]
 
 

@@ -116,7 +116,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "too long": lambda path: (path / MANIFEST_NAME).write_bytes(b" " * (5 << 20)),
     "not an object": lambda path: (path / MANIFEST_NAME).write_text("[]"),
     # As the format was before part and parts were facts of their own.
-    "its format is 1, and this release reads 2": lambda path: rewrite(path, format=1, part=None, parts=None),
+    "its format is 1, and this release reads 3": lambda path: rewrite(path, format=1, part=None, parts=None),
     "has files = []": lambda path: rewrite(path, files=[]),
     "lists a file twice": lambda path: rewrite(
         path, files=json.loads((path / MANIFEST_NAME).read_text())["files"][:1] * 2

@@ -1,0 +1,107 @@
+"""How gradients travel: every rank's flat buckets, one after the other, and their sums in float32.
+
+The sums are the same on all ranks, bit for bit: gathered numbers are added in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+
+import mlx.core as mx
+
+from engine.trainer.collective import Collective
+
+BLOCK = 256
+"""Gradients that share one scale in int8: the scales are 1.6 % of the bytes."""
+_LARGEST = 127
+_SUM_BYTES = 8
+"""Per element, a ring's all_sum of float32 sends this much with many ranks, and a gather each other rank's own size."""
+
+
+def encode(values: mx.array) -> mx.array:
+    """`values` (float32, flat) as bytes: int8 multiples of each block's greatest absolute value over 127, then those
+    scales in float32."""
+    padded = mx.pad(values, (0, -values.size % BLOCK)).reshape(-1, BLOCK)
+    scales = mx.abs(padded).max(axis=1, keepdims=True) / _LARGEST
+    steps = mx.round(padded / mx.where(scales > 0, scales, 1)).astype(mx.int8)
+    return mx.concatenate([steps.reshape(-1).view(mx.uint8), scales.reshape(-1).view(mx.uint8)])
+
+
+def decode(encoded: mx.array, size: int) -> mx.array:
+    """The `size` values of `encode`, each within half a step of its block; none is finite in a block that had one that
+    was not."""
+    padded = size + -size % BLOCK
+    steps = encoded[:padded].view(mx.int8).reshape(-1, BLOCK)
+    scales = encoded[padded:].view(mx.float32).reshape(-1, 1)
+    return (steps * scales).reshape(-1)[:size]
+
+
+class GradientWire:
+    """Sums of buckets over the ranks. At most one is under way; all ranks call the same methods in the same order."""
+
+    def __init__(self, collective: Collective, kind: str) -> None:
+        """`kind`: the job's `wire`."""
+        self._collective = collective
+        self._kind = kind
+        self._rests: dict[int, mx.array] = {}
+        """By bucket: what int8 has rounded away, in bfloat16."""
+        self._read: Callable[[mx.array], mx.array] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._collective.rank
+
+    def gather_scales(self, scale: float) -> mx.array:
+        """Every rank's `scale`, [ranks]. Raises PeerLost."""
+        return self._collective.gather_arrays(mx.array(scale))
+
+    def start(self, number: int, bucket: mx.array, scales: mx.array | None, *, exact: bool) -> None:
+        """Begin the sum of every rank's `number`-th bucket (flat, evaluated). `scales`: [ranks], factors by which each
+        rank's is too large, if they are not 1. `exact`: nothing is rounded away, and what was before is added. Raises
+        PeerLost."""
+        size, scale = bucket.size, None if scales is None else scales[self._collective.rank]
+        if self._kind == "int8":
+            values = unscaled(bucket, scale)
+            if (rest := self._rests.pop(number, None)) is not None:
+                values = values + rest
+            if exact:
+                self._start_sum(values)
+                return
+            encoded = encode(values)
+            self._start_gather(encoded, lambda row, rank: decode(row, size))
+            # Beside the exchange.
+            self._rests[number] = (values - decode(encoded, size)).astype(mx.bfloat16)
+            mx.eval(self._rests[number])
+        elif self._kind == "auto" and bucket.dtype.size * self._collective.size < _SUM_BYTES:
+            self._start_gather(bucket, lambda row, rank: unscaled(row, None if scales is None else scales[rank]))
+        else:
+            self._start_sum(unscaled(bucket, scale))
+
+    def finish(self) -> mx.array | None:
+        """The sum under way, float32, evaluated; None without one. Raises PeerLost."""
+        if self._read is None:
+            return None
+        read, self._read = self._read, None
+        total = read(self._collective.finish())
+        mx.eval(total)
+        return total
+
+    def _start_sum(self, values: mx.array) -> None:
+        self._collective.start_sum(values)
+        self._read = _itself
+
+    def _start_gather(self, mine: mx.array, value: Callable[[mx.array, int], mx.array]) -> None:
+        self._collective.start_gather(mine)
+        self._read = lambda rows: reduce(add, (value(row, rank) for rank, row in enumerate(rows)))
+
+
+def _itself(total: mx.array) -> mx.array:
+    return total
+
+
+def unscaled(values: mx.array, scale: mx.array | None) -> mx.array:
+    """`values` over `scale` (None: 1), float32."""
+    # A division by 1 would read and write all of it once more.
+    return values.astype(mx.float32) if scale is None else values.astype(mx.float32) / scale
