@@ -102,12 +102,12 @@ def test_recomputing_layers_never_needs_more_than_one_input_each(shape: ModelSha
 
 
 @given(shapes(), asks)
-def test_less_precise_never_needs_more(shape: ModelShape, ask: RankWorkload) -> None:
-    needed = [
-        estimate(shape, replace(ask, optimizer_precision=precision, moments=moments)).peak_bytes
+def test_less_precise_never_keeps_more(shape: ModelShape, ask: RankWorkload) -> None:
+    kept = [
+        estimate(shape, replace(ask, optimizer_precision=precision, moments=moments)).state_bytes
         for precision, moments in MOST_PRECISE_FIRST
     ]
-    assert needed == sorted(needed, reverse=True)
+    assert kept == sorted(kept, reverse=True)
 
 
 @given(shapes(), asks, st.data())
@@ -174,7 +174,7 @@ def test_the_optimizer_state_of_16_bit_weights(precision: str, moments: str, eac
         ({"world_size": 2}, 4),
         ({"strategy": "pipeline", "world_size": 2}, 2),
         ({"strategy": "pipeline", "world_size": 2, "accumulation": 2}, 4),
-        ({"strategy": "sharded", "world_size": 2}, 1),
+        ({"strategy": "sharded", "world_size": 2}, 2),
         ({"strategy": "sharded", "world_size": 2, "accumulation": 2}, 2),
     ],
 )
