@@ -73,10 +73,14 @@ class TrainedParameters:
     def parameters(self) -> int:
         return self.vectors + sum(copies * rows * columns for copies, rows, columns in self.tables)
 
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
+
     def piece(self, parts: int, least: int) -> int:
         """Elements of a piece of whole parameters: one of `parts`, but at least `least`, and the largest parameter."""
-        largest = max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
-        return min(self.parameters, max(self.parameters // parts, least, largest))
+        return min(self.parameters, max(self.parameters // parts, least, self.largest))
 
     @property
     def rows_and_columns(self) -> int:
@@ -119,8 +123,10 @@ _UPDATE_PARTS, _LEAST_UPDATE = 256, 2**16
 """An update computes pieces of so many parts, or of so many elements."""
 _UPDATE_ARRAYS = {"parameter": 5, "float32": 7, "kahan": 12, "stochastic": 12}
 _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
-"""Float32 arrays of such a piece alive at once, gradient included: the larger of the optimizer_precision's and the
+"""Float32 arrays of a parameter alive at once, gradient included: the larger of the optimizer_precision's and the
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
+_WAITING_ARRAYS = 2
+"""Of the other parameters of the piece."""
 _LEAST_BUCKET = 2**18
 """Elements of a bucket of gradients, where 1 / BUCKETS of them are fewer."""
 _REST_BYTES = 2
@@ -229,9 +235,10 @@ class _Rank:
     @cached_property
     def update(self) -> int:
         """Working memory of the update."""
-        piece = self.trained.piece(_UPDATE_PARTS, _LEAST_UPDATE)
-        arrays = max(_UPDATE_ARRAYS[self.workload.optimizer_precision], _MOMENT_ARRAYS[self.workload.moments])
-        return piece * arrays * _FLOAT32_BYTES
+        trained, workload = self.trained, self.workload
+        others = trained.piece(_UPDATE_PARTS, _LEAST_UPDATE) - trained.largest
+        arrays = max(_UPDATE_ARRAYS[workload.optimizer_precision], _MOMENT_ARRAYS[workload.moments])
+        return (trained.largest * arrays + others * _WAITING_ARRAYS) * _FLOAT32_BYTES
 
     @cached_property
     def communication(self) -> int:
@@ -275,8 +282,8 @@ class _Rank:
         one = shape.dtype_bytes
         inputs = recomputed * tokens * shape.hidden * one
         most = max((whole - states for whole, states, _ in kept[recomputed:]), default=0)
-        at_once = not self.full or self.workload.strategy == "pipeline"
-        ratio = _RECOMPUTED_AT_ONCE if at_once else _RECOMPUTED
+        early = not self.full or self.workload.strategy == "pipeline"
+        ratio = _RECOMPUTED_AT_ONCE if early else _RECOMPUTED
         recomputing = max(
             (
                 (ratio - _WORKING) * whole + _WORKING * (whole - states) + outputs
@@ -289,7 +296,7 @@ class _Rank:
         if self.is_last:
             counted = loss_tokens(tokens, shape.vocabulary)
             last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
-            hidden = tokens * shape.hidden * _FLOAT32_BYTES if counted < tokens else 0
+            hidden = tokens * shape.hidden * one if counted < tokens else 0
             logits = counted * shape.vocabulary * one
             loss = last_norm + _LOSS_ARRAYS * logits + hidden
             waiting = last_norm + (hidden or _WAITING_LOSS_ARRAYS * logits)

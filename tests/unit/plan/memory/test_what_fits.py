@@ -88,7 +88,7 @@ def test_one_mac(model: str, size_gb: int, precision: str | None) -> None:
         ("32B", 128, None),
         ("32B", 512, "float32"),
         ("70B", 128, None),
-        ("70B", 512, "kahan"),
+        ("70B", 512, "stochastic"),
     ],
 )
 def test_sharded_over_two_macs(model: str, size_gb: int, precision: str | None) -> None:
