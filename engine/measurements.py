@@ -106,7 +106,7 @@ class Calibration(FrozenModel):
     gradient_bytes: int | None = None
     """Size of an all_sum of one step in float32."""
     element_bytes: int = 4
-    """Of one gradient in the model's own type, in which it may travel."""
+    """Size of one gradient in the model's own type, in which it may travel."""
     settings: dict[str, str | bool | int] = Field(default_factory=dict)
     """The job's settings that the plan had chosen; empty where the job sets all of them."""
     machines: dict[str, str] = Field(default_factory=dict)
@@ -157,7 +157,7 @@ class ThroughputPrediction(FrozenModel):
     compute_s: dict[str, float] = Field(default_factory=dict)
     """Compute part of an iteration by node."""
     communicate_s: float | None = None
-    """What an iteration waits for the exchange, beyond the backward pass that it overlaps."""
+    """The part of the exchange that an iteration waits for: its backward pass covers the rest."""
     exchange_s: float | None = None
     """The whole exchange of one update."""
     speed_up: float | None = None

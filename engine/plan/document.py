@@ -318,7 +318,7 @@ class MemoryBreakdown(FrozenModel):
     activations_bytes: int
     """Kept for the backward pass, and its working memory, without the logits."""
     logits_bytes: int
-    """What the gradient of the loss adds to that at the peak: several arrays of tokens × vocabulary."""
+    """Added to that at the peak by the gradient of the loss: several arrays of tokens × vocabulary."""
     communication_bytes: int
     """Buffers of the exchange: a bucket of gradients (data), or two gathered sections and the gradients of one
     (sharded)."""

@@ -21,7 +21,7 @@ class Exchange:
     gathered: bool
     """Every rank's own is gathered; else they are summed on the way."""
     element_bytes: float
-    """Of one element on the wire."""
+    """Size of one element on the wire."""
 
     @property
     def sent(self) -> float:

@@ -141,7 +141,7 @@ class SharesChosen(Event):
 
 
 class SettingsChosen(SyncedEvent):
-    """What the job leaves to the plan: chosen once, so that every attempt trains alike."""
+    """The values of settings that the job leaves to the plan: chosen once, so that every attempt trains alike."""
 
     event: Literal["settings"] = "settings"
     settings: ChosenSettings

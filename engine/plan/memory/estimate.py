@@ -97,13 +97,13 @@ class Activations:
     inputs: int
     """Kept by the recomputed layers alone."""
     working: int
-    """Of the backward pass of a layer that kept its activations."""
+    """Working memory of the backward pass of a layer that kept its activations."""
     recomputing: int
-    """Of that of a recomputed layer: its activations again, and what their backward pass needs."""
+    """The same of a recomputed layer: its activations again, and what their backward pass needs."""
     loss: int
-    """Of the gradient of the loss."""
+    """Working memory of the gradient of the loss."""
     waiting: int
-    """Of the loss, still alive during the layers' backward pass."""
+    """The part of it that is alive during the layers' backward pass."""
 
 
 _FLOAT32_BYTES = 4
@@ -126,11 +126,11 @@ _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 """Float32 arrays of a parameter alive at once, gradient included: the larger of the optimizer_precision's and the
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
 _WAITING_ARRAYS = 2
-"""Of the other parameters of the piece."""
+"""The same of the other parameters of the piece."""
 _LEAST_BUCKET = 2**18
 """Elements of a bucket of gradients, where 1 / BUCKETS of them are fewer."""
 _REST_BYTES = 2
-"""Of an element's rest that int8 has rounded away, in bfloat16."""
+"""The rest of an element that int8 has rounded away, in bfloat16."""
 
 
 class _Rank:

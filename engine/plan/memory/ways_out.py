@@ -16,7 +16,7 @@ from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO
 
 _SYSTEM_BYTES = 2**33
-"""What is left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
+"""Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
 _SHORTEST = 256
 """Tokens; shorter sequences are not proposed."""
 _MOST_RANKS = 16
@@ -43,7 +43,7 @@ def ways_out(
     *,
     splittable: bool,
 ) -> tuple[WayOut, ...]:
-    """Of each kind of change the smallest with which every rank fits, those that leave the training as it is first; the
+    """The smallest change of each kind with which every rank fits, those that leave the training as it is first; the
     first combination, where none does alone; empty where that does not, either. `workloads` have settings that did not
     fit, `requested` are the job's. `splittable`: the model can be sharded."""
     job = _Job(shape, tuple(workloads), tuple(places), requested)
