@@ -104,7 +104,11 @@ class Calibration(FrozenModel):
     """One for each pair of neighbours."""
     all_ranks: LinkMeasure | None = None
     gradient_bytes: int | None = None
-    """Size of the all_sum of one step."""
+    """Size of an all_sum of one step in float32."""
+    element_bytes: int = 4
+    """Size of one gradient in the model's own type, in which it may travel."""
+    settings: dict[str, str | bool | int] = Field(default_factory=dict)
+    """The job's settings that the plan had chosen; empty where the job sets all of them."""
     machines: dict[str, str] = Field(default_factory=dict)
     """SHA-256 by node of its part of the fingerprint, to find the nodes that have changed."""
     notes: tuple[str, ...] = ()
@@ -153,7 +157,9 @@ class ThroughputPrediction(FrozenModel):
     compute_s: dict[str, float] = Field(default_factory=dict)
     """Compute part of an iteration by node."""
     communicate_s: float | None = None
-    """Communication part of an iteration."""
+    """The part of the exchange that an iteration waits for: its backward pass covers the rest."""
+    exchange_s: float | None = None
+    """The whole exchange of one update."""
     speed_up: float | None = None
     """Throughput over that of the fastest node with the whole batch."""
     efficiency: float | None = None

@@ -10,13 +10,16 @@ from itertools import pairwise
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
 from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
-from engine.checks.plan_inputs import last_known_facts
+from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan_inputs
 from engine.cluster.staging import HostLayout
 from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
+from engine.plan.document import ChosenSettings
 from engine.plan.fingerprint import fingerprint, node_fingerprints
+from engine.plan.memory.choice import is_open, resolved
+from engine.plan.memory.shape import trained_element_bytes
 
 QUICK_S = 10.0
 ALL_RANKS = "all ranks"
@@ -40,7 +43,10 @@ async def calibrate(
     kept = select_nodes(config, layouts.keys() - unreachable.keys())
     async with CheckContext(kept, context.fleet) if unreachable else contextlib.nullcontext(context) as reachable:
         seconds = QUICK_S if quick else config.calibration.seconds
-        nodes, gradient_bytes, leftovers = await measure_nodes(reachable, seconds, on_progress)
+        chosen = (await shared_plan(reachable)).settings if is_open(kept) else None
+        measured_job = resolved(kept, chosen) if isinstance(chosen, ChosenSettings) else kept
+        nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress)
+        model = (await shared_plan_inputs(reachable)).model
         links, all_ranks = await measure_links(reachable, on_progress)
         backend = None
         with contextlib.suppress(FlightDeckError):
@@ -67,6 +73,8 @@ async def calibrate(
         links=links,
         all_ranks=all_ranks,
         gradient_bytes=gradient_bytes,
+        element_bytes=trained_element_bytes(model, config.job.fine_tune_type),
+        settings=chosen.model_dump() if isinstance(chosen, ChosenSettings) else {},
         notes=_notes(config, leftovers),
     )
 

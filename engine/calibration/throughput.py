@@ -70,14 +70,14 @@ def step_batch(config: Config) -> int:
 
 
 async def measure_nodes(
-    context: CheckContext, seconds: float, on_progress: OnProgress
+    context: CheckContext, config: Config, seconds: float, on_progress: OnProgress
 ) -> tuple[list[NodeMeasure], int | None, str]:
-    """Measure every node for `seconds`; one that cannot be measured has a problem instead. The measures in rank order,
-    the bytes of the gradients (None where they differ, or no node was measured), and a message about processes that
-    could not be ended ("" for none). Cancelled, it first ends what it has started. Raises LaunchError, NodeUnreachable
-    when nothing can be started on one of them."""
+    """Measure every node for `seconds` with the job of `config`, in which nothing is "auto"; one that cannot be
+    measured has a problem instead. The measures in rank order, the bytes of the gradients (None where they differ, or
+    no node was measured), and a message about processes that could not be ended ("" for none). Cancelled, it first ends
+    what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
     async with leased(context) as leases:
-        measurement = _Measurement(context, seconds, on_progress, leases)
+        measurement = _Measurement(context, config, seconds, on_progress, leases)
         await leases.acquire()
         await gather_all(measurement.put(layout) for layout in await context.layouts())
         hosts = hosts_of(context.config.nodes).values()
@@ -91,6 +91,7 @@ async def measure_nodes(
 @dataclass(frozen=True)
 class _Measurement:
     context: CheckContext
+    config: Config
     seconds: float
     on_progress: OnProgress
     leases: Leases
@@ -144,7 +145,7 @@ class _Measurement:
         self.on_progress(CalibrationProgress(node.name, phase, elapsed_s, self.seconds, examples_per_s, note))
 
     def _spec(self, rank: int, layout: HostLayout) -> MeasureSpec:
-        config, node = self.context.config, self.context.config.nodes[rank]
+        config, node = self.config, self.config.nodes[rank]
 
         def there(path: str | None) -> str | None:
             return layout.expanded(self.context.path(node, path)) if path is not None else None

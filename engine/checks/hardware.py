@@ -25,7 +25,7 @@ _LIMIT_S = 60.0
 _NETWORK = "distributed_config"
 """The plan's refusal that hostfile_valid reports."""
 _MEMORY = "memory"
-"""The plan's refusal that is reported node by node here."""
+"""The plan's refusal whose figures are reported node by node here."""
 _JACCL = ("jaccl", "jaccl-ring")
 
 
@@ -57,7 +57,9 @@ def evaluate(
         _check_ports(node, held.get(node.name, {}), findings)
     reported = any((memory_share(need) or 0) > 1 for need in needed.values())
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
-    found.overall.faults += [refusal.text for refusal in refusals if not (reported and refusal.name == _MEMORY)]
+    for refusal in refusals:
+        text = refusal.todo if reported and refusal.name == _MEMORY else refusal.text
+        found.overall.faults += [text] if text else []
     return found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
 
 
@@ -78,7 +80,7 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
 def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> None:
     share, described = memory_share(need), describe_memory(need)
     if share is not None and share > 1:
-        findings.fault(f"{described}: lower batch_size or max_seq_length, or set grad_checkpoint = true in [job]")
+        findings.fault(described)
     elif share is None and config.job.command is None:
         findings.warn(described)
     else:

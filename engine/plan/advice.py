@@ -1,14 +1,17 @@
-"""Rules of thumb about models, Macs and mlx-lm, as data, each with its source. Rules whose cause is disputed are
-marked; rules that refuse a launch name the override."""
+"""Advice about models, Macs and mlx-lm, as data, each with its source: rules of thumb, those whose cause is disputed
+marked as such, and what the memory estimate says about other Macs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.plan.context import PlanContext
-from engine.plan.document import OVERRIDE, PlannedAdvice, Rationale
-from engine.plan.memory.fit import MemoryFit
+from engine.plan.document import ChosenSettings, PlannedAdvice
+from engine.plan.memory.choice import choose
+from engine.plan.memory.fit import WORKING_SET, MemoryFit
+from engine.plan.prediction import predict_throughput
+from engine.protocol.job import AUTO
 
 USER_REPORTS = "reported by users of M4 Max and M3 Ultra"
 MAINTAINERS = "MLX's maintainers"
@@ -23,16 +26,10 @@ class Rule:
     name: str
     applies: Callable[[PlanContext, MemoryFit], bool]
     text: str
-    """May contain {nodes}, the M4 Max among them, and {share}, the trainable share."""
+    """May contain {nodes}, the M4 Max among them; {share}, the trainable share; {sizes}, what one Mac of each size can
+    train; and {exchange}, what other forms of the exchange would change."""
     source: str
     disputed: bool = False
-    refuses: bool = False
-
-
-def _size(name: str, least: float, below: float, text: str) -> Rule:
-    """A rule of full fine-tuning with so many billion parameters."""
-    full = f"full fine-tuning {text}"
-    return Rule(name, lambda plan, memory: plan.full and memory.billions(least, below), full, USER_REPORTS)
 
 
 RULES: tuple[Rule, ...] = (
@@ -43,23 +40,11 @@ RULES: tuple[Rule, ...] = (
         "make it faster, not smaller",
         "the strategy itself",
     ),
-    _size("size_4b", 0.5, 4.6, "of up to 4B fits an M4 Max 128 GB and an M3 Ultra 512 GB"),
-    _size("size_7b", 4.6, 10, "of 7B needs an M3 Ultra 512 GB"),
-    _size("size_14b", 10, 20, "of 14B needs an M3 Ultra 512 GB, which suits it best"),
-    _size("size_30b", 20, 31.5, "of 30B is tight on an M3 Ultra 512 GB: grad_checkpoint = true"),
-    _size("size_32b", 31.5, 60, "of 32B needs an M3 Ultra 512 GB and grad_checkpoint = true"),
     Rule(
-        "size_70b",
-        lambda plan, memory: plan.full and memory.billions(60) and plan.strategy == "data" and not memory.fits,
-        "full fine-tuning of 70B and more does not fit a single Mac: plan with --strategy sharded or pipeline",
-        USER_REPORTS,
-        refuses=True,
-    ),
-    Rule(
-        "grad_checkpoint",
-        lambda plan, memory: plan.full and memory.billions(20) and not plan.recomputes,
-        "grad_checkpoint = true trades time for activation memory: at this size it decides whether the model fits",
-        USER_REPORTS,
+        "sizes",
+        lambda plan, memory: plan.full and memory.shape is not None,
+        "full fine-tuning of this model on one Mac alone, {sizes}",
+        f"the memory estimate, with {WORKING_SET:.0%} of a Mac's memory for its GPU",
     ),
     Rule(
         "gpu_watchdog_validation",
@@ -87,12 +72,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adam_in_16_bits",
-        lambda plan, _: (
-            plan.settings.get("optimizer_precision") == "parameter" and plan.settings.get("optimizer") != "sgd"
+        lambda plan, memory: (
+            isinstance(memory.settings, ChosenSettings)
+            and memory.settings.optimizer_precision == "parameter"
+            and plan.settings.get("optimizer") != "sgd"
         ),
         "optimizer_precision = \"parameter\" keeps moments in the model's own type: in bfloat16 Adam's beta2 of 0.999 "
         "rounds to 1, so the second moment never decays and small steps vanish",
         "measured: 200 steps at 1e-5 move a weight by 0.0018 in bfloat16, by 0.0074 in float32",
+    ),
+    Rule(
+        "wire",
+        lambda plan, _: exchange_dominates(plan),
+        'the links decide: {exchange}. wire = "int8" rounds the gradients to 8 bits and adds what it has rounded away '
+        "to the next update's: the losses differ slightly from those without, and each rank keeps 2 bytes more per "
+        "trained parameter",
+        "the calibrated nodes and links",
     ),
     Rule(
         "sharded_on_ring",
@@ -112,18 +107,58 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def advice_section(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[PlannedAdvice, ...]:
-    """The rules that apply, in the order of the table; those that refuse the launch are refusals too."""
-    share = f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else ""
+_MACS_GB = (64, 128, 512)
+
+
+def exchange_dominates(context: PlanContext) -> bool:
+    """The exchange of an update takes longer than the computation of its last iteration, and could be shorter."""
+    found = context.throughput
+    if found.exchange_s is None or context.settings.get("wire", AUTO) == "int8":
+        return False
+    return found.exchange_s > max(found.compute_s.values())
+
+
+def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:
+    """The rules that apply, in the order of the table."""
+    values = {
+        "nodes": ", ".join(context.m4_max),
+        "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
+        "sizes": _sizes(memory) if context.full else "",
+        "exchange": _exchange(context) if exchange_dominates(context) else "",
+    }
+    return tuple(
+        PlannedAdvice(name=rule.name, text=rule.text.format(**values), source=rule.source, disputed=rule.disputed)
+        for rule in RULES
+        if rule.applies(context, memory)
+    )
+
+
+def _sizes(memory: MemoryFit) -> str:
+    """The most precise settings with which a rank's batch fits a Mac of each size, or how much is missing."""
+    if memory.shape is None:
+        return ""
+    alone = replace(memory.workloads[0], strategy="data", world_size=1, layers=None)
     found = []
-    for rule in RULES:
-        if not rule.applies(context, memory):
-            continue
-        text = rule.text.format(nodes=", ".join(context.m4_max), share=share)
-        override = OVERRIDE if rule.refuses else None
-        if rule.refuses:
-            rationale.refuse(rule.name, text, override)
-        found.append(
-            PlannedAdvice(name=rule.name, text=text, source=rule.source, disputed=rule.disputed, override=override)
-        )
-    return tuple(found)
+    for size in _MACS_GB:
+        limit = int(size * 10**9 * WORKING_SET)
+        choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
+        needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
+        found.append(f"{size} GB: {_described(choice.settings) if choice.fits else 'too small'} ({needed})")
+    return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
+
+
+def _exchange(context: PlanContext) -> str:
+    """The step with each form of the exchange."""
+    steps = []
+    for wire in ("float32", AUTO, "int8"):
+        found = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire)
+        if found.exchange_s is not None and found.step_s is not None:
+            steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
+    compute = max(context.throughput.compute_s.values())
+    return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
+
+
+def _described(settings: ChosenSettings) -> str:
+    count = settings.grad_checkpoint
+    layers = f", {'all' if count is True else count} layers recomputed" if count else ""
+    return f"optimizer_precision {settings.optimizer_precision}, moments {settings.moments}{layers}"

@@ -153,11 +153,6 @@ class PlanContext:
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
     @property
-    def recomputes(self) -> bool:
-        """Some activations are computed again in the backward pass by `grad_checkpoint`."""
-        return self.settings.get("grad_checkpoint", False) not in (False, None, "auto")
-
-    @property
     def accumulation(self) -> int:
         return int(self.settings.get("grad_accumulation_steps") or 1)
 

@@ -51,6 +51,8 @@ class PlanIssue(FrozenModel):
     text: str
     override: str | None = None
     """Command that launches anyway."""
+    todo: str | None = None
+    """The part of the text that says what would help."""
 
 
 @dataclass
@@ -67,8 +69,9 @@ class Rationale:
     def warn(self, name: str, text: str) -> None:
         self.warnings.append(PlanIssue(name=name, text=text))
 
-    def refuse(self, name: str, text: str, override: str | None = None) -> None:
-        self.refusals.append(PlanIssue(name=name, text=text, override=override))
+    def refuse(self, name: str, text: str, override: str | None = None, todo: str | None = None) -> None:
+        whole = f"{text}; {todo}" if todo else text
+        self.refusals.append(PlanIssue(name=name, text=whole, override=override, todo=todo))
 
 
 VERSION: Final = "2.0.0"
@@ -123,6 +126,15 @@ class SuggestedBatch(FrozenModel):
     warmup_epochs: float | None
     job_keys: str
     """Lines for [job]."""
+
+
+class ChosenSettings(FrozenModel):
+    """The keys of [job] that may be "auto", as the trainer gets them."""
+
+    optimizer_precision: str = "float32"
+    moments: str = "float32"
+    grad_checkpoint: bool | int = False
+    """Trained layers of each rank that are recomputed in the backward pass, from its first; true: all."""
 
 
 class BatchSection(FrozenModel):
@@ -300,17 +312,18 @@ class MemoryBreakdown(FrozenModel):
     weights_bytes: int
     """Weights as stored, adapters included."""
     gradients_bytes: int
-    """Float32 sums in flat buckets."""
+    """Gradients alive at once before the update; 0 where each is applied as it is computed."""
     optimizer_bytes: int
-    """Float32 master copies of 16-bit weights, and the optimizer's moments."""
+    """Masters or compensation of 16-bit weights, and the optimizer's moments."""
     activations_bytes: int
     """Kept for the backward pass, and its working memory, without the logits."""
     logits_bytes: int
-    """Output of the head and the loss: several arrays of batch × sequence × vocabulary."""
+    """Added to that at the peak by the gradient of the loss: several arrays of tokens × vocabulary."""
     communication_bytes: int
-    """Reduced gradients beside the local ones (data), or one fully gathered layer (sharded)."""
+    """Buffers of the exchange: a bucket of gradients (data), or two gathered sections and the gradients of one
+    (sharded)."""
     update_bytes: int
-    """Working memory of the optimizer's step."""
+    """Working memory of the optimizer's step, of which a piece of the parameters is computed at once."""
     reserve_bytes: int
     """Memory of the process outside MLX's live arrays."""
     peak_bytes: int
@@ -333,6 +346,15 @@ class RankMemory(MemoryBreakdown):
     """null if the limit is unknown."""
 
 
+class WayOut(FrozenModel):
+    """A change with which the job fits every node."""
+
+    change: str
+    """As it is written: "grad_checkpoint = true"."""
+    needed_bytes: int
+    """Memory of the rank that needs the most then."""
+
+
 class MemorySection(FrozenModel):
     enabled: Literal[True] = True
     parameters: int
@@ -341,6 +363,8 @@ class MemorySection(FrozenModel):
     layers: int
     assumptions: tuple[str, ...]
     ranks: tuple[RankMemory, ...]
+    ways_out: tuple[WayOut, ...] = ()
+    """Empty where the job fits."""
 
 
 class PlannedAdvice(FrozenModel):
@@ -391,6 +415,7 @@ class TrainingPlan(FrozenModel):
     job: str
     made_at: datetime
     nodes: tuple[PlannedNode, ...]
+    settings: ChosenSettings | Disabled
     memory: MemorySection | Disabled
     data: DataSection
     data_quality: DataQualitySection | Disabled

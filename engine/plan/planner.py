@@ -37,7 +37,9 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
     found = context.throughput
     source = Source.CALIBRATION
-    reason = "the slowest node's measured step at its micro-batch, plus the measured all_sum"
+    reason = (
+        "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
+    )
     if found.examples_per_s is None:
         source, reason = Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
@@ -142,7 +144,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     needed = memory_fit(context, rationale)
-    advised = advice_section(context, needed, rationale)
+    advised = advice_section(context, needed)
     return TrainingPlan(
         strategy=strategy_section(context, needed.split, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
@@ -160,6 +162,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         job=inputs.config.job.name,
         made_at=inputs.now,
         nodes=_nodes(context),
+        settings=needed.settings,
         memory=needed.section,
         data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),

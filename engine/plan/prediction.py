@@ -1,5 +1,5 @@
 """Predicts the throughput of a launch from each node's calibration and the links between them, with the shares of the
-batch.
+batch, and what another form of the exchange would change.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from datetime import datetime
 
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
+from engine.plan.exchange import BUCKETS, Exchange, exchange
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
-def predict_throughput(config: Config, calibration: Calibration | None, shares: Shares) -> ThroughputPrediction:
-    """Predict the job's global batch, divided by `shares`."""
+def predict_throughput(
+    config: Config, calibration: Calibration | None, shares: Shares, wire: str | None = None
+) -> ThroughputPrediction:
+    """Predict the job's global batch, divided by `shares`; with `wire`, as if the job set it."""
     if calibration is None:
         return ThroughputPrediction(why_not="not calibrated")
     if calibration.synthetic_model:
@@ -32,32 +35,45 @@ def predict_throughput(config: Config, calibration: Calibration | None, shares: 
     except ValueError as error:
         return ThroughputPrediction(why_not=str(error))
     accumulation = int(config.job.mlx_lm.get("grad_accumulation_steps") or 1)
-    communicate_s = 0.0
-    if len(measures) > 1:
-        seconds = all_sum_s(calibration.all_ranks, calibration.gradient_bytes)
-        if seconds is None:
-            return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
-        communicate_s = seconds / accumulation
-    return predict_iteration(measures, counts, communicate_s)
+    backward = _FULL_BACKWARD if config.job.fine_tune_type == "full" else _ADAPTER_BACKWARD
+    chosen = wire or str(config.job.mlx_lm.get("wire", "auto"))
+    form = exchange(chosen, len(measures), calibration.element_bytes, accumulation)
+    seconds = exchange_s(calibration.all_ranks, calibration.gradient_bytes, form)
+    if seconds is None:
+        return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
+    return predict_iteration(measures, counts, seconds, backward, accumulation)
+
+
+_FULL_BACKWARD, _ADAPTER_BACKWARD = 2 / 3, 1 / 2
+"""Share of the backward pass in a step. It takes twice the operations of the forward pass (Kaplan et al. 2020, Scaling
+Laws for Neural Language Models), and as many where the weights are frozen; recomputed layers only add to it."""
 
 
 def predict_iteration(
-    measures: list[NodeMeasure], micro_batches: Mapping[str, int], communicate_s: float
+    measures: list[NodeMeasure],
+    micro_batches: Mapping[str, int],
+    exchange_s: float,
+    backward: float = _FULL_BACKWARD,
+    accumulation: int = 1,
 ) -> ThroughputPrediction:
-    """A synchronous data-parallel iteration: all ranks wait for the slowest, then for the all_sum.
+    """A synchronous data-parallel iteration: all ranks wait for the slowest, and for what is left of the exchange when
+    its backward pass, beside which the buckets travel, has ended; the last bucket only begins then.
 
         compute_i = overhead_i + (step_i - overhead_i) · micro_i / batch_i
-        step      = max(compute_i) + communicate_s
+        step      = max(compute_i) + max(exchange_s - backward · max(compute_i), exchange_s / buckets) / accumulation
 
-    `measures` have a positive throughput, `communicate_s` is per iteration. A node's step is affine in its batch;
-    without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l (Valiant, "A
-    bridging model for parallel computation", CACM 33(8), 1990), with the measured all_sum as h·g + l. Speed-up relative
-    to the fastest node and efficiency relative to the sum of all nodes follow Pastor and Bosque, "An efficiency and
-    scalability model for heterogeneous clusters" (IEEE Cluster 2001).
+    `measures` have a positive throughput, `exchange_s` is per update, `backward` the share of the backward pass in a
+    step. A node's step is affine in its batch; without a measured overhead it is proportional. Source: the
+    bulk-synchronous model, w + h·g + l (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with
+    the measured exchange as h·g + l. Speed-up relative to the fastest node and efficiency relative to the sum of all
+    nodes follow Pastor and Bosque, "An efficiency and scalability model for heterogeneous clusters" (IEEE Cluster
+    2001).
     """
     batch = sum(micro_batches[measure.node] for measure in measures)
     compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
-    step = max(compute.values()) + communicate_s
+    slowest = max(compute.values())
+    communicate_s = max(exchange_s - backward * slowest, exchange_s / BUCKETS) / accumulation
+    step = slowest + communicate_s
     alone = [batch / step_s(measure, batch) for measure in measures]
     throughput = batch / step
     return ThroughputPrediction(
@@ -66,6 +82,7 @@ def predict_iteration(
         step_s=step,
         compute_s=compute,
         communicate_s=communicate_s,
+        exchange_s=exchange_s,
         speed_up=throughput / max(alone),
         efficiency=throughput / sum(alone),
     )
@@ -82,14 +99,16 @@ def step_s(measure: NodeMeasure, batch: int) -> float:
     return overhead + (whole - overhead) * batch / measure.batch
 
 
-def all_sum_s(link: LinkMeasure | None, nbytes: int | None) -> float | None:
-    """Seconds of an all_sum of `nbytes`: latency + bytes · β, the line through the two measured sizes (one number, and
-    ALL_SUM_LARGE_BYTES), after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. None if
-    not measured."""
-    if link is None or nbytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
+def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchange) -> float | None:
+    """Seconds of an exchange of gradients, `float32_bytes` in float32: latency + sent · β, the line through the two
+    measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES), after Hockney, "The communication challenge for
+    MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not measured."""
+    if form.ranks == 1:
+        return 0.0
+    if link is None or float32_bytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
         return None
-    per_byte = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
-    return link.latency_s + nbytes * per_byte
+    all_sum = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
+    return link.latency_s + float32_bytes * all_sum * form.sent / exchange("float32", form.ranks, 4).sent
 
 
 def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import shared_plan
 from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import Launcher
 from engine.models import Reason, RunState
 from engine.node import processes
+from engine.plan.document import ChosenSettings
+from engine.plan.memory.choice import is_open
 from engine.protocol.attempt import END
 from engine.run.attempt import AttemptOrigin, launch, new_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
@@ -33,6 +36,7 @@ from engine.run.events import (
     CleanupConfirmed,
     Figures,
     LauncherStarted,
+    SettingsChosen,
     StopStage,
     StopStageReached,
     Verdict,
@@ -84,12 +88,12 @@ class RunContext:
 
     @property
     def plan(self) -> RunPlan:
-        """Without the nodes that preflight has excluded."""
-        return self.whole_plan.without(self.history.record.excluded)
+        """Without the nodes that preflight has excluded, and with the settings that were chosen."""
+        return self.whole_plan.with_settings(self.history.settings).without(self.history.record.excluded)
 
     def plan_of(self, attempt: Attempt) -> RunPlan:
         """The plan of the attempt's own nodes, which preflight may have excluded since."""
-        return self.whole_plan.among(attempt.nodes)
+        return self.whole_plan.with_settings(self.history.settings).among(attempt.nodes)
 
 
 class AttemptRunner:
@@ -118,11 +122,12 @@ class AttemptRunner:
     async def launch_first(self, checks: CheckContext) -> Verdict:
         """The first attempt since the run was launched or reopened, to its end. Raises Aborted before anything of it
         has started."""
-        plan = self._run.plan
         try:
             if self._run.history.attempts:
                 await until_abort(self._prove_last_attempt(), self._abort)
             self._recorder.change(RunState.LAUNCHING)
+            await until_abort(self._choose_settings(checks), self._abort)
+            plan = self._run.plan
             attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
             return await self._launch(await self._connect_next(plan, attempt))
         except (LaunchError, NodeUnreachable) as error:
@@ -217,6 +222,14 @@ class AttemptRunner:
             why = "its last attempt is not proved to be gone there"
             todo = "see that the node answers"
             raise LaunchError("the run cannot be taken up yet", where=where, why=why, todo=todo)
+
+    async def _choose_settings(self, checks: CheckContext) -> None:
+        """Record once what the job leaves to the plan that was checked."""
+        if not is_open(self._run.plan.config):
+            return
+        chosen = (await shared_plan(checks)).settings
+        if isinstance(chosen, ChosenSettings):
+            self._recorder.append(SettingsChosen(settings=chosen))
 
     async def _plan_attempt(self, plan: RunPlan, checks: CheckContext) -> Attempt:
         """The next attempt, in the journal before anything of it starts."""

@@ -17,6 +17,7 @@ from pydantic import Field, StrictBool
 from engine.cluster.staging import HostLayout
 from engine.measurements import Division
 from engine.models import FrozenModel, Reason, RunRecord, RunState
+from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
 
@@ -137,6 +138,13 @@ class RunPlanned(SyncedEvent):
 class SharesChosen(Event):
     event: Literal["shares"] = "shares"
     division: Division
+
+
+class SettingsChosen(SyncedEvent):
+    """The values of settings that the job leaves to the plan: chosen once, so that every attempt trains alike."""
+
+    event: Literal["settings"] = "settings"
+    settings: ChosenSettings
 
 
 class SupervisorStarted(Event):

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
+from engine.plan.document import ChosenSettings
 from engine.run.events import (
     AlarmRaised,
     Attempt,
@@ -33,6 +34,7 @@ from engine.run.events import (
     RestartRefused,
     RunPlanned,
     RunReopened,
+    SettingsChosen,
     StateChanged,
     StopStageReached,
     SupervisorStarted,
@@ -97,6 +99,8 @@ class RunHistory:
     """The furthest iteration that the run is known to have reached; 0 for none."""
     boot_id: str | None = None
     """The head's, when the newest supervisor started."""
+    settings: ChosenSettings | None = None
+    """Chosen for what the job leaves to the plan."""
     abort: RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
     stop: StopProgress | None = None
@@ -245,6 +249,8 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
             changes = {"state_since": event.at, "reached": max(history.reached, event.figures.iteration or 0)}
         case AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
+        case SettingsChosen():
+            changes = {"settings": event.settings}
         case SupervisorStarted():
             changes = {"boot_id": event.boot_id}
         case RequestReceived() if history.abort is None or event.now:

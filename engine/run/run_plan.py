@@ -12,6 +12,8 @@ from engine.config.models import Config, select_nodes
 from engine.errors import StateError
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
+from engine.plan.document import ChosenSettings
+from engine.plan.memory.choice import resolved
 from engine.protocol.attempt import write_atomic
 
 
@@ -54,6 +56,10 @@ class RunPlan(FrozenModel):
         """The plan of the same run with these nodes alone, for an attempt that goes on without the others; the plan
         itself when none is named. Raises InputError when none is left."""
         return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
+
+    def with_settings(self, chosen: ChosenSettings | None) -> RunPlan:
+        """The plan with these settings, where its job leaves them open; the plan itself without any."""
+        return self if chosen is None else self.model_copy(update={"config": resolved(self.config, chosen)})
 
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""

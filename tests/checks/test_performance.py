@@ -78,10 +78,10 @@ def test_a_slow_link_is_reported_with_its_two_nodes() -> None:
     assert "an all_sum with max takes 700 ms" in result.summary
 
 
-@pytest.mark.parametrize(("peak", "status"), [(89, CheckStatus.PASS), (90, CheckStatus.FAIL)])
-def test_memory_stays_below_nine_tenths_of_the_limit(peak: int, status: CheckStatus) -> None:
+@pytest.mark.parametrize(("peak", "status"), [(90, CheckStatus.PASS), (91, CheckStatus.WARN)])
+def test_memory_above_nine_tenths_of_the_limit_is_warned_of(peak: int, status: CheckStatus) -> None:
     result = evaluated({"ultra": 1.0, "max": 1.0}, need=memory(peak * 10**8))
-    assert (result.status, "the limit is 90%" in result.summary) == (status, status is CheckStatus.FAIL)
+    assert (result.status, "above 90% it may not be enough" in result.summary) == (status, status is CheckStatus.WARN)
 
 
 def test_a_node_that_the_plan_overrates_warns_above_a_tenth_and_fails_above_a_fifth() -> None:
@@ -175,9 +175,8 @@ def test_a_node_that_has_changed_since_it_was_measured_warns() -> None:
 def test_without_a_calibration_memory_is_still_checked() -> None:
     tight = {"a": FITS, "b": memory(95, 100)}
     result = check.evaluate(config(["a", "b"]), check.CalibrationStatus(None), tight, SOON)
-    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "b"))
-    assert "95%, the limit is 90%" in result.summary and MISSING in result.summary
-    assert result.fix_command is None, "no calibration makes it smaller"
+    assert result.status is CheckStatus.WARN
+    assert "95%, and above 90%" in result.summary and MISSING in result.summary
 
 
 def test_the_fix_names_the_configuration_and_is_only_given_where_it_helps(

@@ -1,6 +1,11 @@
 """Estimates the memory of one training step on one rank, in bytes, and extrapolates the peak at another batch size from
 calibration's probes. Activations are counted for MLX's operations without fused kernels, as its CPU build runs them;
 for a Mac's GPU that is an upper bound.
+
+The peak is the largest of four moments, each with the weights, the optimizer's state and the gradients alive by then:
+the gradient of the loss, the backward pass of the layers that keep their activations, that of the recomputed layers,
+and the update. Gradients live as in engine.trainer: one rank applies each as it is computed, unless it clips or
+accumulates; several ranks keep the float32 sums of all of them until the last has arrived.
 """
 
 from __future__ import annotations
@@ -9,13 +14,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
+from engine.plan.exchange import BUCKETS, exchange
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
+from engine.protocol.job import state_bytes
+from engine.protocol.partition import loss_tokens
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,17 @@ class RankWorkload:
     """Sequences in flight on this rank at once: one micro-batch, or several in a pipeline."""
     sequence: int = 2048
     """Tokens per sequence, padding included."""
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | int = False
+    """Trained layers of this rank that are recomputed in the backward pass, counted from the first; true means all."""
     optimizer: str = "adam"
-    optimizer_precision: Literal["float32", "parameter"] = "float32"
+    optimizer_precision: str = "float32"
+    """One of engine.protocol.job.OPTIMIZER_PRECISIONS."""
+    moments: str = "float32"
+    """One of engine.protocol.job.MOMENTS."""
+    clipping: bool = False
+    """The norm of all gradients is needed before the first is applied."""
+    wire: str = "auto"
+    """How strategy data sends gradients: "auto", "float32" or "int8"."""
     strategy: Literal["data", "sharded", "pipeline"] = "data"
     world_size: int = 1
     layers: tuple[int, int] | None = None
@@ -52,9 +69,18 @@ class TrainedParameters:
     vectors: int
     """Elements of all one-dimensional parameters."""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.vectors + sum(copies * rows * columns for copies, rows, columns in self.tables)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
+
+    def piece(self, parts: int, least: int) -> int:
+        """Elements of a piece of whole parameters: one of `parts`, but at least `least`, and the largest parameter."""
+        return min(self.parameters, max(self.parameters // parts, least, self.largest))
 
     @property
     def rows_and_columns(self) -> int:
@@ -62,19 +88,49 @@ class TrainedParameters:
         return self.vectors + sum(copies * (rows + columns) for copies, rows, columns in self.tables)
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a micro-batch's activations at the moments that may be the peak."""
+
+    held: int
+    """Kept by all layers when the backward pass begins."""
+    inputs: int
+    """Kept by the recomputed layers alone."""
+    working: int
+    """Working memory of the backward pass of a layer that kept its activations."""
+    recomputing: int
+    """The same of a recomputed layer: its activations again, and what their backward pass needs."""
+    loss: int
+    """Working memory of the gradient of the loss."""
+    waiting: int
+    """The part of it that is alive during the layers' backward pass."""
+
+
 _FLOAT32_BYTES = 4
 _WORKING = 1.0
 """Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
 states do not count: the backward pass visits them one token at a time and frees each gradient."""
-_RECOMPUTED = 2.75
-"""The same ratio under gradient checkpointing, which first repeats the layer's forward pass: what the layer keeps, as
-much again for the backward pass, and three quarters of the next layer, which MLX starts early. Measured at three model
-sizes: 2.75 to 2.80."""
+_RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.05, 3.6
+"""The same ratio for recomputed layers, which first repeat their forward pass: what the layer keeps, and about as much
+again for its backward pass. More where the gradients of several layers are evaluated at once, since MLX then starts the
+next ones early: in a pipeline, and with adapters, which are small. Measured: 1.86 to 2.22, and 3.6 with adapters."""
 _LOSS_ARRAYS = 6
 """Arrays of tokens × vocabulary alive while the gradient of the loss is computed: logits, logits minus their maximum,
 exponentials, softmax, scattered targets, and their sum."""
 _WAITING_LOSS_ARRAYS = 2
 """Arrays of those still alive during the layers' backward pass, since the value of the loss is computed last."""
+_UPDATE_PARTS, _LEAST_UPDATE = 256, 2**16
+"""An update computes pieces of so many parts, or of so many elements."""
+_UPDATE_ARRAYS = {"parameter": 5, "float32": 7, "kahan": 12, "stochastic": 12}
+_MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
+"""Float32 arrays of a parameter alive at once, gradient included: the larger of the optimizer_precision's and the
+moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
+_WAITING_ARRAYS = 2
+"""The same of the other parameters of the piece."""
+_LEAST_BUCKET = 2**18
+"""Elements of a bucket of gradients, where 1 / BUCKETS of them are fewer."""
+_REST_BYTES = 2
+"""The rest of an element that int8 has rounded away, in bfloat16."""
 
 
 class _Rank:
@@ -92,6 +148,10 @@ class _Rank:
         # mlx-lm trains the model's last layers.
         first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
         self.trained_layers = self.layers[max(first_trained - first, 0) :]
+        whole = workload.grad_checkpoint is True or workload.strategy == "sharded"
+        count = len(self.trained_layers)
+        self.recomputed = count if whole else min(workload.grad_checkpoint, count)
+        """The first so many of `trained_layers`."""
         self.embedding_and_head: list[Matrix] = []
         """The embedding on the first stage, the head on the last; a tied matrix is on both."""
         if first == 0 or (self.is_last and shape.tied):
@@ -125,6 +185,11 @@ class _Rank:
         magnitudes = sum(matrix.outputs for matrix in chosen) if self.workload.fine_tune_type == "dora" else 0
         return TrainedParameters(pairs, magnitudes)
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a trained weight, and of its gradient: mlx-lm's adapters are float32, whatever the model's type."""
+        return self.shape.dtype_bytes if self.full else _FLOAT32_BYTES
+
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights as stored, adapters included."""
@@ -132,64 +197,110 @@ class _Rank:
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
-        # mlx-lm's adapters are float32, whatever the model's type.
         return stored if self.full else stored + self.trained.parameters * _FLOAT32_BYTES
 
     @cached_property
     def optimizer_state(self) -> int:
-        """Bytes of float32 masters, and of moments: first and second, a momentum, or factored second ones."""
-        trained = self.trained
-        in_16_bits = self.full and self.shape.dtype_bytes < _FLOAT32_BYTES
-        in_float32 = self.workload.optimizer_precision == "float32"
-        masters = trained.parameters * _FLOAT32_BYTES if in_16_bits and in_float32 else 0
-        name = self.workload.optimizer
-        moments = trained.parameters * (2 if name in ("adam", "adamw") else 1)
-        if name == "adafactor":
-            moments = trained.rows_and_columns
-        return masters + moments * (self.shape.dtype_bytes if in_16_bits and not in_float32 else _FLOAT32_BYTES)
+        """Bytes of masters or compensation, and of moments: first and second, a momentum, or factored second ones; and
+        of what the exchange in int8 has rounded away, in bfloat16."""
+        trained, workload = self.trained, self.workload
+        moments = {"adam": 2, "adamw": 2, "adafactor": 0}.get(workload.optimizer, 1)
+        each = state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes, moments)
+        state = round(trained.parameters * each)
+        if workload.optimizer == "adafactor":
+            # Its moments are never in 16 bits or less: they are small.
+            in_own_type = workload.optimizer_precision == "parameter"
+            state += trained.rows_and_columns * (self.element_bytes if in_own_type else _FLOAT32_BYTES)
+        return state + (trained.parameters * _REST_BYTES if self.exchanges and workload.wire == "int8" else 0)
+
+    @property
+    def exchanges(self) -> bool:
+        """Its gradients are summed with those of other ranks' copies."""
+        return self.workload.strategy == "data" and self.workload.world_size > 1
+
+    @property
+    def share(self) -> int:
+        """Ranks that the tensors are divided over."""
+        return max(1, self.workload.world_size) if self.workload.strategy == "sharded" else 1
 
     @cached_property
-    def largest_gathered_layer(self) -> int:
-        """Bytes of the largest layer fully gathered: its weights, and its gradient before the scatter."""
+    def gradients(self) -> int:
+        """Bytes of the gradients alive at once before the update: float32 where several were added; all in their own
+        type where only their norm is missing; none where each is applied as it is computed."""
+        workload, trained = self.workload, self.trained.parameters
+        if self.exchanges or self.share > 1 or workload.accumulation > 1:
+            return -(-trained * _FLOAT32_BYTES // self.share)
+        return trained * self.element_bytes if workload.strategy != "data" or workload.clipping else 0
+
+    @cached_property
+    def update(self) -> int:
+        """Working memory of the update."""
+        trained, workload = self.trained, self.workload
+        others = trained.piece(_UPDATE_PARTS, _LEAST_UPDATE) - trained.largest
+        arrays = max(_UPDATE_ARRAYS[workload.optimizer_precision], _MOMENT_ARRAYS[workload.moments])
+        return (trained.largest * arrays + others * _WAITING_ARRAYS) * _FLOAT32_BYTES
+
+    @cached_property
+    def communication(self) -> int:
+        """Buffers of the exchange, bytes. data: two buckets, one computed while the other is sent, all ranks' of it,
+        and its sum. sharded: the section that is computed and the next one, gathered whole, and one section's gradients
+        with their sums."""
+        workload, own = self.workload, self.element_bytes
+        if self.exchanges:
+            bucket = self.trained.piece(BUCKETS, _LEAST_BUCKET)
+            form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
+            computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
+            return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))
+        if self.share == 1:
+            return 0
+        ends = [self.shape.matrix_bytes(matrix) for matrix in self.embedding_and_head]
+        sections = [*ends[:1], *map(self.shape.layer_bytes, self.layers), *ends[-1:]]
+        gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
-        return max(
-            self.shape.layer_bytes(layer) + (layer.parameters * _FLOAT32_BYTES if self.full and number >= frozen else 0)
-            for number, layer in enumerate(self.layers)
-        )
+        reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0
+        return gathered + reduced * (own + _FLOAT32_BYTES)
 
     @cached_property
     def _kept(self) -> list[tuple[int, int, int]]:
         """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs."""
-        return [
-            (
-                kept_per_token(self.shape, layer, self.workload),
-                sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES,
-                self._adapter_outputs(layer),
-            )
-            for layer in self.trained_layers
-        ]
+        known: dict[int, tuple[int, int, int]] = {}
+        for layer in self.trained_layers:
+            # Most layers of a model are one object.
+            if id(layer) not in known:
+                states = sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES
+                known[id(layer)] = (
+                    kept_per_token(self.shape, layer, self.workload),
+                    states,
+                    self._adapter_outputs(layer),
+                )
+        return [known[id(layer)] for layer in self.trained_layers]
 
-    def activations(self, batch: int) -> tuple[int, int]:
-        """Bytes (of the layers: kept by all of them, plus the working memory of the largest; added by the head and the
-        loss at the peak, whichever of the two moments is larger). Layers before the first trained one keep nothing."""
-        shape, kept = self.shape, self._kept
+    def activations(self, batch: int) -> Activations:
+        """Layers before the first trained one keep nothing."""
+        shape, kept, recomputed = self.shape, self._kept, self.recomputed
         tokens = batch * self.workload.sequence
         one = shape.dtype_bytes
-        most = tokens * max((whole - states for whole, states, _ in kept), default=0)
-        if self.workload.grad_checkpoint:
-            held = len(kept) * tokens * shape.hidden * one
-            largest = tokens * max((whole for whole, _, _ in kept), default=0)
-            transient = tokens * max((outputs for _, _, outputs in kept), default=0)
-            working = int((_RECOMPUTED - _WORKING) * largest + _WORKING * most) + transient
-        else:
-            held, working = tokens * sum(whole for whole, _, _ in kept), int(_WORKING * most)
-        if not self.is_last:
-            return held + working, 0
-        last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
-        vocabulary = tokens * shape.vocabulary * one
-        backward = working + _WAITING_LOSS_ARRAYS * vocabulary
-        loss = _LOSS_ARRAYS * vocabulary
-        return held + working, last_norm + max(backward, loss) - working
+        inputs = recomputed * tokens * shape.hidden * one
+        most = max((whole - states for whole, states, _ in kept[recomputed:]), default=0)
+        early = not self.full or self.workload.strategy == "pipeline"
+        ratio = _RECOMPUTED_AT_ONCE if early else _RECOMPUTED
+        recomputing = max(
+            (
+                (ratio - _WORKING) * whole + _WORKING * (whole - states) + outputs
+                for whole, states, outputs in kept[:recomputed]
+            ),
+            default=0,
+        )
+        held = inputs + tokens * sum(whole for whole, _, _ in kept[recomputed:])
+        loss = waiting = 0
+        if self.is_last:
+            counted = loss_tokens(tokens, shape.vocabulary)
+            last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
+            hidden = tokens * shape.hidden * one if counted < tokens else 0
+            logits = counted * shape.vocabulary * one
+            loss = last_norm + _LOSS_ARRAYS * logits + hidden
+            waiting = last_norm + (hidden or _WAITING_LOSS_ARRAYS * logits)
+        return Activations(held, inputs, int(tokens * _WORKING * most), int(tokens * recomputing), loss, waiting)
 
     def _adapter_outputs(self, layer: Layer) -> int:
         """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
@@ -235,9 +346,6 @@ def _sources(matrices: Sequence[Matrix]) -> int:
     return sum({matrix.source: matrix.inputs * matrix.active for matrix in matrices}.values())
 
 
-_UPDATE_COPIES = 2
-"""Working memory of the optimizer's step, in multiples of the gradients: the mean gradients sliced out of the flat
-buckets, and as much again of new moments and weights before the old ones are freed."""
 MOST_SEQUENCES = 2**20
 """Upper limit of the search for the largest batch."""
 RESERVE_BYTES = 3 * 2**29
@@ -247,13 +355,14 @@ and half a GiB for Python, the tokenizer and the data."""
 
 class MemoryEstimate(MemoryBreakdown):
     before_bytes: int
-    """Weights, optimizer state, and the gradients alive at the peak of the activations."""
+    """The part of the peak that does not grow with the batch: weights, optimizer state, and the gradients alive at the
+    peak of the activations."""
     trainable_parameters: int
     assumption: str
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer state, which do not depend on the batch."""
+        """Weights, optimizer state and the gradients held until the update, which do not depend on the batch."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
@@ -263,32 +372,39 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
 
 
 def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
-    workload = rank.workload
-    share = max(1, workload.world_size) if workload.strategy == "sharded" else 1
-    state = (rank.weights, rank.trained.parameters * _FLOAT32_BYTES, rank.optimizer_state)
-    weights, gradients, optimizer = (-(-each // share) for each in state)
-    activations, logits = rank.activations(batch)
-    gathered = rank.largest_gathered_layer if share > 1 else 0
-    summed = gradients if workload.strategy == "data" and workload.world_size > 1 else 0
-    update = _UPDATE_COPIES * gradients
-    # When the backward pass starts there are no gradients of this micro-batch yet. With checkpointing every layer needs
-    # the same working memory, so the peak comes later: measured when half of the gradients exist.
-    waiting = gradients * (workload.accumulation > 1) + gradients // 2 * workload.grad_checkpoint
-    before = weights + optimizer + waiting
-    backward = before + activations + logits + gathered
+    weights, optimizer = (-(-each // rank.share) for each in (rank.weights, rank.optimizer_state))
+    gradients, update, communication = rank.gradients, rank.update, rank.communication
+    found = rank.activations(batch)
+    layers = len(rank.trained_layers)
+    # The sums of earlier micro-batches are there from the start; the first one's gradients come with the layers.
+    at_start = gradients if rank.workload.accumulation > 1 else 0
+    at_recomputing = max(at_start, gradients * (layers - rank.recomputed) // layers) if layers else 0
+    # Without sums, gradients are applied while the other layers' activations are still held.
+    applied = 0 if gradients else update
+    sharded = communication if rank.share > 1 else 0
+    moments = {
+        "loss": (at_start, found.held + found.loss),
+        "kept": (at_start, found.held + found.waiting + max(found.working, applied)),
+        "recomputed": (at_recomputing, found.inputs + found.waiting + max(found.recomputing, applied)),
+        "last": (gradients, found.waiting + (found.recomputing if rank.recomputed else found.working)),
+    }
+    waiting, largest = max(moments.values(), key=sum)
+    backward = weights + optimizer + waiting + largest + sharded
+    exchanged = weights + optimizer + gradients + max(update, communication)
+    layers_alone = max(found.held + found.working, found.inputs + found.recomputing)
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
-        activations_bytes=activations,
-        logits_bytes=logits,
-        communication_bytes=summed + gathered,
+        activations_bytes=layers_alone,
+        logits_bytes=max(0, largest - layers_alone),
+        communication_bytes=communication,
         update_bytes=update,
-        before_bytes=before,
-        peak_bytes=max(backward, weights + optimizer + gradients + summed + update),
+        before_bytes=weights + optimizer + waiting,
+        peak_bytes=max(backward, exchanged),
         reserve_bytes=RESERVE_BYTES,
         trainable_parameters=rank.trained.parameters,
-        assumption=_assumption(rank.shape, workload),
+        assumption=_assumption(rank),
     )
 
 
@@ -302,16 +418,32 @@ def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -
     return bisect_right(range(1, MOST_SEQUENCES + 1), limit_bytes, key=needed)
 
 
-def _assumption(shape: ModelShape, workload: RankWorkload) -> str:
+def recomputable(shape: ModelShape, workload: RankWorkload) -> int:
+    """The rank's trained layers, which `grad_checkpoint` counts; 0 where the strategy recomputes all of them."""
+    return 0 if workload.strategy == "sharded" else len(_Rank(shape, workload).trained_layers)
+
+
+_KEPT = {
+    "float32": "float32 masters",
+    "kahan": "compensated weights",
+    "stochastic": "stochastically rounded weights",
+    "parameter": "weights and moments in their own type",
+}
+
+
+def _assumption(rank: _Rank) -> str:
+    shape, workload = rank.shape, rank.workload
     packing = shape.quantization
     stored = f"{packing.bits}-bit" if packing else shape.dtype
-    kept = (
-        "float32 masters and moments" if workload.optimizer_precision == "float32" else "moments in the weights' type"
-    )
-    worked = "gradient checkpointing" if workload.grad_checkpoint else "all activations kept"
+    moments = f"moments in {workload.moments.replace('8bit', '8 bits')}"
+    kept = [_KEPT[workload.optimizer_precision]] if rank.element_bytes < _FLOAT32_BYTES else []
+    if workload.optimizer_precision != "parameter" or workload.moments != "float32":
+        kept.append(moments)
+    count, all_of_them = rank.recomputed, len(rank.trained_layers)
+    worked = f"{count} of {all_of_them} layers recomputed" if count else "all activations kept"
     return (
-        f"{workload.fine_tune_type}, {stored} weights, float32 gradients, {workload.optimizer} with {kept}, {worked}, "
-        "operations not fused"
+        f"{workload.fine_tune_type}, {stored} weights, {workload.optimizer} with {' and '.join(kept) or moments}, "
+        f"{worked}, operations not fused"
     )
 
 

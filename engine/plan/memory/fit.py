@@ -11,11 +11,23 @@ from dataclasses import dataclass, replace
 from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.plan.context import PlanContext, usable_calibration, why_unused
-from engine.plan.document import OVERRIDE, Disabled, MemorySection, RankMemory, Rationale, Source
+from engine.plan.document import (
+    OVERRIDE,
+    ChosenSettings,
+    Disabled,
+    MemorySection,
+    RankMemory,
+    Rationale,
+    Source,
+    WayOut,
+)
+from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
 from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, largest_batch, peak_from_probes
 from engine.plan.memory.shape import ModelShape
+from engine.plan.memory.ways_out import RankPlace, describe_ways, ways_out
 from engine.plan.strategy import split_layers
-from engine.protocol.partition import LayerSplit, micro_batches
+from engine.protocol.job import AUTO
+from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, micro_batches, mlx_module
 
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""
@@ -26,9 +38,13 @@ class MemoryFit:
     """The memory section, and what other sections derive from it."""
 
     section: MemorySection | Disabled
+    settings: ChosenSettings | Disabled
+    """The job's, with the values chosen for "auto"."""
     split: LayerSplit | None = None
     largest_batch: int | None = None
-    """Most sequences per rank that fit every node; 0 if none does."""
+    """Most sequences per rank that fit every node with these settings; 0 if none does."""
+    shape: ModelShape | None = None
+    workloads: tuple[RankWorkload, ...] = ()
 
     def billions(self, least: float, below: float = math.inf) -> bool:
         """True if the model is known to have that many parameters."""
@@ -38,36 +54,43 @@ class MemoryFit:
     def trainable_share(self) -> float | None:
         return self.section.trainable_share if isinstance(self.section, MemorySection) else None
 
-    @property
-    def fits(self) -> bool:
-        """True if every node is known to have enough memory."""
-        return isinstance(self.section, MemorySection) and all(row.fits for row in self.section.ranks)
-
 
 def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
-    """Estimate every rank, and refuse a job that does not fit."""
+    """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
     nodes = context.inputs.config.nodes
     sizes = [size for size, _ in (_limit(context, node) for node in nodes)]
     if not context.settings:
-        return MemoryFit(_unknown("the job runs a custom command", rationale))
+        why = "the job runs a custom command"
+        return MemoryFit(_unknown(why, rationale), Disabled(reason=why))
+    known = unresolved(context.settings)
     if context.inputs.model is None:
         rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
-        return MemoryFit(_unknown(f"the model's config.json was not read: {context.inputs.model_source}", rationale))
+        why = f"the model's config.json was not read: {context.inputs.model_source}"
+        return MemoryFit(_unknown(why, rationale), known)
     try:
         shape = ModelShape.from_config(context.inputs.model)
         split = split_layers(context, shape.layers, sizes, rationale)
-        workloads = _workloads(context, split)
+        asked = _workloads(context, split)
+        choice = choose(shape, asked, sizes, context.settings)
+        workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
         estimates = [estimate(shape, workload) for workload in workloads]
-        known = [(workload, size) for workload, size in zip(workloads, sizes, strict=True) if size is not None]
-        most = [largest_batch(shape, workload, size) for workload, size in known]
+        limited = [(workload, size) for workload, size in zip(workloads, sizes, strict=True) if size is not None]
+        most = [largest_batch(shape, workload, size) for workload, size in limited]
     except InputError as error:
         rationale.warn("memory", str(error))
-        return MemoryFit(_unknown(str(error), rationale))
+        return MemoryFit(_unknown(str(error), rationale), known)
+    _explain_choice(context, choice, rationale)
     rows = [
         _rank_memory(context, node, workload, found, rationale)
         for node, workload, found in zip(nodes, workloads, estimates, strict=True)
     ]
-    _refuse(context, rows, rationale)
+    small = [row for row in rows if row.fits is False]
+    ways: tuple[WayOut, ...] = ()
+    if small:
+        kind = mlx_module(str(context.inputs.model.get("model_type", "")))
+        places = [_place(context, node) for node in nodes]
+        ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
+    _refuse(rows, ways, rationale)
     whole = shape.total_parameters
     # The ranks of a pipeline train different layers, other ranks all the same ones.
     trained = sum(found.trainable_parameters for found in (estimates if split else estimates[:1]))
@@ -78,14 +101,22 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         layers=shape.layers,
         assumptions=tuple(dict.fromkeys(found.assumption for found in estimates)),
         ranks=tuple(rows),
+        ways_out=ways,
     )
     largest = min(most) if len(most) == context.ranks else None
-    return MemoryFit(section, split, largest)
+    return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
 
 def _unknown(reason: str, rationale: Rationale) -> Disabled:
     rationale.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
+
+
+def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
+    facts = context.inputs.facts.get(node.name)
+    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
+    total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
+    return RankPlace(node.name, _limit(context, node)[0], ranks, total)
 
 
 def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
@@ -116,10 +147,9 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         lora_rank=int(lora.get("rank", 8)),
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
-        # A sharded layer is always recomputed in the backward pass.
-        grad_checkpoint=context.recomputes or context.strategy == "sharded",
         optimizer=str(settings["optimizer"]),
-        optimizer_precision="parameter" if settings.get("optimizer_precision") == "parameter" else "float32",
+        clipping=settings.get("max_grad_norm") is not None,
+        wire=str(settings.get("wire", AUTO)),
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,
@@ -148,7 +178,11 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate, rationale: Rationale
+    context: PlanContext,
+    node: NodeConfig,
+    workload: RankWorkload,
+    found: MemoryEstimate,
+    rationale: Rationale,
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     limit_bytes, limit_from = _limit(context, node)
@@ -176,14 +210,39 @@ def _rank_memory(
 
 
 def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:
+    """None where the probe steps were taken with other settings."""
     calibration = usable_calibration(context.inputs)
     if calibration is None or calibration.synthetic_model or context.strategy != "data":
         return None
     measured = calibration.measure_of(node)
-    return peak_from_probes(measured.probes, workload.batch, found.before_bytes) if measured is not None else None
+    if measured is None or calibration.settings not in ({}, dict(settings_of(workload))):
+        return None
+    return peak_from_probes(measured.probes, workload.batch, found.before_bytes)
 
 
-def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationale) -> None:
+def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
+    chosen, asked = choice.settings, context.settings
+    result = "fits" if choice.fits else "needs the least, and does not fit"
+    for key in ("optimizer_precision", "moments"):
+        if asked.get(key, "float32") != AUTO:
+            rationale.explain(f"settings.{key}", Source.USER, "the job sets it")
+            continue
+        reason = f"the most precise that {result}" if choice.fits else f"it {result}"
+        if choice.fits and choice.rejected_bytes is not None:
+            reason += f": the next more precise would need {choice.rejected_bytes / 1e9:,.1f} GB"
+        rationale.explain(f"settings.{key}", Source.RULE, reason)
+    if asked.get("grad_checkpoint", False) != AUTO:
+        given = context.given("grad_checkpoint")
+        source, reason = (Source.USER, "the job sets it") if given else (Source.DEFAULT, "not set")
+        rationale.explain("settings.grad_checkpoint", source, reason)
+    elif context.strategy == "sharded":
+        rationale.explain("settings.grad_checkpoint", Source.RULE, "sharded layers are always recomputed")
+    else:
+        reason = "all activations fit" if not chosen.grad_checkpoint else f"as few layers are recomputed as {result}"
+        rationale.explain("settings.grad_checkpoint", Source.RULE, reason)
+
+
+def _refuse(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:
     unknown = [row.node for row in rows if row.limit_bytes is None]
     if unknown:
         rationale.warn("memory", f"the memory of {', '.join(unknown)} is unknown, and so is whether the job fits")
@@ -196,19 +255,4 @@ def _refuse(context: PlanContext, rows: Sequence[RankMemory], rationale: Rationa
         if row.limit_bytes is not None
     )
     nowhere = "it fits on no node: " if len(small) == len(rows) else ""
-    rationale.refuse("memory", f"{nowhere}{found}; {_way_out(context)}", OVERRIDE)
-
-
-def _way_out(context: PlanContext) -> str:
-    """Settings that need less memory, cheapest first."""
-    ways = []
-    if context.micro_batches is not None and max(context.micro_batches.values()) > 1:
-        ways.append("a smaller batch_size with more grad_accumulation_steps")
-    if not context.recomputes and context.strategy != "sharded":
-        ways.append("grad_checkpoint = true")
-    ways.append("a smaller max_seq_length")
-    if context.full:
-        ways.append('fine_tune_type = "lora"')
-    if context.strategy == "data" and context.ranks > 1:
-        ways.append("--strategy sharded or pipeline")
-    return "try " + ", ".join(ways)
+    rationale.refuse("memory", f"{nowhere}{found}", OVERRIDE, describe_ways(ways))

@@ -3,6 +3,7 @@ stored."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,15 @@ class ModelShape:
         scale = _SCALE_BYTES[packing.mode] or 2 * self.dtype_bytes
         groups = matrix.weights // packing.group_size
         return matrix.weights * packing.bits // 8 + groups * scale + matrix.biases * self.dtype_bytes
+
+
+def trained_element_bytes(config: Mapping[str, Any] | None, fine_tune_type: str) -> int:
+    """Bytes of one trained weight, and of its gradient, of a model with this config.json: mlx-lm's adapters are
+    float32, and so is what is not known."""
+    if fine_tune_type == "full" and config is not None:
+        with contextlib.suppress(InputError):
+            return _BYTES[_dtype(ConfigReader(config))]
+    return _BYTES["float32"]
 
 
 def _dtype(keys: ConfigReader) -> str:

@@ -105,7 +105,7 @@ async def test_a_measurement_that_is_cancelled_twice_is_given_up() -> None:
     agent = Mock(start_command=AsyncMock(return_value=request))
     context = Mock(agent=Mock(return_value=agent), layout_of=AsyncMock(return_value=layout))
     leases = Mock(nonce="nonce", folder=Mock(return_value=PurePosixPath("/lease")))
-    measurement = _Measurement(context, 1.0, lambda progress: None, leases)
+    measurement = _Measurement(context, config(["a"]), 1.0, lambda progress: None, leases)
     measuring = asyncio.create_task(measurement._measured(0, config(["a"]).nodes[0]))
     await asyncio.sleep(0)
     measuring.cancel()

@@ -4,6 +4,7 @@ what cannot be launched is refused with a way out."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,9 +21,16 @@ from engine.checks.check import verdict
 from engine.checks.context import CheckContext
 from engine.checks.runner import plan_with_results, run_checks
 from engine.cluster.transport.fleet import Fleet
-from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, PreflightConfig, Strategy
+from engine.config.models import (
+    CalibrationConfig,
+    CheckpointConfig,
+    ConsistencyConfig,
+    JobConfig,
+    PreflightConfig,
+    Strategy,
+)
 from engine.launch.hostfile import write_hostfile
-from engine.measurements import MemoryProbe, NodeMeasure
+from engine.measurements import LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
 from engine.plan.checkpoints import state_every
 from engine.plan.context import PlanInputs
@@ -30,6 +38,7 @@ from engine.plan.data_report import DataReport
 from engine.plan.document import (
     FIRST_SECTIONS,
     CalibrationSection,
+    ChosenSettings,
     ChunkingSection,
     Disabled,
     MemorySection,
@@ -172,6 +181,17 @@ def test_a_sharded_layer_keeps_its_input_alone_as_with_gradient_checkpointing() 
         assert here.weights_bytes < 0.6 * there.weights_bytes
 
 
+def test_clipping_and_the_wire_are_in_the_estimate() -> None:
+    for changes in ({"max_grad_norm": 1.0}, {"wire": "int8"}):
+        nodes = ultra_and_max() if "wire" in changes else ultra_and_max()[:1]
+        without, found = (
+            make_plan(inputs(nodes, settings={"fine_tune_type": "full", **more})).memory for more in ({}, changes)
+        )
+        assert isinstance(without, MemorySection) and isinstance(found, MemorySection)
+        kept = [rank.gradients_bytes + rank.optimizer_bytes for rank in (without.ranks[0], found.ranks[0])]
+        assert kept[1] == kept[0] + 2 * without.trainable_parameters
+
+
 def test_a_model_type_that_cannot_be_partitioned_is_refused() -> None:
     for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
         plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
@@ -197,8 +217,8 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_way_out_and_its_override(
     plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, model=LLAMA_70B))
     assert plan.refused and "it fits on no node" in refusal(plan, "memory")
     assert plan.batch_configuration.suggested is None
-    assert 'fine_tune_type = "lora"' in refusal(plan, "memory")
-    assert "sharded or pipeline" in refusal(plan, "size_70b")
+    assert "it fits with ultra alone (" in refusal(plan, "memory")
+    assert 'strategy = "sharded" over 2 nodes like ultra (' in refusal(plan, "memory")
     assert all(each.override == "flightdeck launch --skip hardware_layer" for each in plan.refusals)
 
 
@@ -219,6 +239,49 @@ def test_the_advice_on_the_m4_max_watchdog_is_disputed() -> None:
     plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}))
     advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
     assert advice.disputed and "max: an M4 Max" in advice.text and "disputed" in advice.text
+
+
+def test_what_is_chosen_is_in_the_document_with_its_reason() -> None:
+    small = inputs([mac("one", 0, "Apple M4 Max", 64)], settings={"fine_tune_type": "full", "batch_size": 1})
+    plan = make_plan(small)
+    assert isinstance(plan.settings, ChosenSettings) and not plan.refused
+    chosen = plan.document()["settings"]
+    assert (chosen["optimizer_precision"], chosen["moments"]) == ("kahan", "bfloat16") and chosen["grad_checkpoint"] > 0
+    rows = dict(dict(explained(plan))["settings"])
+    assert "the next more precise would need" in rows["optimizer_precision = kahan"]
+    assert "as few layers are recomputed" in rows[f"grad_checkpoint = {chosen['grad_checkpoint']}"]
+    fixed = make_plan(replace(small, config=small.config.model_copy(update={"job": job_with(small, **chosen)})))
+    assert fixed.settings == plan.settings and fixed.memory == plan.memory
+    assert dict(dict(explained(fixed))["settings"])["moments = bfloat16"] == "the job sets it (configuration)"
+
+
+def job_with(plan: PlanInputs, **settings: Any) -> JobConfig:
+    job = plan.config.job
+    return job.model_copy(update={"mlx_lm": {**job.mlx_lm, **settings}, "given": (*job.given, *settings)})
+
+
+def test_the_advice_on_sizes_is_what_the_estimate_says_of_one_mac() -> None:
+    settings = {"fine_tune_type": "full", "batch_size": 2}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B))
+    advice = next(each.text for each in plan.advice if each.name == "sizes")
+    assert "64 GB: too small (" in advice and "128 GB: too small (" in advice
+    assert "512 GB: optimizer_precision kahan, moments bfloat16" in advice
+    assert "ultra alone" in refusal(plan, "memory")
+
+
+def test_int8_is_advised_where_the_links_decide() -> None:
+    settings: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
+    slow = LinkMeasure(nodes=("ultra", "max"), latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+    measured: dict[str, Any] = {"all_ranks": slow, "gradient_bytes": 16 * 10**9, "element_bytes": 2}
+    speeds = {"ultra": 3.0, "max": 1.0}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, calibration=calibration(speeds, **measured)))
+    text = next(each.text for each in plan.advice if each.name == "wire")
+    steps = {wire: float(seconds) for wire, seconds in re.findall(r'"(float32|auto|int8)" ([0-9.]+) s', text)}
+    assert steps["int8"] < steps["auto"] < steps["float32"] and "2 bytes more per trained parameter" in text
+    assert plan.performance_targets.step_s == pytest.approx(steps["auto"], abs=0.01)
+    for other in ({"calibration": calibration(speeds)}, {"settings": {**settings, "wire": "int8"}}):
+        given: dict[str, Any] = {"settings": settings, "calibration": calibration(speeds, **measured), **other}
+        assert "wire" not in names(make_plan(inputs(ultra_and_max(), **given)), "advice")
 
 
 def test_adam_in_the_parameters_own_type_is_advised_against() -> None:
@@ -272,7 +335,7 @@ def test_an_old_calibration_is_not_used_with_a_warning() -> None:
     assert any("40 days old" in warning.text for warning in plan.warnings)
 
 
-PROBED = {
+PROBED: dict[str, Any] = {
     "nodes": tuple(
         NodeMeasure(
             node=name,
@@ -308,6 +371,15 @@ def test_memory_and_links_come_from_a_usable_calibration(
     assert {rank.source for rank in plan.memory.ranks} == {source}
     assert reason in next(each.reason for each in plan.reasons if each.key == "memory.ultra")
     assert (plan.rdma_config.latency_s is not None) == (source == "calibration")
+
+
+def test_probe_steps_with_other_settings_say_nothing_of_the_peak() -> None:
+    other = ChosenSettings(grad_checkpoint=True).model_dump()
+    plan = make_plan(
+        inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=calibration({}, settings=other, **PROBED))
+    )
+    assert isinstance(plan.memory, MemorySection)
+    assert {rank.source for rank in plan.memory.ranks} == {"estimate"}
 
 
 def test_parts_that_are_switched_off_warn_by_name() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.measurements import LinkMeasure, ThroughputPrediction
-from engine.plan.prediction import all_sum_s, predict_iteration, predict_throughput, step_s
+from engine.plan.exchange import BUCKETS, exchange
+from engine.plan.prediction import exchange_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
@@ -17,11 +18,11 @@ SPEEDS = st.lists(st.floats(0.1, 100), min_size=1, max_size=6)
 LINK = LinkMeasure(nodes=("a", "b"), latency_s=0.001, bandwidth_bytes_per_s=ALL_SUM_LARGE_BYTES / 0.011)
 
 
-def predicted(speeds: list[float], batch: int, communicate_s: float = 0.0) -> ThroughputPrediction:
+def predicted(speeds: list[float], batch: int, exchanged_s: float = 0.0) -> ThroughputPrediction:
     names = [f"n{number}" for number in range(len(speeds))]
     counts = dict(zip(names, share_counts(batch, speeds), strict=True))
     return predict_iteration(
-        [measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, communicate_s
+        [measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, exchanged_s
     )
 
 
@@ -31,9 +32,16 @@ def test_two_equal_nodes_without_communication_are_twice_as_fast() -> None:
     assert found.tokens_per_s == pytest.approx(400)
 
 
-def test_communication_as_long_as_the_computation_halves_it() -> None:
-    found = predicted([2.0, 2.0], 8, communicate_s=2.0)
+def test_an_exchange_as_long_as_the_backward_pass_costs_its_last_bucket_alone() -> None:
+    found = predicted([2.0, 2.0], 8, exchanged_s=4 / 3)
+    assert found.communicate_s == pytest.approx(4 / 3 / BUCKETS)
+    assert found.step_s == pytest.approx(2.0 + 4 / 3 / BUCKETS)
+
+
+def test_a_longer_exchange_is_waited_for() -> None:
+    found = predicted([2.0, 2.0], 8, exchanged_s=4 / 3 + 2.0)
     assert (found.step_s, found.speed_up, found.efficiency) == pytest.approx((4.0, 1.0, 0.5))
+    assert found.exchange_s == pytest.approx(4 / 3 + 2.0)
 
 
 def test_what_a_step_costs_whatever_its_batch_is_paid_by_every_rank() -> None:
@@ -45,11 +53,13 @@ def test_what_a_step_costs_whatever_its_batch_is_paid_by_every_rank() -> None:
 
 @given(SPEEDS, st.integers(0, 60), st.floats(0, 10))
 def test_it_is_never_faster_than_the_sum_of_the_nodes_nor_than_the_slowest(
-    speeds: list[float], more: int, communicate_s: float
+    speeds: list[float], more: int, exchanged_s: float
 ) -> None:
-    found = predicted(speeds, len(speeds) + more, communicate_s)
+    found = predicted(speeds, len(speeds) + more, exchanged_s)
     assert found.efficiency is not None and found.speed_up is not None and found.examples_per_s is not None
-    assert found.step_s == pytest.approx(max(found.compute_s.values()) + communicate_s)
+    slowest = max(found.compute_s.values())
+    assert found.step_s is not None and slowest <= found.step_s <= slowest + exchanged_s + 1e-9
+    assert found.step_s >= exchanged_s
     assert 0 < found.efficiency <= 1 + 1e-9
     assert found.speed_up <= sum(speeds) / max(speeds) + 1e-9
     assert found.examples_per_s <= sum(speeds) * (1 + 1e-9)
@@ -63,16 +73,50 @@ def test_more_communication_is_never_faster(speeds: list[float], more: int, some
 
 
 def test_the_line_goes_through_both_measured_points() -> None:
-    assert all_sum_s(LINK, 0) == pytest.approx(0.001)
-    assert all_sum_s(LINK, ALL_SUM_LARGE_BYTES) == pytest.approx(0.011)
-    assert all_sum_s(LINK, 2 * ALL_SUM_LARGE_BYTES) == pytest.approx(0.021)
+    form = exchange("float32", 2, 4)
+    assert exchange_s(LINK, 0, form) == pytest.approx(0.001)
+    assert exchange_s(LINK, ALL_SUM_LARGE_BYTES, form) == pytest.approx(0.011)
+    assert exchange_s(LINK, 2 * ALL_SUM_LARGE_BYTES, form) == pytest.approx(0.021)
+
+
+@pytest.mark.parametrize(
+    ("wire", "ranks", "element_bytes", "accumulation", "sent"),
+    [
+        ("auto", 2, 2, 1, 2),
+        ("auto", 3, 2, 1, 4),
+        ("auto", 4, 2, 1, 6),
+        ("auto", 2, 2, 4, 4),
+        ("auto", 2, 4, 1, 4),
+        ("float32", 3, 2, 1, 8 * 2 / 3),
+        ("int8", 2, 2, 1, 1 + 4 / 256),
+        ("int8", 3, 2, 1, 2 * (1 + 4 / 256)),
+    ],
+)
+def test_the_bytes_that_a_gradient_takes(
+    wire: str, ranks: int, element_bytes: int, accumulation: int, sent: float
+) -> None:
+    assert exchange(wire, ranks, element_bytes, accumulation).sent == pytest.approx(sent)
+
+
+def test_sixteen_bits_halve_the_exchange_of_two_ranks_and_int8_halves_it_again() -> None:
+    size = 100 * ALL_SUM_LARGE_BYTES
+    whole, half, quarter = (exchange_s(LINK, size, exchange(wire, 2, 2)) for wire in ("float32", "auto", "int8"))
+    assert whole and half and quarter
+    assert whole / half == pytest.approx(2, rel=0.01) and half / quarter == pytest.approx(2, rel=0.03)
+
+
+def test_ranks_are_exchanged_in_the_form_of_the_job() -> None:
+    deck, taken = config(["a", "b"]), calibration({"a": 1.0, "b": 1.0}, element_bytes=2)
+    shares = divide_batch(deck, taken)
+    whole, own = (predict_throughput(deck, taken, shares, wire).exchange_s for wire in ("float32", None))
+    assert whole and own and whole / own == pytest.approx(2, rel=0.3)
 
 
 def test_the_shares_of_the_calibration_make_the_batch_of_the_job() -> None:
     deck, taken = config(["a", "b"], batch=8), calibration({"a": 3.0, "b": 1.0})
     found = predict_throughput(deck, taken, divide_batch(deck, taken))
     assert found.compute_s == pytest.approx({"a": 2.0, "b": 2.0})
-    assert found.communicate_s == pytest.approx(0.001 + 4e6 * (1e-9 - 0.001 / ALL_SUM_LARGE_BYTES))
+    assert found.exchange_s == pytest.approx(0.001 + 4e6 * (1e-9 - 0.001 / ALL_SUM_LARGE_BYTES))
     assert found.speed_up == pytest.approx(4 / 3, rel=0.01)
 
 

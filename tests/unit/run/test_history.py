@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord, RunState
+from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity
 from engine.run.events import (
@@ -37,6 +38,7 @@ from engine.run.events import (
     Resumed,
     RunPlanned,
     RunReopened,
+    SettingsChosen,
     StateChanged,
     StopStage,
     StopStageReached,
@@ -88,6 +90,7 @@ events = st.one_of(
     st.builds(StateChanged, state=st.just(RunState.ABORTED), figures=st.builds(Figures, iteration=st.integers(1, 50))),
     st.builds(SupervisorStarted, pid=numbers, start=st.just("then"), boot_id=st.just("boot")),
     st.builds(NodesExcluded, nodes=st.tuples(nodes), why=st.just("stale"), world_size=numbers),
+    st.builds(SettingsChosen, settings=st.builds(ChosenSettings, grad_checkpoint=numbers)),
     st.builds(LauncherStarted, pid=numbers, start=st.just("then")),
     st.builds(rank_started, ranks, st.floats(0.0, 9.0)),
     st.builds(RankExited, rank=ranks, node=nodes, code=st.integers(0, 3)),
@@ -221,3 +224,9 @@ def test_journals_are_compact_and_self_describing(tmp_path: Path) -> None:
     journal.append(RankExited(rank=1, node="ana", signal=9))
     line = (tmp_path / "journal.jsonl").read_text()
     assert line == '{"event": "rank_ended", "at": "2026-01-02T03:04:05Z", "rank": 1, "node": "ana", "signal": 9}\n'
+
+
+def test_settings_are_those_of_the_run_in_every_life() -> None:
+    chosen = ChosenSettings(optimizer_precision="kahan", grad_checkpoint=3)
+    journal = [PLANNED, SettingsChosen(settings=chosen), attempt(), failed(1), RunReopened()]
+    assert fold(journal).settings == chosen

@@ -10,7 +10,9 @@ import pytest
 
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, StateError
+from engine.launch.rank_environment import trainer_job
 from engine.models import RunState
+from engine.plan.document import ChosenSettings
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 
 CONFIG = Config(
@@ -62,3 +64,20 @@ def test_without_a_node_the_ranks_are_counted_anew_and_the_rest_stays() -> None:
     assert (made.run_id, made.created_at, made.skip) == ("r1", plan().created_at, ("x",))
     with pytest.raises(InputError, match="no node of the configuration is left"):
         plan().without(["left", "right"])
+
+
+def test_chosen_settings_take_the_place_of_auto_alone() -> None:
+    chosen = ChosenSettings(optimizer_precision="kahan", moments="8bit", grad_checkpoint=3)
+    given = {"optimizer_precision": "auto", "moments": "float32", "grad_checkpoint": "auto"}
+    job = CONFIG.job.model_copy(update={"mlx_lm": {**CONFIG.job.mlx_lm, **given}})
+    made = plan(CONFIG.model_copy(update={"job": job}))
+    trained = trainer_job(made.with_settings(chosen).config)
+    assert trained is not None
+    assert {key: trained[key] for key in given} == {
+        "optimizer_precision": "kahan",
+        "moments": "float32",
+        "grad_checkpoint": 3,
+    }
+    assert made.with_settings(None) is made
+    before = plan().with_settings(chosen).config
+    assert before == CONFIG, "a plan of an earlier version has no such keys, and its hash must stay"

@@ -1,0 +1,45 @@
+"""The bytes with which strategy "data" exchanges gradients, as engine.trainer.gradient_wire chooses their form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUCKETS = 64
+"""An update's gradients travel in about so many, each of whole parameters."""
+_FLOAT32_BYTES = 4
+_SUM_BYTES = 2 * _FLOAT32_BYTES
+"""Sent per element by a ring's all_sum in float32 over many ranks; less than that is gathered."""
+_INT8_BYTES = 1 + _FLOAT32_BYTES / 256
+"""An int8, and its part of a block's scale."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How one gradient travels."""
+
+    ranks: int
+    gathered: bool
+    """Every rank's own is gathered; else they are summed on the way."""
+    element_bytes: float
+    """Size of one element on the wire."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes per element that each rank sends to its neighbour in the ring."""
+        return (self.ranks - 1) * self.element_bytes * (1 if self.gathered else 2 / self.ranks)
+
+    @property
+    def received(self) -> float:
+        """Bytes per element of the result, before it is a sum."""
+        return self.element_bytes * (self.ranks if self.gathered else 1)
+
+
+def exchange(wire: str, ranks: int, element_bytes: int, accumulation: int = 1) -> Exchange:
+    """`wire`: of [job]. `element_bytes`: of a gradient in the model's type, which has one micro-batch alone; several
+    are added in float32."""
+    own = element_bytes if accumulation == 1 else _FLOAT32_BYTES
+    if wire == "int8":
+        return Exchange(ranks, True, _INT8_BYTES)
+    if wire == "auto" and own * ranks < _SUM_BYTES:
+        return Exchange(ranks, True, own)
+    return Exchange(ranks, False, _FLOAT32_BYTES)

@@ -1,0 +1,112 @@
+"""Chooses the values of the job keys that are "auto": the most precise optimizer with which every rank fits its limit,
+and the fewest recomputed layers with which it does. Recomputing costs time only, so it comes first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config.models import Config
+from engine.plan.document import ChosenSettings
+from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
+from engine.plan.memory.shape import ModelShape
+from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
+
+COMFORTABLE = 0.90
+"""Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs some memory
+itself."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    settings: ChosenSettings
+    fits: bool
+    """Every rank has enough, as far as limits are known; else the settings are those that need the least."""
+    needed_bytes: tuple[int, ...]
+    """By rank, reserve included."""
+    rejected_bytes: int | None = None
+    """The largest need with the next more precise optimizer, as many layers recomputed as may be; None for the first
+    one."""
+
+
+def choose(
+    shape: ModelShape,
+    workloads: Sequence[RankWorkload],
+    limits: Sequence[int | None],
+    requested: Mapping[str, Any],
+) -> Choice:
+    """The settings of a job with these values (`requested`) of ChosenSettings' keys, for ranks with these workloads and
+    limits in bytes (None: unknown). Raises InputError as `estimate` does."""
+    comfortable = [None if limit is None else int(COMFORTABLE * limit) for limit in limits]
+    choice = _choose(shape, workloads, comfortable, requested)
+    return choice if choice.fits else _choose(shape, workloads, limits, requested)
+
+
+def _choose(
+    shape: ModelShape,
+    workloads: Sequence[RankWorkload],
+    limits: Sequence[int | None],
+    requested: Mapping[str, Any],
+) -> Choice:
+
+    def attempt(chosen: ChosenSettings) -> Choice:
+        needs = {each: estimate(shape, with_settings(each, chosen)).needed_bytes for each in set(workloads)}
+        needed = tuple(needs[each] for each in workloads)
+        fits = all(limit is None or need <= limit for need, limit in zip(needed, limits, strict=True))
+        return Choice(chosen, fits, needed, rejected)
+
+    layers, asked = max(recomputable(shape, each) for each in set(workloads)), requested.get("grad_checkpoint", False)
+    counts = [False, *range(1, layers), *[True] * (layers > 0)] if asked == AUTO else [asked]
+    rejected = None
+    for precision, moments in _pairs(shape, workloads[0], requested):
+        settings = [
+            ChosenSettings(optimizer_precision=precision, moments=moments, grad_checkpoint=count) for count in counts
+        ]
+        least = attempt(settings[-1])
+        if least.fits:
+            return attempt(settings[bisect_left(settings, True, key=lambda chosen: attempt(chosen).fits)])
+        rejected = max(least.needed_bytes)
+    return least
+
+
+def is_open(config: Config) -> bool:
+    """The job leaves a setting to the plan."""
+    return config.job.command is None and AUTO in map(config.job.mlx_lm.get, ChosenSettings.model_fields)
+
+
+def resolved(config: Config, chosen: ChosenSettings) -> Config:
+    """`config` with the chosen values where its job has "auto"."""
+    own = config.job.mlx_lm
+    values = {key: value for key, value in chosen if own.get(key) == AUTO}
+    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**own, **values}})})
+
+
+def unresolved(requested: Mapping[str, Any]) -> ChosenSettings:
+    """The settings where the memory is unknown: the defaults in place of "auto"."""
+    given = {key: requested.get(key, AUTO) for key in ChosenSettings.model_fields}
+    return ChosenSettings.model_validate({key: value for key, value in given.items() if value != AUTO})
+
+
+def settings_of(workload: RankWorkload) -> ChosenSettings:
+    return ChosenSettings(**{key: getattr(workload, key) for key in ChosenSettings.model_fields})
+
+
+def with_settings(workload: RankWorkload, chosen: ChosenSettings) -> RankWorkload:
+    return replace(workload, **dict(chosen))
+
+
+def _pairs(shape: ModelShape, workload: RankWorkload, requested: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """optimizer_precision and moments, the most precise first. Adapters, and weights of float32, have no masters."""
+    precision, moments = (requested.get(key, "float32") for key in ("optimizer_precision", "moments"))
+    if precision == AUTO and (workload.fine_tune_type != "full" or shape.dtype_bytes == _FLOAT32_BYTES):
+        precision = "float32"
+    return list(
+        dict.fromkeys(
+            (first if precision == AUTO else precision, second if moments == AUTO else moments)
+            for first, second in MOST_PRECISE_FIRST
+        )
+    )
