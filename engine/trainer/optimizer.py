@@ -85,8 +85,9 @@ class Updater:
         before clipping. `norm`: the global norm of all ranks' quotients, where it is known; it must be for clipping,
         and where the gradients are only this rank's part.
 
-        Gradients may be lazy. Each piece is evaluated with its new weights and moments, and dropped before the next is
-        taken; a large one in parts. After an error the state is between two updates.
+        Gradients may be lazy, pieces from the last layer backwards, each in the model's order. A piece is evaluated
+        with its new weights and moments, and dropped before the next is taken; a large one in parts. After an error the
+        state is between two updates.
         """
         assert norm is not None or self._max_norm is None
         clip = None if norm is None else self._clip(mx.array(norm))
@@ -96,8 +97,9 @@ class Updater:
         for piece in pieces:
             gradients = dict(piece)
             del piece
-            for names in packed(list(gradients), lambda name: self.masters[name].size, self._most_elements):
-                part = {name: gradients.pop(name) for name in names}
+            # From the last layer backwards, as the backward pass has them, and each part in the model's order.
+            for names in packed(list(gradients)[::-1], lambda name: self.masters[name].size, self._most_elements):
+                part = {name: gradients.pop(name) for name in names[::-1]}
                 weights, square = self._advance(self._compiled, part, scale, clip)
                 # The last references: each array is freed as soon as it has been used.
                 del part

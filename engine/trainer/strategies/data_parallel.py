@@ -190,7 +190,8 @@ def _compiles() -> bool:
 
 
 def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:
-    """The parameters in buckets of one type, in the order in which a backward pass has their gradients."""
+    """The parameters in buckets of one type, in the order in which a backward pass has their gradients; each bucket in
+    the model's order, in which MLX evaluates several layers at once with the fewest recomputed at a time."""
     backwards = list(reversed(trainable))
     room = max(_LEAST_ELEMENTS, sum(value.size for value in trainable.values()) // _BUCKETS)
     kinds = {name: str(value.dtype) for name, value in trainable.items()}
@@ -199,7 +200,7 @@ def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:
         for kind in sorted(set(kinds.values()))
         for bucket in packed([n for n in backwards if kinds[n] == kind], lambda name: trainable[name].size, room)
     ]
-    return sorted(buckets, key=lambda names: backwards.index(names[-1]))
+    return [names[::-1] for names in sorted(buckets, key=lambda names: backwards.index(names[-1]))]
 
 
 def _square(flat: mx.array) -> mx.array:
