@@ -48,7 +48,7 @@ def gradients(training: Any, job: Job, tokens: float) -> dict[str, mx.array]:
     found = {name: value for piece in held.pieces() for name, value in piece.items()}
     # Back to where they were taken from.
     held._sums, held._unevaluated = sums, {} if sums else dict(found)
-    return {name: value / (tokens / held.divided_by) for name, value in found.items()}
+    return {name: value.astype(mx.float32) / (tokens / held.divided_by) for name, value in found.items()}
 
 
 def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[str, Any]:
