@@ -147,7 +147,7 @@ async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanI
     answering = [node for node in inputs.config.nodes if node.name not in inputs.problems]
     examples, examples_source = await _examples(context, answering)
     counted = replace(inputs, examples=examples, examples_source=examples_source)
-    if "epochs" not in inputs.config.job.mlx_lm:
+    if inputs.config.job.mlx_lm.get("epochs") is None:
         return counted
     # The manual launch has the iterations that they are.
     return replace(counted, launching=await asyncio.to_thread(_launching, counted, context.fleet.home))

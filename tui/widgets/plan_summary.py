@@ -76,8 +76,8 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
     else:
         rows = [("model", path_tail(job.model)), ("data", path_tail(job.data))]
         sizes = [f"{settings['iters']:,} iterations"] if "iters" in settings else []
-        if "epochs" in settings:
-            sizes.append("1 epoch" if settings["epochs"] == 1 else f"{settings['epochs']:g} epochs")
+        if (epochs := settings.get("epochs")) is not None:
+            sizes.append("1 epoch" if epochs == 1 else f"{epochs:g} epochs")
         if "batch_size" in settings:
             sizes.append(f"global batch {settings['batch_size']}")
         if "learning_rate" in settings:
