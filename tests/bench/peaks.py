@@ -53,7 +53,8 @@ class Peaks:
 
     def ours(self, strategy: str, ranks: int, form: str) -> float:
         """Bytes per parameter of the whole model."""
-        directory = self._directory(f"{strategy}-{ranks}-{form.replace(', ', '-')}")
+        # mlx.launch does not quote the path of its temporary files.
+        directory = self._directory(f"{strategy}-{ranks}-{form.replace(', ', '-').replace(' ', '-')}")
         run = run_ours(directory, self._job(directory, ranks) | {"strategy": strategy, **FORMS[form]}, (1.0,) * ranks)
         peaks: list[int] = [run.events(rank, "step")[-1]["peak_memory_bytes"] for rank in range(ranks)]
         return max(peaks) / self.parameters
