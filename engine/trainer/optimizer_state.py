@@ -58,6 +58,11 @@ class StateForm:
         """The type in which the step of a parameter of `dtype` is computed."""
         return dtype if self.precision == "parameter" and self.moments == "float32" else mx.float32
 
+    def summed(self, dtype: mx.Dtype) -> mx.Dtype:
+        """The type in which sums over the ranks are kept until the step: bfloat16, if the step rounds them to it; a
+        float16 would not hold sums over many tokens."""
+        return mx.bfloat16 if self.computed(dtype) == mx.bfloat16 else mx.float32
+
     def initial(self, weight: mx.array, moments: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Stored arrays for `moments` that are all zero, and no compensation; lazy."""
         stored: dict[str, mx.array] = {}

@@ -25,6 +25,7 @@ from engine.trainer.data import Batch, load_train_split
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
+from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.strategies.loss import dropout_seed
@@ -119,7 +120,7 @@ class SingleNodeTrainer:
         self._data = data
         self._order = order
         wire = GradientWire(Collective("any", 1, 0), job.wire) if ranks > 1 else None
-        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
+        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
         self._updater = Updater(job, model)
         self._updater.evaluate()
         self._targets = 0

@@ -225,9 +225,13 @@ class _Rank:
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of the gradients alive at once before the update: float32 where several were added; all in their own
-        type where only their norm is missing; none where each is applied as it is computed."""
+        """Bytes of the gradients alive at once before the update: float32 where several were added, but bfloat16 where
+        the step rounds the ranks' sums to it; all in their own type where only their norm is missing; none where each
+        is applied as it is computed."""
         workload, trained = self.workload, self.trained.parameters
+        in_own_type = (workload.optimizer_precision, workload.moments) == ("parameter", "float32")
+        if self.exchanges and workload.accumulation == 1 and in_own_type and self.shape.dtype == "bfloat16":
+            return trained * self.element_bytes
         if self.exchanges or self.share > 1 or workload.accumulation > 1:
             return -(-trained * _FLOAT32_BYTES // self.share)
         return trained * self.element_bytes if workload.strategy != "data" or workload.clipping else 0

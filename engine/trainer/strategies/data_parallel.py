@@ -8,7 +8,7 @@ rest of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.gradient_wire import GradientWire, unscaled
 from engine.trainer.optimizer import Updater
+from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.loss import Rows, loss_sum
@@ -35,15 +36,24 @@ _PIECE_ELEMENTS = 2**20
 class Gradients:
     """The gradients of one update: sums, not means, over this rank's examples and over the ranks."""
 
-    def __init__(self, model: nn.Module, wire: GradientWire | None = None, *, held: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        wire: GradientWire | None = None,
+        *,
+        held: bool = False,
+        summed: Callable[[mx.Dtype], mx.Dtype] = lambda _: mx.float32,
+    ) -> None:
         """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before the first is
-        applied, for their norm."""
+        applied, for their norm. `summed`: the type in which the ranks' sums of a parameter's gradients are kept, by its
+        own type."""
         self._model = model
         self._wire = wire
         self._lazy = wire is None and not held
         trainable = dict(tree_flatten(model.trainable_parameters()))
         self._shapes = {name: value.shape for name, value in trainable.items()}
         self._buckets = _bucketed(trainable)
+        self._summed = [summed(trainable[names[0]].dtype) for names in self._buckets]
         self._half = any(value.dtype == mx.float16 for value in trainable.values())
         state = [model.state, mx.random.state]
         self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
@@ -103,9 +113,9 @@ class Gradients:
         """Wait for the sum under way, if any. Raises PeerLost."""
         total = self._wire.finish() if self._wire is not None else None
         if total is not None:
-            square = _square(total)
-            mx.eval(square)
-            self._sums.append(total)
+            square, kept = _square(total), total.astype(self._summed[len(self._sums)])
+            mx.eval(square, kept)
+            self._sums.append(kept)
             self._squares.append(square)
 
     @property
@@ -130,8 +140,7 @@ class Gradients:
         self._own, self._sums, self._unevaluated, self._squares, self.divided_by = [], [], {}, [], 1
 
     def pieces(self) -> Iterator[dict[str, mx.array]]:
-        """The sums by parameter, float32, or lazy means in their own type, bucket by bucket; no longer held here
-        afterwards."""
+        """The sums by parameter, or lazy means, bucket by bucket; no longer held here afterwards."""
         lazy = bool(self._unevaluated)
         self._sums.reverse()
         for names in self._buckets:
@@ -148,7 +157,7 @@ class Gradients:
         gradients, start = {}, 0
         for name in names:
             end = start + math.prod(self._shapes[name])
-            gradients[name] = bucket[start:end].reshape(self._shapes[name]).astype(mx.float32)
+            gradients[name] = bucket[start:end].reshape(self._shapes[name])
             start = end
         return gradients
 
@@ -220,7 +229,7 @@ class DataParallel(Strategy):
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         super().__init__(job, model, loader, collective)
         wire = GradientWire(collective, job.wire) if collective.size > 1 else None
-        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
+        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
         whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
         self._whole_step = WholeStep(model, self._updater) if whole else None
         self._batch: Batch | None = None
