@@ -128,6 +128,17 @@ class Updater:
         }
         return {"weights": dict(self.masters), "optimizer": {**self._scalars, **stored}}
 
+    def own_part(self, state: Mapping[str, Mapping[str, mx.array]]) -> dict[str, dict[str, mx.array]]:
+        """What a `state` of more parameters has of these, in whatever form, and what is of all of them."""
+        return {
+            group: {
+                name: value
+                for name, value in state.get(group, {}).items()
+                if name in ours or name.rpartition(_SEPARATOR)[0] in self.masters
+            }
+            for group, ours in self.state().items()
+        }
+
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`restore` accepts `state`."""
         return self._difference(state) is None
