@@ -170,6 +170,11 @@ class WholeStep:
         self._state = [model.state, mx.random.state, *updater.arrays]
         self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
 
+    @classmethod
+    def of(cls, job: Job, model: nn.Module, updater: Updater, ranks: int) -> WholeStep | None:
+        """None where a step has to be done in parts."""
+        return cls(model, updater) if ranks == 1 and job.grad_accumulation_steps == 1 and _compiles() else None
+
     def run(self, batch: Batch) -> tuple[float, float]:
         """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
         clipping."""
@@ -221,8 +226,7 @@ class DataParallel(Strategy):
         super().__init__(job, model, loader, collective)
         wire = GradientWire(collective, job.wire) if collective.size > 1 else None
         self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None)
-        whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
-        self._whole_step = WholeStep(model, self._updater) if whole else None
+        self._whole_step = WholeStep.of(job, model, self._updater, collective.size)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
         self._late_loss: float | None = None
