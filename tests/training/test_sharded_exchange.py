@@ -176,6 +176,7 @@ def test_inputs_are_kept_from_the_first_trained_section(
 
     def noting(*arguments: Any) -> Any:
         output, parameters = forward(*arguments)
+        assert output is not None
         outputs.append(weakref.ref(output))
         return output, parameters
 

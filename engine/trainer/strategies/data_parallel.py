@@ -8,7 +8,7 @@ rest of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,6 @@ class Gradients:
     def __init__(self, model: nn.Module, wire: GradientWire | None = None, *, held: bool = False) -> None:
         """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before the first is
         applied, for their norm."""
-        self._model = model
         self._wire = wire
         self._lazy = wire is None and not held
         trainable = dict(tree_flatten(model.trainable_parameters()))
@@ -46,7 +45,8 @@ class Gradients:
         self._buckets = _bucketed(trainable)
         self._half = any(value.dtype == mx.float16 for value in trainable.values())
         state = [model.state, mx.random.state]
-        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
+        compute = partial(_loss_and_gradients, model, self._shapes)
+        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
         self._own: list[mx.array] = []
         """This rank's sums of several micro-batches by bucket, float32."""
@@ -152,12 +152,6 @@ class Gradients:
             start = end
         return gradients
 
-    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
-            self._model, tokens, bounds, scale, trained=self._shapes
-        )
-        return loss / scale, dict(tree_flatten(gradients))
-
 
 class WholeStep:
     """Forward pass, backward pass and update of one rank as one compiled function, as in mlx-lm: the host waits for
@@ -183,10 +177,16 @@ class WholeStep:
         return scalar(loss), math.sqrt(scalar(square))
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
-            self._model, tokens, bounds, scale, trained=self._trained
-        )
-        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)))
+        loss, gradients = _loss_and_gradients(self._model, self._trained, tokens, bounds, scale)
+        return loss, self._updater.apply(gradients)
+
+
+def _loss_and_gradients(
+    model: nn.Module, trained: Collection[str], tokens: mx.array, bounds: mx.array, scale: mx.array
+) -> Any:
+    """The sum of cross-entropies, and the gradients of `scale` times that sum by parameter."""
+    loss, gradients = nn.value_and_grad(model, loss_sum)(model, tokens, bounds, scale, trained=trained)
+    return loss / scale, dict(tree_flatten(gradients))
 
 
 def _compiles() -> bool:
