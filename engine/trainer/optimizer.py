@@ -132,7 +132,7 @@ class Updater:
         return {"weights": dict(self.masters), "optimizer": {**self._scalars, **stored}}
 
     def own_part(self, state: Mapping[str, Mapping[str, mx.array]]) -> dict[str, dict[str, mx.array]]:
-        """What a `state` of more parameters has of these, in whatever form, and what is of all of them."""
+        """The arrays of a `state` of more parameters that are of these, in whatever form, or of all of them."""
         return {
             group: {
                 name: value
