@@ -83,8 +83,7 @@ class Updater:
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:
         """One step with the gradients in `pieces` over `divisor`, together one of each trained parameter; their norm
         before clipping. `norm`: the global norm of all ranks' quotients, where it is known; it must be for clipping,
-        and where the gradients are only this rank's part. When it is not finite, nothing changes: the replicas can
-        still be compared.
+        and where the gradients are only this rank's part. If it is not finite, nothing changes.
 
         Gradients may be lazy, pieces from the last layer backwards, each in the model's order. A piece is evaluated
         with its new weights and moments, and dropped before the next is taken; a large one in parts. After an error the
