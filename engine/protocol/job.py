@@ -119,7 +119,7 @@ class Job:
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
         chosen["home"] = home
-        if chosen.get("grad_checkpoint") == "auto":
+        if chosen.get("grad_checkpoint") == AUTO:
             chosen["grad_checkpoint"] = False
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)

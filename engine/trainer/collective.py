@@ -73,20 +73,14 @@ class Collective:
     def start_sum(self, array: mx.array) -> None:
         """Begin `all_sum`, whose result `finish` returns. Raises PeerLost."""
         mx.eval(array)
-        self._start(
-            lambda: array if self.size == 1 else mx.distributed.all_sum(array, group=self._group, stream=self._stream)
-        )
+        self._start(lambda: mx.distributed.all_sum(array, group=self._group, stream=self._stream))
 
     def start_gather(self, array: mx.array) -> None:
         """Begin `gather_arrays`, whose result `finish` returns. Raises PeerLost."""
         mx.eval(array)
         whole = array[None]
         mx.eval(whole)
-        self._start(
-            lambda: (
-                whole if self.size == 1 else mx.distributed.all_gather(whole, group=self._group, stream=self._stream)
-            )
-        )
+        self._start(lambda: mx.distributed.all_gather(whole, group=self._group, stream=self._stream))
 
     def finish(self) -> mx.array:
         """Wait for the operation that was started. Raises PeerLost."""

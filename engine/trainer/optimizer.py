@@ -83,13 +83,15 @@ class Updater:
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:
         """One step with the gradients in `pieces` over `divisor`, together one of each trained parameter; their norm
         before clipping. `norm`: the global norm of all ranks' quotients, where it is known; it must be for clipping,
-        and where the gradients are only this rank's part.
+        and where the gradients are only this rank's part. If it is not finite, nothing changes.
 
         Gradients may be lazy, pieces from the last layer backwards, each in the model's order. A piece is evaluated
         with its new weights and moments, and dropped before the next is taken; a large one in parts. After an error the
         state is between two updates.
         """
         assert norm is not None or self._max_norm is None
+        if norm is not None and not math.isfinite(norm):
+            return norm
         clip = None if norm is None else self._clip(mx.array(norm))
         scale = None if divisor == 1 else mx.array(divisor, mx.float32)
         total = mx.array(0.0)
@@ -127,6 +129,17 @@ class Updater:
             f"{name}{_SEPARATOR}{kind}": value for name, kinds in self._stored.items() for kind, value in kinds.items()
         }
         return {"weights": dict(self.masters), "optimizer": {**self._scalars, **stored}}
+
+    def own_part(self, state: Mapping[str, Mapping[str, mx.array]]) -> dict[str, dict[str, mx.array]]:
+        """The arrays of a `state` of more parameters that are of these, in whatever form, or of all of them."""
+        return {
+            group: {
+                name: value
+                for name, value in state.get(group, {}).items()
+                if name in ours or name.rpartition(_SEPARATOR)[0] in self.masters
+            }
+            for group, ours in self.state().items()
+        }
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`restore` accepts `state`."""

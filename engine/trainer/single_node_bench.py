@@ -27,7 +27,7 @@ from engine.trainer.model import load_model
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.data_parallel import Gradients
+from engine.trainer.strategies.data_parallel import Gradients, WholeStep
 from engine.trainer.strategies.loss import dropout_seed
 
 SYNTHETIC_VOCABULARY = 384
@@ -122,6 +122,7 @@ class SingleNodeTrainer:
         wire = GradientWire(Collective("any", 1, 0), job.wire) if ranks > 1 else None
         self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
         self._updater = Updater(job, model)
+        self._whole_step = WholeStep.of(job, model, self._updater, ranks)
         self._updater.evaluate()
         self._targets = 0
         self._position = 0
@@ -137,10 +138,13 @@ class SingleNodeTrainer:
         batch = self._data.batch(indices)
         self._position += 1
         mx.random.seed(dropout_seed(self._job.seed, self._position, 0))
-        last = self._position % self._job.grad_accumulation_steps == 0
-        self._accumulate(batch, last=last)
-        if last:
-            self._update()
+        if self._whole_step is None:
+            last = self._position % self._job.grad_accumulation_steps == 0
+            self._accumulate(batch, last=last)
+            if last:
+                self._update()
+        elif batch.targets:
+            self._whole_step.run(batch)
         if mx.get_cache_memory() > (self._job.clear_cache_threshold or _CACHE_BYTES):
             mx.clear_cache()
         return time.perf_counter() - started, batch.targets
@@ -154,6 +158,10 @@ class SingleNodeTrainer:
         mx.reset_peak_memory()
         for _ in range(_PROBE_STEPS):
             before = mx.get_active_memory()
+            if self._whole_step is not None:
+                states.append(before)
+                self._whole_step.run(batch)
+                continue
             if self._job.grad_accumulation_steps > 1:
                 self._accumulate(batch, last=False)
             self._accumulate(batch, last=True)

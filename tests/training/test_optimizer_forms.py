@@ -207,6 +207,16 @@ def test_pieces_and_parts_make_the_same_step(form: tuple[str, str], monkeypatch:
         assert_same(weights(model), weights(copied))
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_changes_nothing(norm: float) -> None:
+    updater, model = make(FORMS[0])
+    steps(updater, model, range(1))
+    before, own = updater.state(), weights(model)
+    assert updater.update([gradients(model, 1)], DIVISOR, norm) == pytest.approx(norm, nan_ok=True)
+    assert_same(updater.state(), before)
+    assert_same(weights(model), own)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_lazy_step_is_the_same(form: tuple[str, str]) -> None:
     eager, model = make(form, max_grad_norm=0.5)

@@ -152,15 +152,17 @@ class Part(PartitionedStrategy):
         raise NotImplementedError
 
 
-def parts_of(job: Job, division: list[list[int]]) -> list[Part]:
+def parts_of(job: Job, division: list[list[int]], dtype: mx.Dtype = mx.float32) -> list[Part]:
     """Four parameters over so many ranks; one update each."""
     ranks = {index: tuple(rank for rank, own in enumerate(division) if index in own) for index in range(4)}
-    held = [PlacedParameter((3 + index,), mx.float32, f"p{index}", ranks[index]) for index in range(4)]
+    held = [PlacedParameter((3 + index,), dtype, f"p{index}", ranks[index]) for index in range(4)]
 
     def one(collective: Collective) -> Part:
         own = division[collective.rank]
-        part = Part(job, Four(own), cast("DataLoader", None), collective, held)
-        part.add({f"p{index}": mx.full((3 + index,), 1.0 + collective.rank) for index in own})
+        model = Four(own)
+        model.set_dtype(dtype)
+        part = Part(job, model, cast("DataLoader", None), collective, held)
+        part.add({f"p{index}": mx.full((3 + index,), 1.0 + collective.rank, dtype) for index in own})
         assert part.exchange([2.0]) == [2.0 * len(division)]
         part.apply(4.0)
         return part
@@ -182,6 +184,16 @@ def test_a_partitioned_state_is_restored_by_any_number_of_ranks(tiny: Tiny, tmp_
                 for name, value in arrays.items():
                     theirs = next(state[group][name] for state in before if name in state[group])
                     assert mx.array_equal(value, theirs).item(), name
+
+
+def test_parts_of_another_form_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Not restored without the bits of a compensation."""
+    kahan, stochastic = (make_job(tiny, tmp_path, optimizer_precision=form) for form in ("kahan", "stochastic"))
+    states = [part.state() for part in parts_of(kahan, [[0, 1], [2, 3]], mx.bfloat16)]
+    (alone,) = parts_of(stochastic, [[0, 1, 2, 3]], mx.bfloat16)
+    with pytest.raises(ValueError, match="another optimizer_precision"):
+        for index, state in enumerate(states):
+            alone.restore(state, index, len(states))
 
 
 def test_an_incomplete_set_of_parts_is_refused(tiny: Tiny, tmp_path: Path) -> None:

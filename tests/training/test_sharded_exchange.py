@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.data import Batch, DataLoader
 from engine.trainer.strategies.base import float32_sum
 from engine.trainer.strategies.loss import Rows, loss_sum
+from engine.trainer.strategies.sections import Section
 from engine.trainer.strategies.sharded import Sharded
 from tests.training import kinds
 from tests.training.tiny import Tiny, make_job
@@ -156,3 +158,35 @@ def test_a_single_contribution_keeps_its_own_type(tiny: Tiny, tmp_path: Path) ->
     for name, value in once.items():
         assert training.sums[name].dtype == mx.float32
         assert mx.array_equal(training.sums[name], 2 * value.astype(mx.float32)).item()
+
+
+@pytest.mark.parametrize("trained", [1, 2, 4])
+def test_inputs_are_kept_from_the_first_trained_section(
+    tiny: Tiny, tmp_path: Path, trained: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the backward pass begins: those of the last layers, which are trained, and of the head."""
+    whole = model(mx.float32)
+    whole.freeze()
+    for layer in whole.model.layers[-trained:]:
+        layer.unfreeze()
+    collective = Collective("ring", 1, 0)
+    training = Sharded(make_job(tiny, tmp_path, strategy="sharded"), whole, cast("DataLoader", Share(0)), collective)
+    outputs: list[weakref.ref[mx.array]] = []
+    forward, alive = training._forward, list[int]()
+
+    def noting(*arguments: Any) -> Any:
+        output, parameters = forward(*arguments)
+        assert output is not None
+        outputs.append(weakref.ref(output))
+        return output, parameters
+
+    backward = Section.forward_backward
+
+    def counting(section: Section, *arguments: Any, **keys: Any) -> Any:
+        alive.append(sum(output() is not None for output in outputs))
+        return backward(section, *arguments, **keys)
+
+    monkeypatch.setattr(training, "_forward", noting)
+    monkeypatch.setattr(Section, "forward_backward", counting)
+    training.accumulate(0, last=True)
+    assert alive[0] == trained + 1

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer import calibrate
-from engine.trainer.data import load_split
+from engine.trainer.data import Batch, load_split
 from engine.trainer.model import load_model
 from engine.trainer.single_node_bench import (
     PROBE_BATCHES,
@@ -32,6 +32,8 @@ from engine.trainer.single_node_bench import (
     measure,
     synthetic_model,
 )
+from engine.trainer.strategies import data_parallel
+from engine.trainer.strategies.data_parallel import WholeStep
 from tests.training.test_update import train
 from tests.training.tiny import Tiny, make_job
 
@@ -53,6 +55,28 @@ def test_its_steps_are_the_trainers_to_the_bit(tiny: Tiny, tmp_path: Path, keys:
     weights = trained.weights()
     assert all(mx.array_equal(value, weights[name]) for name, value in tree_flatten(model.trainable_parameters()))
     assert tokens == sum(step["tokens"] for step in trained.of("step"))
+
+
+def test_on_a_gpu_it_takes_whole_steps_as_the_trainer_does(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_parallel, "_compiles", lambda: True)
+    widths: list[int] = []
+    run = WholeStep.run
+
+    def noted(step: WholeStep, batch: Batch) -> tuple[float, float]:
+        widths.append(batch.tokens.shape[1])
+        return run(step, batch)
+
+    monkeypatch.setattr(WholeStep, "run", noted)
+    job = train(tiny, tmp_path).job
+    trained, widths[:] = list(widths), []
+    training, _ = alone(make_job(tiny, tmp_path))
+    for _ in range(job.iters):
+        training.step(job.batch_size)
+    assert len(trained) == job.iters and widths == trained
+    training.probe(job.batch_size)
+    assert set(widths[job.iters :]) == {job.max_seq_length}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -228,12 +228,10 @@ class PartitionedStrategy(Strategy):
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """This rank's own is collected from all parts, and restored with the last."""
-        ours = self._updater.state()
         if part == 0:
-            self._found = {group: {} for group in ours}
-        for group, arrays in ours.items():
-            theirs = state.get(group, {})
-            self._found[group] |= {name: theirs[name] for name in arrays if name in theirs}
+            self._found = {}
+        for group, arrays in self._updater.own_part(state).items():
+            self._found.setdefault(group, {}).update(arrays)
         if part == parts - 1:
             found, self._found = self._found, {}
             self._updater.restore(found)

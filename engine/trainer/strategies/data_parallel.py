@@ -8,7 +8,7 @@ rest of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,6 @@ class Gradients:
         """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before the first is
         applied, for their norm. `summed`: the type in which the ranks' sums of a parameter's gradients are kept, by its
         own type."""
-        self._model = model
         self._wire = wire
         self._lazy = wire is None and not held
         trainable = dict(tree_flatten(model.trainable_parameters()))
@@ -56,7 +55,8 @@ class Gradients:
         self._summed = [summed(trainable[names[0]].dtype) for names in self._buckets]
         self._half = any(value.dtype == mx.float16 for value in trainable.values())
         state = [model.state, mx.random.state]
-        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(self._compute)
+        compute = partial(_loss_and_gradients, model, self._shapes)
+        self._forward_backward = partial(mx.compile, inputs=state, outputs=state)(compute)
         self._forward = partial(mx.compile, inputs=[model.state])(partial(loss_sum, model))
         self._own: list[mx.array] = []
         """This rank's sums of several micro-batches by bucket, float32."""
@@ -161,12 +161,6 @@ class Gradients:
             start = end
         return gradients
 
-    def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
-            self._model, tokens, bounds, scale, trained=self._shapes
-        )
-        return loss / scale, dict(tree_flatten(gradients))
-
 
 class WholeStep:
     """Forward pass, backward pass and update of one rank as one compiled function, as in mlx-lm: the host waits for
@@ -179,6 +173,11 @@ class WholeStep:
         self._state = [model.state, mx.random.state, *updater.arrays]
         self._step = partial(mx.compile, inputs=self._state, outputs=self._state)(self._compute)
 
+    @classmethod
+    def of(cls, job: Job, model: nn.Module, updater: Updater, ranks: int) -> WholeStep | None:
+        """None where a step has to be done in parts."""
+        return cls(model, updater) if ranks == 1 and job.grad_accumulation_steps == 1 and _compiles() else None
+
     def run(self, batch: Batch) -> tuple[float, float]:
         """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
         clipping."""
@@ -187,10 +186,16 @@ class WholeStep:
         return scalar(loss), math.sqrt(scalar(square))
 
     def _compute(self, tokens: mx.array, bounds: mx.array, scale: mx.array) -> Any:
-        loss, gradients = nn.value_and_grad(self._model, loss_sum)(
-            self._model, tokens, bounds, scale, trained=self._trained
-        )
-        return loss / scale, self._updater.apply(dict(tree_flatten(gradients)))
+        loss, gradients = _loss_and_gradients(self._model, self._trained, tokens, bounds, scale)
+        return loss, self._updater.apply(gradients)
+
+
+def _loss_and_gradients(
+    model: nn.Module, trained: Collection[str], tokens: mx.array, bounds: mx.array, scale: mx.array
+) -> Any:
+    """The sum of cross-entropies, and the gradients of `scale` times that sum by parameter."""
+    loss, gradients = nn.value_and_grad(model, loss_sum)(model, tokens, bounds, scale, trained=trained)
+    return loss / scale, dict(tree_flatten(gradients))
 
 
 def _compiles() -> bool:
@@ -230,8 +235,7 @@ class DataParallel(Strategy):
         super().__init__(job, model, loader, collective)
         wire = GradientWire(collective, job.wire) if collective.size > 1 else None
         self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
-        whole = wire is None and job.grad_accumulation_steps == 1 and _compiles()
-        self._whole_step = WholeStep(model, self._updater) if whole else None
+        self._whole_step = WholeStep.of(job, model, self._updater, collective.size)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
         self._late_loss: float | None = None

@@ -23,9 +23,10 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.protocol.job import AUTO, Job, state_bytes
+from engine.protocol.job import Job, state_bytes
 from engine.trainer.collective import Collective, as_words, from_words
 from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, float32_sum
 from engine.trainer.strategies.loss import Rows
@@ -177,8 +178,8 @@ class Shards:
 
 def _trained_bytes(job: Job, dtype: mx.Dtype) -> float:
     """State per trained element beside the element itself: the optimizer's, and its gradient's float32 sum."""
-    precision, moments = ("float32" if key == AUTO else key for key in (job.optimizer_precision, job.moments))
-    return state_bytes(precision, moments, dtype.size) + 4
+    form = StateForm.of(job)
+    return state_bytes(form.precision, form.moments, dtype.size) + 4
 
 
 def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str, int]:
@@ -233,12 +234,16 @@ class Sharded(PartitionedStrategy):
         shards, rows = self._shards, Rows.of(batch, half=self._half)
         # Dropout: a section runs twice, and must draw the same numbers both times.
         seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (self._last + 1,))).tolist()
-        inputs: list[mx.array | None] = [None]
-        parameters = self._gather_first()
+        inputs: list[mx.array | None] = []
+        hidden, parameters = None, self._gather_first()
         for section in range(self._last):
             mx.random.seed(seeds[section])
-            output, parameters = self._forward(section, parameters, rows, inputs[-1])
-            inputs.append(output)
+            # The backward pass ends at the first trained section.
+            if section >= self._first_trained:
+                inputs.append(hidden)
+            hidden, parameters = self._forward(section, parameters, rows, hidden)
+        inputs.append(hidden)
+        del hidden
         loss, cotangent = 0.0, mx.array(1.0)
         above: Reduction | None = None
         for section in range(self._last, self._first_trained - 1, -1):
