@@ -89,7 +89,15 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     if small:
         kind = mlx_module(str(context.inputs.model.get("model_type", "")))
         places = [_place(context, node) for node in nodes]
-        ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
+        measured = max(row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True))
+        ways = ways_out(
+            shape,
+            workloads,
+            places,
+            context.settings,
+            splittable=kind in SPLITTABLE_MODULES,
+            measured=max(1.0, measured),
+        )
     _refuse(rows, ways, rationale)
     whole = shape.total_parameters
     # The ranks of a pipeline train different layers, other ranks all the same ones.
