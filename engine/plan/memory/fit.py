@@ -88,16 +88,9 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     ways: tuple[WayOut, ...] = ()
     if small:
         kind = mlx_module(str(context.inputs.model.get("model_type", "")))
-        places = [_place(context, node) for node in nodes]
-        measured = max(row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True))
-        ways = ways_out(
-            shape,
-            workloads,
-            places,
-            context.settings,
-            splittable=kind in SPLITTABLE_MODULES,
-            measured=max(1.0, measured),
-        )
+        needs = [row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True)]
+        places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
+        ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
     _refuse(rows, ways, rationale)
     whole = shape.total_parameters
     # The ranks of a pipeline train different layers, other ranks all the same ones.
@@ -120,11 +113,11 @@ def _unknown(reason: str, rationale: Rationale) -> Disabled:
     return Disabled(reason=reason)
 
 
-def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
+def _place(context: PlanContext, node: NodeConfig, measured: float) -> RankPlace:
     facts = context.inputs.facts.get(node.name)
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
-    return RankPlace(node.name, _limit(context, node)[0], ranks, total)
+    return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured)
 
 
 def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:

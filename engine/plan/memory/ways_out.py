@@ -34,6 +34,8 @@ class RankPlace:
     """Ranks that share the machine."""
     total_bytes: int | None
     """All memory of a Mac, whose GPU limit can be raised; None elsewhere, and where it is unknown."""
+    measured: float = 1.0
+    """The measured need over its estimate, where it was measured and is more."""
 
 
 def ways_out(
@@ -43,13 +45,11 @@ def ways_out(
     requested: Mapping[str, Any],
     *,
     splittable: bool,
-    measured: float = 1.0,
 ) -> tuple[WayOut, ...]:
     """The smallest change of each kind with which every rank fits, those that leave the training as it is first; the
     first combination, where none does alone; empty where that does not, either. `workloads` have settings that did not
-    fit, `requested` are the job's. `splittable`: the model can be sharded. `measured`: the measured peak that did not fit,
-    in estimates of it, at least 1."""
-    job = _Job(shape, tuple(workloads), tuple(places), requested, measured)
+    fit, `requested` are the job's. `splittable`: the model can be sharded."""
+    job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
     optimizer = [key for key in fixed if key != "grad_checkpoint"]
     found = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]

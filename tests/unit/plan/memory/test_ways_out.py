@@ -32,14 +32,13 @@ def ways(
     shape: ModelShape = SHAPE,
     workload: RankWorkload = FULL,
     splittable: bool = True,
-    measured: float = 1.0,
 ) -> dict[str, float]:
     """Change → GB."""
     ranks = [replace(workload, world_size=len(places))] * len(places)
     choice = choose(shape, ranks, [place.limit_bytes for place in places], requested)
-    assert not choice.fits or measured > 1
+    assert not choice.fits or places[0].measured > 1
     asked = [with_settings(rank, choice.settings) for rank in ranks]
-    found = ways_out(shape, asked, places, requested, splittable=splittable, measured=measured)
+    found = ways_out(shape, asked, places, requested, splittable=splittable)
     return {way.change: way.needed_bytes / GB for way in found}
 
 
@@ -90,8 +89,8 @@ def test_unequal_shares_are_divided_as_the_plan_divides_them() -> None:
 
 def test_a_measured_peak_scales_what_the_estimate_says_of_other_settings() -> None:
     needed = estimate(SHAPE, with_settings(FULL, ChosenSettings())).needed_bytes
-    place = RankPlace("one", needed + GB, 1, 2 * needed)
-    found = ways(place, requested=FIXED, measured=1.25)
+    place = RankPlace("one", needed + GB, 1, 2 * needed, 1.25)
+    found = ways(place, requested=FIXED)
     assert "" not in found and "grad_checkpoint = false" not in found
     (change,) = (each for each in found if each.startswith("iogpu"))
     assert change == f"iogpu.wired_limit_mb={-(-needed * 5 // 4 // 2**20)} on one"
