@@ -111,11 +111,13 @@ _MACS_GB = (64, 128, 512)
 
 
 def exchange_dominates(context: PlanContext) -> bool:
-    """The exchange of an update takes longer than the computation of its last iteration, and could be shorter."""
+    """The exchange of an update takes longer than the computation of its last iteration, and would be shorter in
+    int8."""
     found = context.throughput
-    if found.exchange_s is None or context.settings.get("wire", AUTO) == "int8":
+    if found.exchange_s is None or found.exchange_s <= max(found.compute_s.values()):
         return False
-    return found.exchange_s > max(found.compute_s.values())
+    smaller = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, "int8")
+    return smaller.exchange_s is not None and smaller.exchange_s < found.exchange_s
 
 
 def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:

@@ -284,6 +284,17 @@ def test_int8_is_advised_where_the_links_decide() -> None:
         assert "wire" not in names(make_plan(inputs(ultra_and_max(), **given)), "advice")
 
 
+def test_int8_is_not_advised_to_eight_ranks_which_would_send_no_less() -> None:
+    for ranks, advised in ((7, True), (8, False)):
+        nodes = [mac(f"n{rank}", rank, "Apple M3 Ultra", 512) for rank in range(ranks)]
+        slow = LinkMeasure(nodes=tuple(node.node for node in nodes), latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+        taken = calibration({node.node: 1.0 for node in nodes}, all_ranks=slow, gradient_bytes=16 * 10**9)
+        settings = {"fine_tune_type": "full", "batch_size": 8}
+        plan = make_plan(inputs(nodes, settings=settings, calibration=taken))
+        assert plan.performance_targets.step_s is not None
+        assert ("wire" in names(plan, "advice")) is advised
+
+
 def test_adam_in_the_parameters_own_type_is_advised_against() -> None:
     plan = make_plan(inputs(ultra_and_max(), settings={"optimizer_precision": "parameter"}))
     assert "adam_in_16_bits" in names(plan, "advice")
