@@ -125,7 +125,7 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
     values = {
         "nodes": ", ".join(context.m4_max),
         "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
-        "sizes": _sizes(memory) if context.full else "",
+        "sizes": _sizes(context, memory) if context.full else "",
         "exchange": _exchange(context) if exchange_dominates(context) else "",
     }
     return tuple(
@@ -135,11 +135,16 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
     )
 
 
-def _sizes(memory: MemoryFit) -> str:
+def _sizes(context: PlanContext, memory: MemoryFit) -> str:
     """The most precise settings with which a rank's batch fits a Mac of each size, or how much is missing."""
     if memory.shape is None:
         return ""
-    alone = replace(memory.workloads[0], strategy="data", world_size=1, layers=None)
+    first = memory.workloads[0]
+    # The workload of a pipeline's stage is what it has in flight.
+    batch = (
+        max(1, int(context.settings["batch_size"]) // context.ranks) if first.strategy == "pipeline" else first.batch
+    )
+    alone = replace(first, strategy="data", world_size=1, layers=None, batch=batch, accumulation=context.accumulation)
     found = []
     for size in _MACS_GB:
         limit = int(size * 10**9 * WORKING_SET)

@@ -42,7 +42,7 @@ def predict_throughput(
     if seconds is None:
         return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
     parts = buckets((calibration.gradient_bytes or 0) // _FLOAT32_BYTES)
-    return predict_iteration(measures, counts, seconds, backward=backward, accumulation=accumulation, parts=parts)
+    return predict_iteration(measures, counts, UpdateExchange(seconds, parts, accumulation), backward)
 
 
 _FLOAT32_BYTES = 4
@@ -53,32 +53,40 @@ _FULL_BACKWARD, _ADAPTER_BACKWARD = 2 / 3, 1 / 2
 Laws for Neural Language Models), and as many where the weights are frozen; recomputed layers only add to it."""
 
 
+@dataclass(frozen=True)
+class UpdateExchange:
+    """The exchange of one update."""
+
+    seconds: float
+    parts: int = BUCKETS
+    """Buckets, one after the other."""
+    accumulation: int = 1
+    """Iterations of an update."""
+
+
 def predict_iteration(
     measures: list[NodeMeasure],
     micro_batches: Mapping[str, int],
-    exchange_s: float,
-    *,
+    exchanged: UpdateExchange,
     backward: float = _FULL_BACKWARD,
-    accumulation: int = 1,
-    parts: int = BUCKETS,
 ) -> ThroughputPrediction:
     """A synchronous data-parallel iteration: all ranks wait for the slowest, and for what is left of the exchange when
     its backward pass, beside which the buckets travel, has ended; the last bucket only begins then.
 
         compute_i = overhead_i + (step_i - overhead_i) · micro_i / batch_i
-        step      = max(compute_i) + max(exchange_s - backward · max(compute_i), exchange_s / parts) / accumulation
+        step      = max(compute_i) + max(exchange - backward · max(compute_i), exchange / parts) / accumulation
 
-    `measures` have a positive throughput, `exchange_s` is per update, `backward` the share of the backward pass in a
-    step, `parts` the buckets of an exchange. A node's step is affine in its batch; without a measured overhead it is proportional. Source: the
-    bulk-synchronous model, w + h·g + l (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with
-    the measured exchange as h·g + l. Speed-up relative to the fastest node and efficiency relative to the sum of all
-    nodes follow Pastor and Bosque, "An efficiency and scalability model for heterogeneous clusters" (IEEE Cluster
-    2001).
+    `measures` have a positive throughput, `backward` is the share of the backward pass in a step. A node's step is
+    affine in its batch; without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l
+    (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with the measured exchange as h·g + l.
+    Speed-up relative to the fastest node and efficiency relative to the sum of all nodes follow Pastor and Bosque, "An
+    efficiency and scalability model for heterogeneous clusters" (IEEE Cluster 2001).
     """
     batch = sum(micro_batches[measure.node] for measure in measures)
     compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
     slowest = max(compute.values())
-    communicate_s = max(exchange_s - backward * slowest, exchange_s / parts) / accumulation
+    left = max(exchanged.seconds - backward * slowest, exchanged.seconds / exchanged.parts)
+    communicate_s = left / exchanged.accumulation
     step = slowest + communicate_s
     alone = [batch / step_s(measure, batch) for measure in measures]
     throughput = batch / step
@@ -88,7 +96,7 @@ def predict_iteration(
         step_s=step,
         compute_s=compute,
         communicate_s=communicate_s,
-        exchange_s=exchange_s,
+        exchange_s=exchanged.seconds,
         speed_up=throughput / max(alone),
         efficiency=throughput / sum(alone),
     )
@@ -107,8 +115,9 @@ def step_s(measure: NodeMeasure, batch: int) -> float:
 
 def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchange) -> float | None:
     """Seconds of an exchange of gradients, `float32_bytes` in float32: buckets · latency + sent · β, one bucket after
-    the other, each by the line through the two measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES), after Hockney, "The communication challenge for
-    MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not measured."""
+    the other, each on the line through the two measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES),
+    after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not
+    measured."""
     if form.ranks == 1:
         return 0.0
     if link is None or float32_bytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:

@@ -47,8 +47,8 @@ def ways_out(
     splittable: bool,
 ) -> tuple[WayOut, ...]:
     """The smallest change of each kind with which every rank fits, those that leave the training as it is first; the
-    first combination, where none does alone; empty where that does not, either. `workloads` have settings that did not
-    fit, `requested` are the job's. `splittable`: the model can be sharded."""
+    first combination, where none does alone; then more nodes, where sharding over the job's own does not help.
+    `workloads` have settings that did not fit, `requested` are the job's. `splittable`: the model can be sharded."""
     job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
     optimizer = [key for key in fixed if key != "grad_checkpoint"]
@@ -59,11 +59,13 @@ def ways_out(
         job.fewer_sequences(),
         job.shorter_sequences(),
         job.without_nodes(),
-        job.sharded() if splittable else (),
         job.adapters(),
     ]
     found += [way for ways in kinds for way in islice(ways, 1)]
-    return tuple(found or islice(job.together(fixed), 1))
+    divided = [*islice(job.sharded(), 1)] if splittable else []
+    found += divided
+    more = job.more_nodes() if splittable and not divided else ()
+    return (*(found or islice(job.together(fixed), 1)), *islice(more, 1))
 
 
 def describe_ways(ways: Sequence[WayOut]) -> str:
@@ -157,7 +159,7 @@ class _Job:
             )
 
     def sharded(self) -> Iterator[WayOut]:
-        """The state divided over the fewest of the job's nodes, or of more nodes like its largest."""
+        """The state divided over the fewest of the job's nodes."""
         largest = self._largest_first()
         own = len(largest) if self.workloads[0].strategy == "data" else 0
         for ranks in range(2, own + 1):
@@ -165,6 +167,10 @@ class _Job:
             limits = [place.limit_bytes for place in largest[:ranks]]
             change = f"{self._sharding(ranks)} over {names}"
             yield from self._try(change, [self._over("sharded", ranks)] * ranks, limits)
+
+    def more_nodes(self) -> Iterator[WayOut]:
+        """The state divided over the fewest nodes like the job's largest."""
+        largest = self._largest_first()
         for ranks in range(2, _MOST_RANKS + 1):
             change = f"{self._sharding(ranks)} over {ranks} nodes like {largest[0].node}"
             yield from self._try(change, [self._over("sharded", ranks)], [largest[0].limit_bytes])

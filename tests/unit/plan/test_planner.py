@@ -269,6 +269,15 @@ def test_the_advice_on_sizes_is_what_the_estimate_says_of_one_mac() -> None:
     assert "ultra alone" in refusal(plan, "memory")
 
 
+def test_the_advice_on_sizes_is_the_same_whatever_the_strategy() -> None:
+    settings = {"fine_tune_type": "full", "batch_size": 4}
+    texts = set()
+    for strategy in ("data", "sharded", "pipeline"):
+        plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy=strategy))
+        texts.add(next(each.text for each in plan.advice if each.name == "sizes"))
+    assert len(texts) == 1
+
+
 def test_int8_is_advised_where_the_links_decide() -> None:
     settings: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
     slow = LinkMeasure(nodes=("ultra", "max"), latency_s=1e-3, bandwidth_bytes_per_s=1e8)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.measurements import LinkMeasure, ThroughputPrediction
 from engine.plan.exchange import BUCKETS, exchange
-from engine.plan.prediction import exchange_s, predict_iteration, predict_throughput, step_s
+from engine.plan.prediction import UpdateExchange, exchange_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
@@ -21,9 +21,8 @@ LINK = LinkMeasure(nodes=("a", "b"), latency_s=0.001, bandwidth_bytes_per_s=ALL_
 def predicted(speeds: list[float], batch: int, exchanged_s: float = 0.0) -> ThroughputPrediction:
     names = [f"n{number}" for number in range(len(speeds))]
     counts = dict(zip(names, share_counts(batch, speeds), strict=True))
-    return predict_iteration(
-        [measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, exchanged_s
-    )
+    measures = [measure(name, speed) for name, speed in zip(names, speeds, strict=True)]
+    return predict_iteration(measures, counts, UpdateExchange(exchanged_s))
 
 
 def test_two_equal_nodes_without_communication_are_twice_as_fast() -> None:
