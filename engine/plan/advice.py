@@ -150,7 +150,7 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
         limit = int(size * 10**9 * WORKING_SET)
         choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
         needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
-        found.append(f"{size} GB: {_described(choice.settings) if choice.fits else 'too small'} ({needed})")
+        found.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")
     return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
 
 
@@ -163,9 +163,3 @@ def _exchange(context: PlanContext) -> str:
             steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
     compute = max(context.throughput.compute_s.values())
     return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
-
-
-def _described(settings: ChosenSettings) -> str:
-    count = settings.grad_checkpoint
-    layers = f", {'all' if count is True else count} layers recomputed" if count else ""
-    return f"optimizer_precision {settings.optimizer_precision}, moments {settings.moments}{layers}"

@@ -50,7 +50,17 @@ from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
 from engine.protocol.partition import chunk_plan
 from tests.unit.cluster.macs import mesh, ring
-from tests.unit.plan.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, plan_inputs, ultra_and_max
+from tests.unit.plan.clusters import (
+    LLAMA_70B,
+    NOW,
+    QWEN3_4B,
+    QWEN3_32B,
+    calibration,
+    inputs,
+    mac,
+    plan_inputs,
+    ultra_and_max,
+)
 from tests.unit.plan.test_against_mlx import addressed
 
 SECTIONS = {
@@ -276,6 +286,16 @@ def test_the_advice_on_sizes_is_the_same_whatever_the_strategy() -> None:
         plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy=strategy))
         texts.add(next(each.text for each in plan.advice if each.name == "sizes"))
     assert len(texts) == 1
+
+
+def test_the_summary_names_settings_that_were_chosen_to_fit() -> None:
+    settings = {"fine_tune_type": "full", "batch_size": 2}
+    texts = [
+        dict(summary(make_plan(inputs(ultra_and_max()[:1], settings=settings, model=model))))["memory"]
+        for model in (QWEN3_4B, QWEN3_32B)
+    ]
+    assert "optimizer_precision" not in texts[0]
+    assert "; with optimizer_precision kahan, moments bfloat16, " in texts[1] and " layers recomputed" in texts[1]
 
 
 def test_int8_is_advised_where_the_links_decide() -> None:
