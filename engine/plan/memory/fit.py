@@ -223,12 +223,11 @@ def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, foun
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
     chosen, asked = choice.settings, context.settings
-    result = "fits" if choice.fits else "needs the least, and does not fit"
     for key in ("optimizer_precision", "moments"):
         if asked.get(key, "float32") != AUTO:
             rationale.explain(f"settings.{key}", Source.USER, "the job sets it")
             continue
-        reason = f"the most precise that {result}" if choice.fits else f"it {result}"
+        reason = "the most precise that fits" if choice.fits else "it needs the least, and does not fit"
         if choice.fits and choice.rejected_bytes is not None:
             reason += f": the next more precise would need {choice.rejected_bytes / 1e9:,.1f} GB"
         rationale.explain(f"settings.{key}", Source.RULE, reason)
@@ -238,8 +237,10 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
         rationale.explain("settings.grad_checkpoint", source, reason)
     elif context.strategy == "sharded":
         rationale.explain("settings.grad_checkpoint", Source.RULE, "sharded layers are always recomputed")
+    elif not choice.fits:
+        rationale.explain("settings.grad_checkpoint", Source.RULE, "it needs the least, and does not fit")
     else:
-        reason = "all activations fit" if not chosen.grad_checkpoint else f"as few layers are recomputed as {result}"
+        reason = "as few layers are recomputed as must be" if chosen.grad_checkpoint else "all activations fit"
         rationale.explain("settings.grad_checkpoint", Source.RULE, reason)
 
 

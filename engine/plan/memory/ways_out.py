@@ -176,7 +176,7 @@ class _Job:
             yield from self._try(change, [self._over("sharded", ranks)], [largest[0].limit_bytes])
 
     def _sharding(self, ranks: int) -> str:
-        """What the job must say for it: no int8, and a sequence for each rank."""
+        """The settings for it: no int8, and a sequence for each rank."""
         settings = ['strategy = "sharded"']
         settings += ['wire = "auto"'] if self.workloads[0].wire == "int8" else []
         settings += [f"batch_size = {ranks}"] if sum(each.batch for each in self.workloads) < ranks else []
